@@ -1,0 +1,89 @@
+"""The simulated cluster: any number of workers in one process, on a virtual clock.
+
+A discrete-event queue says whose round ends next. That worker trains from the weights it pulled
+when its round began, pushes, and pulls again, so that asynchronous and stale synchronous runs are
+exact and come out the same every time, whatever this machine is doing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from dbsl.server import EpochEnd, Round, RoundReport, Server
+from dbsl.weights import FlatWeights
+
+
+class SimulatedCluster:
+    """Workers that take turns on one model; `Server` decides as it does for real processes.
+
+    Args:
+        weights: The model's weights; a turn's worker has them to itself until it pushes.
+        server: The server, with the clocks of all workers.
+        epochs: Epochs that each worker runs.
+        duration: Virtual seconds of a worker's round, from (worker, epoch, round).
+    """
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        server: Server,
+        *,
+        epochs: int,
+        duration: Callable[[int, int, int], float],
+    ) -> None:
+        self.weights = weights
+        self.server = server
+        self.time_s = 0.0  # the virtual clock
+        self.workers = range(len(server.clocks))
+        self._duration = duration
+        self._rounds = epochs * server.rounds_per_epoch
+        self._pulled: dict[int, Tensor] = {}
+        self._queue: list[tuple[float, int]] = []
+
+    def turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield rounds in the order in which they end, and each epoch's end when it comes."""
+        waiting = set(self.workers)
+        while True:
+            for worker in sorted(w for w in waiting if self.server.may_start(w)):
+                waiting.discard(worker)
+                self._start(worker)
+            if not self._queue:
+                return
+            self.time_s, worker = heapq.heappop(self._queue)
+            yield self._round(worker)
+            if self.server.clocks[worker] < self._rounds:
+                waiting.add(worker)
+            while self.server.finished:
+                yield self.server.finished.popleft()
+
+    def pull(self, worker: int) -> None:
+        """Load the weights that the worker's round started from into the model."""
+        self.weights.load(self._pulled.pop(worker))
+
+    def push(self, report: RoundReport) -> None:
+        """Merge the model's weights as the worker's into the global ones."""
+        self.server.push(self.weights.vector, report)
+
+    def reports(self) -> Iterator[RoundReport]:
+        """Yield the reports of rounds pushed since the last call."""
+        while self.server.reports:
+            yield self.server.reports.popleft()
+
+    def load(self, end: EpochEnd) -> None:
+        """Load the global weights of an epoch's end into the model."""
+        self.weights.load(end.weights)
+
+    def close(self) -> None:
+        """Nothing to release in one process."""
+
+    def _round(self, worker: int) -> Round:
+        return Round(worker, *divmod(self.server.clocks[worker], self.server.rounds_per_epoch))
+
+    def _start(self, worker: int) -> None:
+        turn = self._round(worker)
+        self._pulled[worker] = self.server.pull(worker)
+        ends = self.time_s + self._duration(turn.worker, turn.epoch, turn.round)
+        heapq.heappush(self._queue, (ends, worker))

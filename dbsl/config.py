@@ -1,0 +1,223 @@
+"""Flags and YAML into a checked configuration, and bad input into one line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+from dbsl.stages import check_resolutions
+from dbsl.sync import SyncError
+
+T = TypeVar("T")
+
+
+def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
+    """Build the dataclass `cls` from an optional ``--config FILE.yaml`` and flags; flags win.
+
+    File and flags meet the same checks, since the file is read as flags. Lists may be separated by
+    commas or spaces.
+
+    Raises:
+        ValueError: If the file cannot be read or is no mapping of settings.
+        SystemExit: If a flag is unknown or its value has the wrong type (status 2).
+    """
+    file_flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_flag.add_argument("--config", type=Path)
+    known, flags = file_flag.parse_known_args(argv)
+    if known.config:
+        flags = yaml_to_argv(_read_yaml(known.config)) + flags
+
+    class Unchecked(cls):  # tyro would frame an error of __post_init__ in a box
+        def __post_init__(self) -> None:
+            """Leave the checks to the class itself, below."""
+
+    on_main = os.environ.get("RANK", "0") == "0"
+    parsed = tyro.cli(
+        Unchecked,
+        description=cls.__doc__,
+        args=_split_commas(cls, flags),
+        console_outputs=on_main,
+    )
+    return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls)})
+
+
+def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as flags: ``{lr: 0.1, nesterov: false}`` is ``--lr 0.1 --no-nesterov``."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = str(name).replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, (list, tuple)):
+            flags += [f"--{flag}", *map(str, value)]
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def config_to_yaml(settings: Mapping[str, Any]) -> str:
+    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out."""
+    settings = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+        if value is not None
+    }
+    return yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+
+
+def check_run(config: Any) -> None:
+    """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
+    in_range("small_ratio", config.small_ratio, 0, 1)
+    in_range("time_ratio", config.time_ratio, 1, open_low=True)
+    in_range("lr", config.lr, 0, open_low=True)
+    in_range("lr_gamma", config.lr_gamma, 0, open_low=True)
+    if config.warmup_epochs is not None:
+        in_range("warmup_epochs", config.warmup_epochs, 0, config.epochs)
+    in_range("worker_timeout", config.worker_timeout, 0, open_low=True)
+    in_range("profile_seconds", config.profile_seconds, 0, open_low=True)
+    in_range("weight_decay", config.weight_decay, 0)
+    for name in ("momentum", "label_smoothing"):
+        in_range(name, getattr(config, name), 0, 1, open_high=True)
+    for probability in config.dropout:
+        in_range("dropout", probability, 0, 1, open_high=True)
+    for name in ("staleness", "checkpoint_every", "seed"):
+        in_range(name, getattr(config, name), 0)
+    for name in (
+        *("workers", "small_workers", "train_samples", "eval_samples", "loader_workers"),
+        *(
+            "epochs",
+            "rounds_per_epoch",
+            "eval_every",
+            "eval_batch_size",
+            "min_batch_size",
+            "cpu_threads",
+        ),
+    ):
+        value = getattr(config, name)
+        if value is not None:
+            in_range(name, value, 0 if name in ("small_workers", "loader_workers") else 1)
+    for size in config.large_batch_size or ():
+        in_range("large_batch_size", size, 1)
+    for size in config.small_batch_size or ():
+        in_range("small_batch_size", size, 0)
+    if (config.slope is None) != (config.intercept is None):
+        given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
+        raise ValueError(f"{other} must be given with {given}, got {given} alone")
+    if config.resolutions is not None:
+        check_resolutions(config.resolutions)
+    rules = ("mean",) if config.sync == "bsp" else ("ratio", "half")
+    if config.merge is not None and config.merge not in rules:
+        raise ValueError(
+            f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
+        )
+
+
+def in_range(
+    name: str,
+    value: float,
+    low: float = float("-inf"),
+    high: float = float("inf"),
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    """Raise ``ValueError`` naming setting, bound and value unless the value lies in the range."""
+    above = value > low if open_low else value >= low
+    below = value < high if open_high else value <= high
+    if above and below:  # NaN is neither
+        return
+    if high == float("inf"):
+        bound = f"above {low:g}" if open_low else f"at least {low:g}"
+    else:
+        bound = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+    raise ValueError(f"{name} must be {bound}, got {value:g}")
+
+
+def per_resolution(
+    name: str, values: Sequence[T] | None, resolutions: Sequence[int]
+) -> list[T | None]:
+    """Return one value for each resolution from none, one for all, or one each."""
+    if values is None:
+        return [None] * len(resolutions)
+    if len(values) not in (1, len(resolutions)):
+        raise ValueError(
+            f"{name} must have 1 value or one per resolution ({len(resolutions)}), "
+            f"got {len(values)}"
+        )
+    return list(values) * (len(resolutions) if len(values) == 1 else 1)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with status 2 and one line where this project refused what it was given.
+
+    An error raised by any other code keeps its traceback: that is a fault, not bad input.
+    """
+    try:
+        yield
+    except (ValueError, SyncError) as error:
+        if not _raised_here(error):
+            raise
+        # Every rank meets the same bad input, so one per machine says it; a lost peer each rank
+        # sees from its own side.
+        if isinstance(error, SyncError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def _raised_here(error: BaseException) -> bool:
+    package = Path(__file__).resolve().parent
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return package in raised_in.parents or raised_in == package.parent / "train.py"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config must be a readable YAML file, got {path} ({reason})") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"config must map settings to values, got {path} with a bare value or list"
+        )
+    return settings
+
+
+def _split_commas(cls: type, flags: Sequence[str]) -> list[str]:
+    """Split ``24,32`` into two values behind flags whose field is a tuple."""
+    tuples = {n.replace("_", "-") for n, t in typing.get_type_hints(cls).items() if _is_tuple(t)}
+    out: list[str] = []
+    inside = False
+    for token in flags:
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+            inside = name.replace("_", "-") in tuples
+            out += [f"--{name}", *value.split(",")] if inside and equals else [token]
+        elif inside:
+            out += [part for part in token.split(",") if part]
+        else:
+            out.append(token)
+    return out
+
+
+def _is_tuple(hint: Any) -> bool:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_is_tuple(arm) for arm in typing.get_args(hint))
+    return typing.get_origin(hint) is tuple

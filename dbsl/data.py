@@ -1,0 +1,583 @@
+"""Samples by number: a Hugging Face dataset, decoded once or as it is read.
+
+The caller says which samples make a batch, so that every worker may have a batch size of its own.
+No source here may pass through `accelerator.prepare`, which would shard its batches once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch.utils.data import DataLoader
+
+from dbsl.cores import cores_of_process
+from dbsl.seeds import generator, sample_seeds, stream_seed
+from dbsl.transforms import Transform, to_device
+
+logger = logging.getLogger(__name__)
+
+_EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
+_LABEL_COLUMNS = ("labels", "target", "class")  # names to try once there is no "label"
+_LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
+_STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed than to keep
+_CHUNK = 1024  # images decoded or summed at a time
+_PROBES = 64  # images per split whose size is looked at before any are decoded
+_CACHE_FORMAT = 1
+
+RGB = tuple[float, float, float]
+_Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
+
+
+class ImageSource(ABC):
+    """Images and labels of one split, read by sample number.
+
+    Attributes:
+        labels: Class of each sample, int64 [N], on the host.
+        device: Where batches are made.
+    """
+
+    def __init__(self, labels: np.ndarray, device: torch.device) -> None:
+        self.labels = labels
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield images, float32 [B, 3, R, R], and labels, int64 [B], on the device.
+
+        Args:
+            index_batches: Sample numbers of each batch, int64 [B]; B may differ between them.
+            transform: What the images pass.
+            epoch: Epoch that the augmentation is drawn for.
+        """
+
+
+class PixelStore(ImageSource):
+    """Small images of one size, decoded and kept on the device: a batch is one gather."""
+
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray, device: torch.device) -> None:
+        """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
+        super().__init__(labels, device)
+        self._pixels = torch.from_numpy(pixels).to(device)
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See `ImageSource.batches`."""
+        for samples in index_batches:
+            pixels = self._pixels.index_select(0, to_device(samples, self.device))
+            images = transform(pixels.permute(0, 3, 1, 2), samples, epoch)
+            yield images, to_device(self.labels[samples], self.device)
+
+
+class ImageLoader(ImageSource):
+    """Large or uneven images, decoded and cut to size in loader processes as they are needed.
+
+    The processes start with the first batch and stay until this object goes. A fork server makes
+    them, because the fork of a process that has CUDA or gloo threads may hang. Each therefore
+    imports the main script, which needs its ``if __name__ == "__main__":``.
+    """
+
+    def __init__(self, split: ImageSplit, device: torch.device, loader_workers: int) -> None:
+        super().__init__(split.labels, device)
+        self._calls = 0  # of `batches`
+        self._requests: list[_Request] = []  # of the latest call
+        self._loader = DataLoader(
+            split,
+            batch_size=None,  # a request is a whole batch, of any size
+            sampler=self._requests,
+            num_workers=loader_workers,
+            multiprocessing_context=_process_context() if loader_workers else None,
+            worker_init_fn=_end_with_parent,
+            persistent_workers=loader_workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # or each call would advance torch's own
+        )
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See `ImageSource.batches`; a new call ends an earlier one that is still under way."""
+        self._calls += 1
+        call = self._calls
+        requests = [(samples, transform, epoch) for samples in index_batches]
+        self._requests[:] = requests
+        for (samples, _, _), images in zip(requests, self._loader, strict=True):
+            if isinstance(images, str):
+                raise ValueError(images)
+            images = images.to(self.device, non_blocking=True)
+            images = transform(images, samples, epoch, prepared=True)
+            yield images, to_device(self.labels[samples], self.device)
+            if call != self._calls:
+                raise RuntimeError("a later call of batches() took over the loader processes")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSplit:
+    """Encoded images and labels of one split; what loader processes receive.
+
+    Attributes:
+        table: Rows as `datasets` reads them, images not decoded.
+        rows: Row of each sample in `table`, int64 [N].
+        labels: Class of each sample, int64 [N].
+        image_column: Column of the images.
+        label_column: Column that the labels came from.
+        dataset: What the user called the dataset.
+        name: Name of the split.
+    """
+
+    table: datasets.Dataset
+    rows: np.ndarray
+    labels: np.ndarray
+    image_column: str
+    label_column: str
+    dataset: str
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, samples: np.ndarray) -> ImageSplit:
+        """Return the split of these samples."""
+        return replace(self, rows=self.rows[samples], labels=self.labels[samples])
+
+    def decode(self, samples: np.ndarray) -> Iterator[Image.Image]:
+        """Yield the RGB images of these samples."""
+        feature = datasets.Image(mode="RGB")  # which also applies EXIF orientation
+        rows = self.rows[samples]
+        for row, value in zip(rows, self.table[rows][self.image_column], strict=True):
+            try:
+                yield feature.decode_example(value)
+            except Exception as error:  # Pillow raises OSError, SyntaxError, its own and more
+                where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
+                raise ValueError(f"{where} cannot be decoded ({error})") from error
+
+    def __getitem__(self, request: _Request) -> torch.Tensor | str:
+        """Return a whole batch, uint8 [B, 3, R, R], or which image it failed on.
+
+        An exception would reach the trainer as a loader process's traceback in a message.
+        """
+        try:
+            return self._prepare(*request)
+        except ValueError as error:
+            return str(error)
+
+    def _prepare(self, samples: np.ndarray, transform: Transform, epoch: int) -> torch.Tensor:
+        host_transform = transform.host_transform()
+        seeds = sample_seeds(stream_seed(transform.seed, "host augment", epoch), samples)
+        images = []
+        with torch.random.fork_rng(devices=[]):  # without loader processes this is the trainer's
+            for image, seed in zip(self.decode(samples), seeds.tolist(), strict=True):
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed is the GPUs' as well
+                images.append(host_transform(image))
+        return torch.stack(images)
+
+
+def _process_context() -> multiprocessing.context.BaseContext:
+    """Return a way to start processes that does not copy this one's threads and locks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports torch and datasets once for all
+    return context
+
+
+def _end_with_parent(_: int) -> None:
+    """End this loader process when the one that it serves is gone, also if that was killed.
+
+    DataLoader's own watch is on the fork server, which in turn lives as long as its processes.
+    """
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)  # sys.exit would end the thread alone
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@dataclass(frozen=True)
+class Data:
+    """What `load_data` found.
+
+    Attributes:
+        train: Training samples.
+        evaluation: Evaluation samples.
+        num_classes: Number of classes; labels lie in [0, num_classes).
+        class_names: Their names.
+        mean: Channel means of images in [0, 1], for `Transform`.
+        std: Channel standard deviations, likewise.
+        mirror: Whether a mirrored image keeps its class.
+        image_side: Side of the images where all are squares of one size, in pixels, else None. Of
+            images that are not stored, 64 spread over each split were looked at.
+        image_column: Column that the images come from.
+        label_column: Column that the labels come from.
+        eval_split: Name of the split that `evaluation` comes from, or how it was cut off.
+    """
+
+    train: ImageSource
+    evaluation: ImageSource
+    num_classes: int
+    class_names: tuple[str, ...]
+    mean: RGB
+    std: RGB
+    mirror: bool
+    image_side: int | None
+    image_column: str
+    label_column: str
+    eval_split: str
+
+
+def load_data(
+    dataset: str,
+    *,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    train_samples: int | None = None,
+    eval_samples: int | None = None,
+    seed: int = 0,
+    loader_workers: int | None = None,
+    device: torch.device | str = "cpu",
+    max_store_bytes: int = 2 * 2**30,
+) -> Data:
+    """Open a dataset and make its training and evaluation samples readable by number.
+
+    Images that are squares of one size up to 64 px are decoded at once and kept on the device; the
+    decoded pixels are cached beside the dataset in `datasets.config.HF_DATASETS_CACHE`. Others are
+    decoded by loader processes as they are needed.
+
+    Args:
+        dataset: ``digits`` (scikit-learn's, no network), a folder (parquet files, one folder of
+            images per class, or written by `save_to_disk`), a parquet file or a hub id.
+        image_column: Column of images; may be left out where there is one.
+        label_column: Column of classes; unset: ``label``, or the ClassLabel with most classes.
+        train_samples: Size of a stratified subset to train on; unset: all.
+        eval_samples: Size of a stratified subset to evaluate on; unset: all.
+        seed: Seed of the subsets, and of the fifth of train that is held out where there is no
+            evaluation split.
+        loader_workers: Loader processes per split; 0 decodes in this process; unset: this
+            process's part of the cores, at most 8.
+        device: Where batches are made.
+        max_store_bytes: Most bytes of decoded pixels to keep.
+
+    Raises:
+        ValueError: If the dataset, a column, a label or a number of samples is not to be had.
+    """
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    device = torch.device(device)
+    train, evaluation, class_names = _open_labelled(dataset, image_column, label_column)
+    eval_split = "a fifth of train" if evaluation is None else evaluation.name
+    if evaluation is None:
+        train, evaluation = _hold_out(train, generator(seed, "evaluation split"))
+    train = _subset(train, "train_samples", train_samples, generator(seed, "train samples"))
+    evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
+
+    side = _common_side((train, evaluation))
+    pixels = _decode_splits((train, evaluation), side, max_store_bytes)
+    if pixels:
+        sources = [
+            PixelStore(decoded, split.labels, device)
+            for decoded, split in zip(pixels, (train, evaluation), strict=True)
+        ]
+        mean, std = _channel_statistics(pixels[0])
+    else:
+        workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
+        sources = [ImageLoader(split, device, workers) for split in (train, evaluation)]
+        mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    return Data(
+        *sources,
+        num_classes=len(class_names),
+        class_names=class_names,
+        mean=mean,
+        std=std,
+        mirror=dataset != "digits",  # a mirrored digit is another character
+        image_side=side,
+        image_column=train.image_column,
+        label_column=train.label_column,
+        eval_split=eval_split,
+    )
+
+
+def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Return `size` sample numbers, ascending int64, that keep the classes' shares.
+
+    Each class gets its share rounded down; what is left goes to the largest remainders, of equal
+    ones to the smaller label.
+    """
+    _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    quotas, remainders = np.divmod(size * counts, len(labels))
+    quotas[np.argsort(-remainders, kind="stable")[: size - quotas.sum()]] += 1
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(classes[order], kind="stable")]  # by class, shuffled within each
+    place = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.sort(order[place < np.repeat(quotas, counts)])
+
+
+def _open_labelled(
+    dataset: str, image_column: str | None, label_column: str | None
+) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]:
+    """Return train, the evaluation split if one has labels, and the names of the classes."""
+    tables = _open_tables(dataset)
+    train_name = next(iter(tables)) if len(tables) == 1 else "train"
+    if train_name not in tables:
+        raise ValueError(f"dataset must have a split 'train' or only one, got {list(tables)}")
+    features = tables[train_name].features
+    image_column = _choose_image_column(features, image_column)
+    label_column = _choose_label_column(features, label_column)
+
+    def split(name: str, labels: np.ndarray) -> ImageSplit:
+        table = tables[name].select_columns([image_column])
+        table = table.cast_column(image_column, datasets.Image(decode=False))
+        rows = np.arange(len(table))
+        return ImageSplit(table, rows, labels, image_column, label_column, dataset, name)
+
+    values = _read_labels(tables[train_name], label_column)
+    if values is None:
+        raise ValueError(
+            f"label_column must have a label in every row, got {label_column!r} with null or -1 "
+            f"in split {train_name!r}"
+        )
+    feature = features[label_column]
+    is_encoded = isinstance(feature, datasets.ClassLabel)
+    classes = np.arange(feature.num_classes) if is_encoded else np.unique(values)
+    class_names = feature.names if is_encoded else [str(value) for value in classes]
+    train = split(train_name, _encode(values, classes, train_name))
+    for name in _EVAL_SPLITS:
+        if name == train_name or name not in tables:
+            continue
+        values = _read_labels(tables[name], label_column)
+        if values is None:
+            logger.warning("split %r of %r has no labels and is left out", name, dataset)
+            continue
+        if tables[name].features[label_column] != feature:
+            raise ValueError(
+                f"label_column must be of one type in all splits, got {label_column!r}, whose type "
+                f"or classes in split {name!r} are not those in {train_name!r}"
+            )
+        return train, split(name, _encode(values, classes, name)), tuple(class_names)
+    return train, None, tuple(class_names)
+
+
+def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
+    """Return the splits that have rows. Code that comes with a dataset is never run."""
+    if dataset == "digits":
+        return {"train": _digits()}
+    path = Path(dataset).expanduser()
+    kind = "file" if path.suffix == ".parquet" else "folder"
+    try:
+        if not path.exists() and (kind == "file" or path.is_absolute() or dataset[:1] == "."):
+            raise FileNotFoundError(f"the {kind} does not exist")
+        if kind == "file":
+            found = datasets.load_dataset("parquet", data_files=str(path))
+        elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(str(path) if path.exists() else dataset)
+        if isinstance(found, datasets.Dataset):
+            found = {"train": found}
+        tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
+        if not tables:
+            raise ValueError("it has no rows")
+    except Exception as error:  # no network, no such name, a broken file: datasets raises all kinds
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ValueError(
+            "dataset must be 'digits', a folder, a parquet file or a hub id that can be reached, "
+            f"got {dataset!r} ({reason})"
+        ) from error
+    return tables
+
+
+def _digits() -> datasets.Dataset:
+    from sklearn.datasets import load_digits  # slow to import, and only this dataset needs it
+
+    digits = load_digits()
+    images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # they come as 0..16
+    return datasets.Dataset.from_dict(
+        {"image": [Image.fromarray(image) for image in images], "label": digits.target},
+        features=datasets.Features(
+            image=datasets.Image(), label=datasets.ClassLabel(names=list("0123456789"))
+        ),
+    )
+
+
+def _choose_image_column(features: datasets.Features, chosen: str | None) -> str:
+    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if not images:
+        raise ValueError(f"dataset must have a column of images, got columns {list(features)}")
+    if chosen is None and len(images) == 1:
+        return images[0]
+    if chosen not in images:
+        raise ValueError(f"image_column must be one of {images}, got {chosen!r}")
+    return chosen
+
+
+def _choose_label_column(features: datasets.Features, chosen: str | None) -> str:
+    sizes = {}  # classes of each column that may hold labels; 0: not known from its type
+    for name, feature in features.items():
+        if isinstance(feature, datasets.ClassLabel):
+            sizes[name] = feature.num_classes
+        elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
+            sizes[name] = 0
+    if not sizes:
+        raise ValueError(f"dataset must have a column of labels, got columns {list(features)}")
+    if chosen is None and "label" in sizes:
+        return "label"
+    if chosen is None and any(sizes.values()):
+        return max(sizes, key=sizes.get)
+    if chosen is None:
+        chosen = next((name for name in _LABEL_COLUMNS if name in sizes), None)
+    if chosen not in sizes:
+        raise ValueError(f"label_column must be one of {list(sizes)}, got {chosen!r}")
+    return chosen
+
+
+def _read_labels(table: datasets.Dataset, column: str) -> np.ndarray | None:
+    """Return the labels as they are written, or None if any is missing."""
+    if column not in table.features:
+        return None
+    labels = table.select_columns([column]).with_format("arrow")[:][column]
+    if labels.null_count:
+        return None
+    values = labels.to_numpy()
+    # The hub's test splits without labels hold -1.
+    is_encoded = isinstance(table.features[column], datasets.ClassLabel)
+    return None if is_encoded and values.min() < 0 else values
+
+
+def _encode(values: np.ndarray, classes: np.ndarray, split: str) -> np.ndarray:
+    """Return the place of each value among the sorted classes, int64."""
+    labels = np.searchsorted(classes, values).clip(max=len(classes) - 1)
+    unknown = values[classes[labels] != values]
+    if len(unknown):
+        raise ValueError(
+            f"labels of split {split!r} must be among the {len(classes)} classes of the training "
+            f"split, got {unknown.tolist()[0]!r}"
+        )
+    return labels.astype(np.int64)
+
+
+def _hold_out(train: ImageSplit, rng: np.random.Generator) -> tuple[ImageSplit, ImageSplit]:
+    """Cut a stratified fifth off train; return both."""
+    if len(train) < 2:
+        raise ValueError(f"dataset must have 2 images or more to hold some out, got {len(train)}")
+    held_out = stratified_subset(train.labels, -(-len(train) // 5), rng)
+    return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)
+
+
+def _subset(
+    split: ImageSplit, setting: str, size: int | None, rng: np.random.Generator
+) -> ImageSplit:
+    if size is None:
+        return split
+    if not 1 <= size <= len(split):
+        raise ValueError(f"{setting} must be in [1, {len(split)}], got {size}")
+    return split.select(stratified_subset(split.labels, size, rng))
+
+
+def _common_side(splits: Iterable[ImageSplit]) -> int | None:
+    """Return the side that the images looked at have in common, if they are squares."""
+    sizes = set()
+    for split in splits:
+        probes = np.unique(np.linspace(0, len(split) - 1, _PROBES).astype(np.int64))
+        sizes.update(image.size for image in split.decode(probes))
+    width, height = sizes.pop()
+    return width if width == height and not sizes else None
+
+
+def _decode_splits(
+    splits: Sequence[ImageSplit], side: int | None, max_bytes: int
+) -> list[np.ndarray] | None:
+    """Return each split's pixels, uint8 [N, S, S, 3], or None if they are not for a store."""
+    if side is None or side > _STORE_UP_TO:
+        return None
+    if sum(len(split) for split in splits) * side * side * 3 > max_bytes:
+        return None
+    pixels = []
+    for split in splits:
+        decoded = _decode_cached(split, side)
+        if decoded is None:
+            return None
+        pixels.append(decoded)
+    return pixels
+
+
+def _decode_cached(split: ImageSplit, side: int) -> np.ndarray | None:
+    """Return a split's pixels, read from the cache if possible; None if an image has another size.
+
+    On the CPU, processes that read the cache share its memory.
+    """
+    cache, shape = _cache_file(split), (len(split), side, side, 3)
+    with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
+        pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
+        if pixels.shape == shape and pixels.dtype == np.uint8:
+            return pixels
+    pixels = np.empty(shape, np.uint8)
+    for start in range(0, len(split), _CHUNK):
+        samples = np.arange(start, min(start + _CHUNK, len(split)))
+        for sample, image in zip(samples, split.decode(samples), strict=True):
+            if image.size != (side, side):
+                return None
+            pixels[sample] = image
+    _write_cache(cache, pixels)
+    return pixels
+
+
+def _cache_file(split: ImageSplit) -> Path:
+    """Return where a split's pixels belong: the name is a hash of all that they depend on."""
+    files = [Path(file["filename"]).stat() for file in split.table.cache_files]
+    content = (
+        _CACHE_FORMAT,
+        split.table._fingerprint,  # of how the rows were made
+        [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved anew
+        split.image_column,
+    )
+    digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
+    return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"
+
+
+def _write_cache(path: Path, pixels: np.ndarray) -> None:
+    """Write the pixels, if they can be written; another process may be doing the same."""
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            np.save(file, pixels, allow_pickle=False)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("decoded images are not cached (%s)", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _channel_statistics(pixels: np.ndarray) -> tuple[RGB, RGB]:
+    """Return mean and standard deviation of each channel, of pixels scaled to [0, 1]."""
+    total, squares = torch.zeros(2, 3, dtype=torch.float64)  # of integers, hence exact
+    for start in range(0, len(pixels), _CHUNK):
+        values = torch.from_numpy(pixels[start : start + _CHUNK]).double()
+        total += values.sum((0, 1, 2))
+        squares += values.square_().sum((0, 1, 2))
+    count = pixels.size // 3
+    mean = total / count
+    std = (squares / count - mean.square()).clamp(min=0).sqrt() / 255
+    return tuple((mean / 255).tolist()), tuple(std.clamp(min=1e-3).tolist())

@@ -1,0 +1,138 @@
+"""timm models for a run: a stem for small images, dropout by stage, files that load back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models._hub import save_config_for_hf
+from timm.optim import create_optimizer_v2
+from torch import nn
+
+from dbsl.data import Data
+from dbsl.seeds import stream_seed
+
+SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
+_MARK = 0.123456789  # a dropout probability that no model has by itself
+
+
+def build_model(
+    name: str, num_classes: int, *, final_resolution: int, pretrained: bool = False, seed: int = 0
+) -> nn.Module:
+    """Return a timm model, with a 3x3 stride-1 stem where the final resolution is at most 64 px.
+
+    Args:
+        name: Name in timm's registry, e.g. ``resnet18``.
+        num_classes: Outputs of the classifier.
+        final_resolution: Highest resolution of the run, pixels.
+        pretrained: Load timm's weights (a download, where they are not cached).
+        seed: Seed of the initial weights.
+
+    Raises:
+        ValueError: If timm has no model of that name.
+    """
+    if not timm.is_model(name):
+        close = timm.list_models(f"{name[:8]}*")[:5]
+        hint = f" (some names: {', '.join(close)})" if close else ""
+        raise ValueError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(seed, "initial weights"))
+        # Built with the mark, the dropout modules of the classifier can be told from all others.
+        model = timm.create_model(
+            name, pretrained=pretrained, num_classes=num_classes, drop_rate=_MARK
+        )
+        model.small_stem = final_resolution <= SMALL_STEM_UP_TO and _shrink_stem(model)
+    model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
+    set_dropout(model, 0.0)
+    return model
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Set the dropout before the classifier; weights and optimizer state stay as they are."""
+    model.drop_rate = probability  # read at every forward pass where timm applies it as a function
+    for module in model.head_dropouts:
+        module.p = probability
+
+
+def check_optimizer(name: str) -> None:
+    """Raise ``ValueError`` unless timm has an optimizer of that name."""
+    if name not in timm.optim.list_optimizers():
+        raise ValueError(
+            f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
+        )
+
+
+def build_optimizer(
+    name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Return a timm optimizer; biases and norms are left out of weight decay, as timm does."""
+    if name in ("sgd", "nesterov") and momentum == 0:
+        name = "momentum"  # without momentum Nesterov's form is not defined
+    return create_optimizer_v2(model, opt=name, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def save_model(model: nn.Module, folder: Path, resolution: int, data: Data) -> None:
+    """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, weights = folder / "config.json.tmp", folder / "model.safetensors.tmp"
+    save_config_for_hf(
+        model,
+        config,
+        model_config={
+            "label_names": list(data.class_names),
+            "small_stem": model.small_stem,
+            "pretrained_cfg": {
+                "input_size": (3, resolution, resolution),
+                "test_input_size": (3, resolution, resolution),
+                "interpolation": "bilinear",
+                "mean": data.mean,
+                "std": data.std,
+                "crop_pct": 1.0,
+                "tag": "",
+            },
+        },
+        model_args={"drop_rate": 0.0},
+    )
+    # Cloned: the model's tensors are views into one vector, which safetensors does not take.
+    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+    save_file(state, weights, metadata={"format": "pt"})
+    shutil.copymode(config, weights)  # safetensors leaves it to the owner alone
+    os.replace(config, folder / "config.json")
+    os.replace(weights, folder / "model.safetensors")
+
+
+def load_model(folder: str | Path) -> nn.Module:
+    """Return the model of a run folder or checkpoint, in evaluation mode on the CPU.
+
+    Raises:
+        ValueError: If the folder has no model that this function can read.
+    """
+    folder = Path(folder)
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model = timm.create_model(config["architecture"], num_classes=config["num_classes"])
+        if config.get("small_stem"):
+            _shrink_stem(model)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"folder must hold model.safetensors and config.json, got {folder} ({error})"
+        ) from None
+    return model.eval()
+
+
+def _shrink_stem(model: nn.Module) -> bool:
+    """Replace a ResNet's 7x7 stride-2 stem and its pooling; say whether there was one."""
+    conv, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
+    if not isinstance(conv, nn.Conv2d) or conv.kernel_size != (7, 7) or pool is None:
+        return False
+    model.conv1 = nn.Conv2d(conv.in_channels, conv.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
+    model.maxpool = nn.Identity()
+    return True

@@ -1,0 +1,53 @@
+"""Random streams: one per purpose, each a function of the run's seed and of what it is for.
+
+Nothing here depends on how many workers there are, on their timing or on the order of calls, so
+that a sample is augmented alike whichever worker trains on it.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64: Steele, Lea, Flood, OOPSLA 2014
+
+
+def stream_seed(seed: int, purpose: str, *keys: int) -> int:
+    """Return a 63-bit seed for one purpose, e.g. ``stream_seed(0, "dropout", worker, epoch)``.
+
+    Args:
+        seed: The run's seed, at least 0.
+        purpose: Name of the stream; different names give independent streams.
+        keys: What the stream belongs to (epoch, worker, round), each at least 0.
+    """
+    # SeedSequence pads with zeros: without their number, keys (1,) and (1, 0) would be one stream.
+    entropy = [seed, zlib.crc32(purpose.encode()), len(keys), *keys]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
+    """Return a NumPy generator on the stream that `stream_seed` names."""
+    return np.random.default_rng(stream_seed(seed, purpose, *keys))
+
+
+def sample_seeds(stream: int, samples: np.ndarray) -> np.ndarray:
+    """Return one seed per sample, uint64 [B], from a `stream_seed` and sample numbers [B]."""
+    return _mix(np.asarray(samples).astype(np.uint64) * _GOLDEN + np.uint64(stream))
+
+
+def sample_uniforms(stream: int, samples: np.ndarray, draws: int) -> np.ndarray:
+    """Return uniform numbers in [0, 1), float64 [B, draws]: row i depends on sample i alone.
+
+    One vectorised call serves a whole batch, so that a stream per sample costs no loop.
+    """
+    seeds = sample_seeds(stream, samples)[:, None]
+    counters = np.arange(1, draws + 1, dtype=np.uint64)[None, :] * _GOLDEN
+    return (_mix(seeds + counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    """Apply the finaliser of SplitMix64 (arithmetic modulo 2**64)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,175 @@
+"""When what changes: an epoch's stage, resolution, dropout and learning rate.
+
+Pure functions. A *stage* is the epochs between two learning-rate milestones. Cyclic progressive
+learning (arXiv 2509.26092) raises the resolution from low to high inside every stage, so that high
+resolutions also meet the high learning rates; one-pass progressive resizing raises it once per run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["cyclic", "progressive", "fixed"]
+LrSchedule = Literal["step", "cosine"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive epochs with one resolution and one batch plan (a sub-stage where it cycles)."""
+
+    index: int  # of the learning-rate stage
+    substage: int  # inside it, counted from 0
+    first_epoch: int
+    end_epoch: int  # exclusive
+    resolution: int  # image side, pixels
+    dropout: float
+    learning_rate: float  # of the stage; a warm-up or a cosine modulates it
+
+    @property
+    def epochs(self) -> range:
+        """The epochs that the stage covers."""
+        return range(self.first_epoch, self.end_epoch)
+
+
+def default_resolutions(image_side: int | None) -> tuple[int, ...]:
+    """Return 3/4 of the images' side and the side itself; 160 and 224 px where sides differ.
+
+    Sides below 16 px count as 16, since a ResNet divides the side by 8 after its stem; the lower
+    resolution is rounded down to a multiple of 8, on which convolutions run fastest (32: 24).
+    """
+    if image_side is None:
+        return (160, 224)
+    side = max(image_side, 16)
+    return (side * 3 // 4 // 8 * 8, side)
+
+
+def default_milestones(epochs: int) -> tuple[int, ...]:
+    """Return milestones after 4/7 and 6/7 of the run, the published 80 and 120 of 140 epochs."""
+    return tuple(
+        sorted({m for m in (round(epochs * 4 / 7), round(epochs * 6 / 7)) if 0 < m < epochs})
+    )
+
+
+def default_warmup(epochs: int) -> float:
+    """Return a warm-up of a tenth of the run, at most 2 epochs."""
+    return min(epochs / 10, 2.0)
+
+
+def make_stages(
+    epochs: int,
+    resolutions: Sequence[int],
+    *,
+    schedule: Schedule = "cyclic",
+    dropout: Sequence[float] = (0.0,),
+    learning_rate: float = 0.1,
+    milestones: Sequence[int] = (),
+    gamma: float = 0.2,
+) -> tuple[Stage, ...]:
+    """Return the stages of a run in order; together they cover each epoch once.
+
+    A span of epochs is shared equally by the resolutions, low to high; where it does not divide,
+    the higher ones get the extra epochs, and a span too short for all drops the lowest.
+
+    Args:
+        epochs: Epochs of the run, at least 1.
+        resolutions: Image sides in pixels, strictly ascending; `fixed` uses the last alone.
+        schedule: Where the resolution climbs: in every stage, once per run, or not at all.
+        dropout: One probability per resolution, or a single one for all.
+        learning_rate: Learning rate of the first stage.
+        milestones: Epochs, strictly ascending inside (0, epochs), at which a new stage starts.
+        gamma: Factor on the learning rate at each milestone.
+
+    Raises:
+        ValueError: If an argument is outside its bound; the message names both.
+    """
+    check_resolutions(resolutions)
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
+    bounds = [0, *milestones, epochs]
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"lr_milestones must ascend inside (0, epochs={epochs}), got {_join(milestones)}"
+        )
+    if len(dropout) not in (1, len(resolutions)):
+        raise ValueError(
+            f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
+            f"got {len(dropout)}"
+        )
+    rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
+    used = resolutions[-1:] if schedule == "fixed" else resolutions
+    # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
+    spans = [(0, epochs)] if schedule == "progressive" else list(itertools.pairwise(bounds))
+    resolution_of = [r for start, end in spans for r in _climb(end - start, used)]
+    index_of = [i for i, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(a, b)]
+
+    stages: list[Stage] = []
+    first = 0
+    for epoch in range(1, epochs + 1):
+        same = epoch < epochs and (index_of[epoch], resolution_of[epoch]) == (
+            index_of[first],
+            resolution_of[first],
+        )
+        if same:
+            continue
+        index, resolution = index_of[first], resolution_of[first]
+        stages.append(
+            Stage(
+                index=index,
+                substage=sum(stage.index == index for stage in stages),
+                first_epoch=first,
+                end_epoch=epoch,
+                resolution=resolution,
+                dropout=rates.get(resolution, dropout[0]),
+                learning_rate=learning_rate * gamma**index,
+            )
+        )
+        first = epoch
+    return tuple(stages)
+
+
+def check_resolutions(resolutions: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless the resolutions are one or more positive, ascending sides."""
+    if not resolutions:
+        raise ValueError("resolutions must name at least one image side in pixels, got none")
+    if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):
+        raise ValueError(f"resolutions must be positive and ascend, got {_join(resolutions)}")
+
+
+def stage_at(stages: Sequence[Stage], epoch: int) -> Stage:
+    """Return the stage that covers `epoch`."""
+    return next(stage for stage in stages if epoch in stage.epochs)
+
+
+def learning_rate_at(
+    progress: float,
+    stages: Sequence[Stage],
+    *,
+    base: float,
+    schedule: LrSchedule = "step",
+    warmup_epochs: float = 0.0,
+) -> float:
+    """Return the learning rate `progress` epochs after the start, fractions of an epoch counted.
+
+    `step` holds each stage's rate; `cosine` falls from `base` to 0 over the epochs after warm-up.
+    Warm-up rises linearly from `base`/100 over its epochs.
+    """
+    if progress < warmup_epochs:
+        return base * max(progress / warmup_epochs, 0.01)
+    if schedule == "cosine":
+        share = (progress - warmup_epochs) / max(stages[-1].end_epoch - warmup_epochs, 1e-9)
+        return base * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))
+    return stage_at(stages, int(progress)).learning_rate
+
+
+def _climb(epochs: int, resolutions: Sequence[int]) -> list[int]:
+    """Return the resolution of each of `epochs` epochs, low to high, the last being the highest."""
+    count = len(resolutions)
+    return [resolutions[count - 1 - (epochs - 1 - e) * count // epochs] for e in range(epochs)]
+
+
+def _join(values: Sequence[float]) -> str:
+    return ",".join(map(str, values))

@@ -1,0 +1,86 @@
+import multiprocessing as mp
+import os
+import time
+import traceback
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no network
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+
+class TinyNet(nn.Module):
+    """A classifier of 8x8 images without batch norm, whose result is linear in the batch's mean."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(3 * 64, 8), nn.Tanh(), nn.Linear(8, classes)
+        )
+
+    def forward(self, images):
+        return self.body(images)
+
+
+@pytest.fixture
+def tiny_model():
+    torch.manual_seed(0)
+    return TinyNet().double()
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """Return ``run(fn, *args, world_size=2)``: fn(rank, *args) in forked gloo processes.
+
+    Gives one result per rank, in order. A rank that raises fails the test, or with `expect_errors`
+    gives its traceback. The store is a file: no port to clash with.
+    """
+
+    def run(fn, *args, world_size=2, timeout_s=60.0, expect_errors=False):
+        queue = mp.get_context("fork").SimpleQueue()
+        store = tmp_path / f"store-{os.urandom(4).hex()}"
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forking with threads; the children use none of the parent's.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            processes = [
+                mp.get_context("fork").Process(
+                    target=_rank_main, args=(rank, world_size, str(store), fn, args, queue)
+                )
+                for rank in range(world_size)
+            ]
+            for process in processes:
+                process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        assert not hanging, f"ranks {hanging} did not end within {timeout_s} s"
+        results = {}
+        while not queue.empty():
+            rank, result, error = queue.get()
+            results[rank] = error if error else result
+            if error and not expect_errors:
+                pytest.fail(f"rank {rank}: {error}")
+        return [results.get(rank) for rank in range(world_size)]
+
+    return run
+
+
+def _rank_main(rank, world_size, store, fn, args, queue):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        queue.put((rank, fn(rank, *args), None))
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+    finally:
+        os._exit(0)  # a failed pair must not keep the process in a destructor

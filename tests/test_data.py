@@ -1,0 +1,633 @@
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import dbsl.data
+from dbsl.data import ImageLoader, PixelStore, load_data, stratified_subset
+from dbsl.sampler import EpochSampler
+from dbsl.transforms import Transform
+
+SHARED = Path(__file__).parents[1] / ".." / "shared" / "data"
+# A test may ask for more loader processes than the machine has cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "hf_cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    yield folder / "dbsl"
+    shutil.rmtree(folder, ignore_errors=True)  # pytest keeps the rest for a look
+
+
+def plain(resolution, augment="none"):
+    """Return a transform whose images have the values 0..255 that were stored."""
+    return Transform(resolution, augment, True, (0.0,) * 3, (1 / 255,) * 3, 0)
+
+
+def flat_image(value, size=(8, 8), mode="RGB"):
+    return Image.new(mode, size, value if mode == "L" else (value,) * len(mode))
+
+
+def make_table(images, labels, **more):
+    names = [str(name) for name in range(max(labels) + 1)]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    features |= {name: feature for name, (feature, _) in more.items()}
+    columns = {"image": images, "label": labels} | {name: v for name, (_, v) in more.items()}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def save(path, **tables):
+    datasets.DatasetDict(tables).save_to_disk(path)
+    return str(path)
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """60 images of 8x8, number i filled with the value 3*i, of three classes in turn."""
+    images = [flat_image(3 * number) for number in range(60)]
+    return save(tmp_path / "numbered", train=make_table(images, [n % 3 for n in range(60)]))
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    """24 images of other sizes each, number i of the class i % 2, and 6 to evaluate on."""
+    rng = np.random.default_rng(0)
+
+    def table(count):
+        images = [
+            Image.fromarray(rng.integers(0, 256, (20 + n, 70 - n, 3), dtype=np.uint8))
+            for n in range(count)
+        ]
+        return make_table(images, [n % 2 for n in range(count)])
+
+    return save(tmp_path / "uneven", train=table(24), validation=table(6))
+
+
+def read(source, index_batches, transform, epoch=0):
+    images, labels = zip(*source.batches(index_batches, transform, epoch), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def read_all(source, resolution=8):
+    """Return the value of each sample's first pixel and its label."""
+    images, labels = read(source, [np.arange(len(source))], plain(resolution))
+    return images[:, 0, 0, 0].round().int().tolist(), labels.tolist()
+
+
+# --- subsets and splits
+
+
+@given(
+    labels=st.lists(st.integers(0, 6), min_size=1, max_size=80),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 5),
+)
+def test_stratified_subset_is_exact_and_keeps_shares(labels, share, seed):
+    labels = np.array(labels)
+    size = round(share * len(labels))
+    subset = stratified_subset(labels, size, np.random.default_rng(seed))
+    assert subset.dtype == np.int64
+    assert len(subset) == size
+    assert (np.diff(subset) > 0).all()
+    for label, count in zip(*np.unique(labels, return_counts=True), strict=True):
+        assert abs((labels[subset] == label).sum() - size * count / len(labels)) < 1
+    again = stratified_subset(labels, size, np.random.default_rng(seed))
+    np.testing.assert_array_equal(subset, again)
+
+
+def test_stratified_subset_equal_remainders_go_to_smaller_labels():
+    labels = np.array([2, 2, 1, 1, 0, 0, 7])
+    subset = stratified_subset(labels, 2, np.random.default_rng(0))  # 4/7, 4/7, 4/7 and 2/7
+    assert sorted(labels[subset]) == [0, 1]
+
+
+def test_stratified_subset_takes_each_member_of_a_class_at_times():
+    labels = np.repeat([0, 1], 5)
+    rng = np.random.default_rng(0)
+    seen = {sample for _ in range(50) for sample in stratified_subset(labels, 2, rng).tolist()}
+    assert seen == set(range(10))
+
+
+def test_load_data_digits_holds_out_a_fifth():
+    data = load_data("digits")
+    assert (len(data.train), len(data.evaluation)) == (1437, 360)
+    assert data.eval_split == "a fifth of train"
+    assert data.class_names == tuple("0123456789")
+    assert data.num_classes == 10
+    assert data.image_side == 8
+    assert not data.mirror
+    counts = np.bincount(data.evaluation.labels)
+    assert counts.min() >= 34  # of 174 to 183 of each class
+    assert counts.max() <= 37
+    images, _ = read(data.train, [np.arange(1437)], plain(8))
+    assert images.min() == 0
+    assert images.max() == 255
+
+
+def test_load_data_held_out_images_are_disjoint_from_train(numbered):
+    data = load_data(numbered)
+    (train, train_labels), (held_out, eval_labels) = map(read_all, (data.train, data.evaluation))
+    assert sorted(train + held_out) == [3 * number for number in range(60)]
+    assert len(held_out) == 12
+    assert train_labels == [value // 3 % 3 for value in train]
+    assert eval_labels == [value // 3 % 3 for value in held_out]
+    assert train_labels == data.train.labels.tolist()
+
+
+def test_load_data_subset_of_train_leaves_the_held_out_images_alone(numbered):
+    whole, part = load_data(numbered), load_data(numbered, train_samples=9, eval_samples=4)
+    assert (len(part.train), len(part.evaluation)) == (9, 4)
+    assert set(read_all(part.train)[0]) < set(read_all(whole.train)[0])
+    assert set(read_all(part.evaluation)[0]) < set(read_all(whole.evaluation)[0])
+    assert np.bincount(part.train.labels).tolist() == [3, 3, 3]
+
+
+def test_load_data_same_seed_takes_same_samples_other_seed_others(numbered):
+    first, again, other = (
+        read_all(load_data(numbered, train_samples=12, seed=seed).train) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(("setting", "most"), [("train_samples", 48), ("eval_samples", 12)])
+@pytest.mark.parametrize("value", [0, -1, 5000])
+def test_load_data_impossible_sample_count_names_bound_and_value(numbered, setting, most, value):
+    with pytest.raises(ValueError, match=rf"^{setting} must be in \[1, {most}\], got {value}$"):
+        load_data(numbered, **{setting: value})
+    assert len(load_data(numbered, **{setting: most}).train) == 48
+
+
+def test_load_data_first_evaluation_split_wins(tmp_path):
+    tables = {
+        name: make_table([flat_image(value)] * 2, [0, 0])
+        for name, value in (("test", 1), ("extra", 2), ("train", 3), ("valid", 4))
+    }
+    data = load_data(save(tmp_path / "set", **tables))
+    assert data.eval_split == "valid"
+    assert read_all(data.train)[0] == [3, 3]
+    assert read_all(data.evaluation)[0] == [4, 4]
+
+
+def test_load_data_one_split_of_any_name_is_train(tmp_path):
+    table = make_table([flat_image(0)] * 10, [0, 1] * 5)
+    data = load_data(save(tmp_path / "set", test=table))
+    assert (len(data.train), len(data.evaluation)) == (8, 2)
+
+
+def test_load_data_several_splits_without_train_are_an_error(tmp_path):
+    table = make_table([flat_image(0)], [0])
+    with pytest.raises(ValueError, match=r"split 'train' or only one, got \['one', 'two'\]"):
+        load_data(save(tmp_path / "set", one=table, two=table))
+
+
+def test_load_data_single_image_cannot_be_split(tmp_path):
+    path = save(tmp_path / "set", train=make_table([flat_image(0)], [0]))
+    with pytest.raises(ValueError, match="must have 2 images or more to hold some out, got 1"):
+        load_data(path)
+
+
+# --- columns and labels
+
+
+def fine_and_coarse():
+    return {
+        "coarse": datasets.ClassLabel(names=["a", "b"]),
+        "fine": datasets.ClassLabel(names=["a", "b", "c"]),
+        "target": datasets.Value("int64"),
+        "image": datasets.Image(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ({}, "fine"),
+        ({"label": datasets.Value("int32")}, "label"),
+        ({"label": datasets.Value("string")}, "label"),
+        ({"label": datasets.Value("float32")}, "fine"),
+        ({"coarse": datasets.Value("string"), "fine": datasets.Value("string")}, "target"),
+        ({"coarse": datasets.Value("string"), "fine": datasets.ClassLabel(names=["a"])}, "fine"),
+    ],
+)
+def test_label_column_is_found(change, column):
+    features = datasets.Features(fine_and_coarse() | change)
+    assert dbsl.data._choose_label_column(features, None) == column
+    assert dbsl.data._choose_label_column(features, "coarse") == "coarse"
+
+
+def test_missing_columns_are_answered_with_those_that_exist():
+    features = datasets.Features(fine_and_coarse())
+    with pytest.raises(ValueError, match=r"must be one of \['coarse', 'fine', 'target'\], got 'x'"):
+        dbsl.data._choose_label_column(features, "x")
+    with pytest.raises(ValueError, match=r"image_column must be one of \['image'\], got 'fine'"):
+        dbsl.data._choose_image_column(features, "fine")
+
+    only_text = datasets.Features(text=datasets.Value("string"))
+    with pytest.raises(ValueError, match=r"label_column must be one of \['text'\], got None"):
+        dbsl.data._choose_label_column(only_text, None)
+    with pytest.raises(ValueError, match=r"a column of images, got columns \['text'\]"):
+        dbsl.data._choose_image_column(only_text, None)
+
+    two = datasets.Features(left=datasets.Image(), right=datasets.Image())
+    with pytest.raises(ValueError, match=r"image_column must be one of .*'right'\], got None"):
+        dbsl.data._choose_image_column(two, None)
+    with pytest.raises(ValueError, match=r"a column of labels, got columns \['left', 'right'\]"):
+        dbsl.data._choose_label_column(two, None)
+    assert dbsl.data._choose_image_column(two, "right") == "right"
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "test", "names"),
+    [
+        ("string", ["dog", "cat", "dog"], ["cat"], ("cat", "dog")),
+        ("int64", [70, -1, 70], [-1], ("-1", "70")),
+        ("bool", [True, False, True], [False], ("False", "True")),
+    ],
+)
+def test_load_data_plain_labels_are_numbered_in_order(tmp_path, kind, train, test, names):
+    def table(labels):
+        more = {"class": (datasets.Value(kind), labels)}
+        return make_table([flat_image(0)] * len(labels), [0] * len(labels), **more)
+
+    path = save(tmp_path / "set", train=table(train), test=table(test))
+    data = load_data(path, label_column="class")
+    assert data.class_names == names
+    assert data.train.labels.tolist() == [1, 0, 1]
+    assert data.evaluation.labels.tolist() == [0]
+
+
+def test_load_data_label_unknown_to_train_is_an_error(tmp_path):
+    def table(label):
+        more = {"kind": (datasets.Value("string"), [label])}
+        return make_table([flat_image(0)], [0], **more)
+
+    path = save(tmp_path / "set", train=table("cat"), test=table("emu"))
+    with pytest.raises(ValueError, match=r"split 'test' must be among the 1 classes .* got 'emu'"):
+        load_data(path, label_column="kind")
+
+
+def test_load_data_classes_that_differ_between_splits_are_an_error(tmp_path):
+    train = make_table([flat_image(0)] * 2, [0, 1])
+    test = train.cast_column("label", datasets.ClassLabel(names=["1", "0"]))
+    with pytest.raises(ValueError, match=r"label_column must be of one type .* in split 'test'"):
+        load_data(save(tmp_path / "set", train=train, test=test))
+
+
+@pytest.mark.parametrize("missing", [None, -1])
+def test_load_data_split_without_labels_is_left_out(tmp_path, caplog, missing):
+    train = make_table([flat_image(0)] * 10, [0, 1] * 5)
+    test = datasets.Dataset.from_dict(
+        {"image": [flat_image(0)] * 2, "label": [0, missing]}, features=train.features
+    )
+    data = load_data(save(tmp_path / "set", train=train, test=test))
+    assert data.eval_split == "a fifth of train"
+    assert "split 'test'" in caplog.text
+    path = save(tmp_path / "other", train=test, test=train)
+    with pytest.raises(ValueError, match=r"label_column must have a label .* in split 'train'"):
+        load_data(path)
+
+
+# --- where datasets come from
+
+
+def test_load_data_missing_folder_asks_no_hub(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("looked further"))
+    for name in ("./nothing", "../nothing/here", "/nothing", "~/nothing-here"):
+        with pytest.raises(ValueError, match=r"^dataset must be .*, got '.*' \(the folder does no"):
+            load_data(name)
+    with pytest.raises(ValueError, match=r"got 'nothing.parquet' \(the file does not exist\)$"):
+        load_data("nothing.parquet")
+
+
+def test_load_data_hub_out_of_reach_is_told_in_one_line():
+    with pytest.raises(
+        ValueError, match=r"^dataset must be 'digits', .*got 'nobody/nothing' \("
+    ) as e:
+        load_data("nobody/nothing")
+    assert "\n" not in str(e.value)
+
+
+def test_load_data_broken_files_are_told_in_one_line(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "empty").mkdir()
+    for name in ("broken.parquet", "empty"):
+        with pytest.raises(ValueError, match=r"^dataset must be 'digits', ") as error:
+            load_data(str(tmp_path / name))
+        assert "\n" not in str(error.value)
+
+
+def test_load_data_reads_parquet_file_and_folder_alike(tmp_path, numbered):
+    folder = tmp_path / "parquet" / "data"
+    folder.mkdir(parents=True)
+    file = folder / "train-00000-of-00001.parquet"
+    datasets.load_from_disk(numbered)["train"].to_parquet(file)
+    expected = read_all(load_data(numbered).train)
+    assert read_all(load_data(str(file)).train) == expected
+    assert read_all(load_data(str(folder.parent)).train) == expected
+
+
+def test_load_data_reads_one_table_saved_to_disk(tmp_path):
+    make_table([flat_image(0)] * 10, [0, 1] * 5).save_to_disk(tmp_path / "table")
+    assert len(load_data(str(tmp_path / "table")).train) == 8
+
+
+def test_load_data_reads_a_folder_of_uneven_png_files(tmp_path):
+    for split, count in (("train", 3), ("val", 2)):
+        for label, name in enumerate(("ant", "bee")):
+            folder = tmp_path / "set" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                flat_image(50 + label, (10 + number, 20)).save(folder / f"{number}.png")
+    data = load_data(str(tmp_path / "set"), loader_workers=0)
+    assert isinstance(data.train, ImageLoader)
+    assert data.class_names == ("ant", "bee")
+    assert data.eval_split == "validation"
+    assert data.image_side is None
+    assert data.mirror
+    for source, count in ((data.train, 6), (data.evaluation, 4)):
+        values, labels = read_all(source)
+        assert len(values) == count
+        assert values == [50 + label for label in labels]
+
+
+def shared(name):
+    if not (SHARED / name).exists():
+        pytest.skip(f"{SHARED / name} is not here")
+    return str(SHARED / name)
+
+
+def test_load_data_reads_cifar100():
+    data = load_data(shared("cifar100"), train_samples=300, eval_samples=100)
+    assert isinstance(data.train, PixelStore)
+    assert (data.image_column, data.label_column) == ("img", "fine_label")
+    assert (data.num_classes, data.image_side, data.eval_split) == (100, 32, "test")
+    assert np.bincount(data.train.labels).tolist() == [3] * 100
+    np.testing.assert_allclose(data.mean, (0.5071, 0.4865, 0.4409), atol=0.03)
+    np.testing.assert_allclose(data.std, (0.2673, 0.2564, 0.2762), atol=0.02)
+
+
+def test_load_data_reads_imagenette():
+    data = load_data(shared("imagenette224"), train_samples=20, eval_samples=10, loader_workers=0)
+    assert isinstance(data.train, ImageLoader)
+    assert (data.num_classes, data.image_side, data.eval_split) == (10, 224, "validation")
+    images, labels = read(data.evaluation, [np.arange(4), np.arange(4, 10)], plain(64))
+    assert images.shape == (10, 3, 64, 64)
+    assert sorted(labels.tolist()) == list(range(10))
+
+
+# --- stored pixels
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
+def test_load_data_images_of_other_modes_become_rgb(tmp_path, mode):
+    image = flat_image(255).convert(mode) if mode in "P1" else flat_image(255, mode=mode)
+    data = load_data(save(tmp_path / "set", train=make_table([image] * 10, [0, 1] * 5)))
+    images, _ = read(data.train, [np.arange(8)], plain(8))
+    assert images.shape == (8, 3, 8, 8)
+    assert (images == 255).all()
+
+
+def test_pixel_store_statistics_are_those_of_its_pixels(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), dtype=np.uint8)
+    pixels[..., 2] = 77  # a channel without contrast must not be divided by zero
+    images = [Image.fromarray(image) for image in pixels]
+    table = make_table(images, [0] * 10)
+    data = load_data(save(tmp_path / "set", train=table, test=table))
+    np.testing.assert_allclose(data.mean, pixels.mean((0, 1, 2)) / 255, rtol=1e-12)
+    np.testing.assert_allclose(data.std[:2], pixels.std((0, 1, 2))[:2] / 255, rtol=1e-12)
+    assert data.std[2] == 1e-3
+
+
+def test_pixel_store_serves_batches_of_any_sizes_and_read_only_indices(numbered):
+    data = load_data(numbered)
+    batches = EpochSampler([10, 38]).batches(1, 0, 0, 9)  # views of a read-only permutation
+    sizes = [len(images) for images, _ in data.train.batches(batches, plain(8, "crop"))]
+    assert sizes == [len(batch) for batch in batches]
+    images, labels = read(data.train, [np.array([5]), np.array([1, 5, 1])], plain(8))
+    assert images[[0, 1]].flatten(1).tolist() == images[[2, 3]].flatten(1).tolist()
+    assert labels.tolist() == data.train.labels[[5, 1, 5, 1]].tolist()
+    assert labels.dtype == torch.int64
+
+
+def count_decodes(monkeypatch):
+    calls = []
+    decode = datasets.Image.decode_example
+
+    def counted(self, value, *args):
+        calls.append(1)
+        return decode(self, value, *args)
+
+    monkeypatch.setattr(datasets.Image, "decode_example", counted)
+    return calls
+
+
+def test_cache_spares_the_second_load_decoding(numbered, cache, monkeypatch):
+    calls = count_decodes(monkeypatch)
+    first = load_data(numbered)
+    decoded, probed = len(calls), 60  # all of them, and those whose size was looked at before
+    assert decoded == 60 + probed
+    second = load_data(numbered)
+    assert len(calls) == decoded + probed
+    assert read_all(second.train) == read_all(first.train)
+    assert len(list(cache.iterdir())) == 2  # a file per split, nothing temporary
+    assert read_all(load_data(numbered, seed=1).train) != read_all(first.train)
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "garbage", "header", "shape", "type"])
+def test_cache_that_is_damaged_is_made_anew(numbered, cache, damage):
+    expected = read_all(load_data(numbered).train)
+    files = {path: path.read_bytes() for path in cache.iterdir()}
+    for path, content in files.items():
+        if damage in ("shape", "type"):
+            pixels = np.load(path)
+            np.save(path, pixels[1:] if damage == "shape" else pixels.astype(np.int8))
+            continue
+        broken = {
+            "empty": b"",
+            "short": content[:-1],
+            "garbage": b"x" * len(content),
+            "header": content.replace(b"'shape': (", b"'shape': (("),
+        }
+        path.write_bytes(broken[damage])
+    assert read_all(load_data(numbered).train) == expected
+    assert {path: path.read_bytes() for path in cache.iterdir()} == files
+
+
+def test_cache_that_cannot_be_written_costs_a_warning_only(numbered, cache, caplog):
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder should be")
+    assert len(load_data(numbered).train) == 48
+    assert "decoded images are not cached" in caplog.text
+
+
+def test_cache_of_a_folder_saved_anew_is_not_used(tmp_path):
+    path = tmp_path / "set"
+    for value in (10, 20):
+        table = make_table([flat_image(value)] * 10, [0, 1] * 5)
+        shutil.rmtree(path, ignore_errors=True)
+        table._fingerprint = "0123456789abcdef"  # as of one generator whose data has changed
+        data = load_data(save(path, train=table))
+        assert set(read_all(data.train)[0]) == {value}
+
+
+# --- which source
+
+
+def test_load_data_one_other_size_among_many_needs_the_loader(tmp_path):
+    images = [flat_image(number) for number in range(200)]
+    images[102] = flat_image(102, (8, 9))  # not among the 64 that are looked at first
+    table = make_table(images, [0, 1] * 100)
+    data = load_data(save(tmp_path / "set", train=table, test=table), loader_workers=0)
+    assert isinstance(data.train, ImageLoader)
+    assert isinstance(data.evaluation, ImageLoader)
+    assert read_all(data.train)[0] == list(range(200))
+
+
+@pytest.mark.parametrize(
+    ("size", "source"), [((64, 64), PixelStore), ((65, 65), ImageLoader), ((8, 9), ImageLoader)]
+)
+def test_load_data_source_depends_on_the_size(tmp_path, size, source):
+    path = save(tmp_path / "set", train=make_table([flat_image(9, size)] * 5, [0] * 5))
+    data = load_data(path, loader_workers=0)
+    assert isinstance(data.train, source)
+    assert data.image_side == (size[0] if size[0] == size[1] else None)
+
+
+def test_sources_agree_on_samples_and_labels(numbered):
+    store = load_data(numbered, max_store_bytes=60 * 8 * 8 * 3)
+    loader = load_data(numbered, max_store_bytes=60 * 8 * 8 * 3 - 1, loader_workers=0)
+    assert isinstance(store.train, PixelStore)
+    assert isinstance(loader.train, ImageLoader)
+    assert loader.image_side == 8
+    assert loader.mean == (0.485, 0.456, 0.406)
+    assert read_all(store.train) == read_all(loader.train)
+    assert read_all(store.evaluation) == read_all(loader.evaluation)
+
+
+# --- loader
+
+
+def test_image_loader_same_bits_for_any_number_of_processes(uneven):
+    transform = plain(24, "crop")
+    batches = [np.array([3, 8, 1]), np.arange(10, 24), np.array([0]), np.array([2])]
+    rng_state, children = torch.get_rng_state(), set(multiprocessing.active_children())
+    alone = load_data(uneven, loader_workers=0).train
+    helped = load_data(uneven, loader_workers=2).train
+    for epoch in (0, 1):
+        images, labels = read(alone, batches, transform, epoch)
+        assert labels.tolist() == [n % 2 for batch in batches for n in batch]
+        others, other_labels = read(helped, batches, transform, epoch)
+        assert torch.equal(images, others)
+        assert torch.equal(labels, other_labels)
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert len(set(multiprocessing.active_children()) - children) == 2  # the same in both epochs
+    del helped
+    assert set(multiprocessing.active_children()) <= children
+
+
+@pytest.mark.parametrize("augment", ["crop", "paper"])
+def test_image_loader_augments_by_seed_epoch_and_sample_alone(uneven, augment):
+    source = load_data(uneven, loader_workers=0).train
+    images, _ = read(source, [np.arange(24)], plain(24, augment))
+    assert images.shape == (24, 3, 24, 24)
+    parts, _ = read(source, [np.array([7]), np.array([20, 7, 3])], plain(24, augment))
+    assert torch.equal(parts, images[[7, 20, 7, 3]])
+    other, _ = read(source, [np.arange(24)], plain(24, augment), 1)
+    assert not (other == images).flatten(1).all(1).any()
+
+
+def test_image_loader_crop_stays_inside_the_image(numbered):
+    source = load_data(numbered, max_store_bytes=0, loader_workers=0).train
+    images, _ = read(source, [np.arange(48)], plain(8, "crop"))
+    assert images.flatten(1).std(1).max() == 0  # zero padding would show
+    images, _ = read(load_data(numbered).train, [np.arange(48)], plain(8, "crop"))
+    assert images.flatten(1).std(1).max() > 0
+
+
+def test_image_loader_new_call_ends_the_one_under_way(uneven):
+    source = load_data(uneven, loader_workers=0).train
+    batches = np.arange(24).reshape(6, 4)
+    earlier = source.batches(batches, plain(8))
+    next(earlier)
+    assert len(list(source.batches(batches, plain(8)))) == 6
+    with pytest.raises(RuntimeError, match="later call of batches"):
+        next(earlier)
+    assert list(source.batches([], plain(8))) == []
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_image_loader_names_an_image_that_cannot_be_decoded(tmp_path, loader_workers):
+    good = make_table([flat_image(0, (99, 80))] * 99, [0] * 99)
+    rows = good.cast_column("image", datasets.Image(decode=False))[:]["image"]
+    rows[2] = {"bytes": rows[2]["bytes"][:60], "path": None}  # not among those looked at first
+    path = save(tmp_path / "set", train=make_table(rows, [0] * 99), test=good)
+    source = load_data(path, loader_workers=loader_workers).train
+    with pytest.raises(
+        ValueError, match=r"^image 2 of split 'train' of dataset '.*' cannot be .*$"
+    ):
+        list(source.batches([np.array([0, 1]), np.array([3, 2])], plain(8)))
+
+
+def test_default_loader_workers_shares_cores_among_local_processes(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert dbsl.data._default_loader_workers() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert dbsl.data._default_loader_workers() == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert dbsl.data._default_loader_workers() == 0
+
+
+SCRIPT = """
+import json, multiprocessing, sys, time
+import numpy as np
+from dbsl.data import load_data
+from dbsl.transforms import Transform
+
+if __name__ == "__main__":
+    source = load_data(sys.argv[1], loader_workers=2).train
+    transform = Transform(8, "crop", True, (0.5,) * 3, (0.5,) * 3, 0)
+    next(source.batches([np.arange(4)] * 3, transform))
+    print(json.dumps([child.pid for child in multiprocessing.active_children()]), flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_image_loader_processes_end_with_a_script_that_is_killed(tmp_path, uneven):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(dbsl.data.__file__).parents[1])}
+    script = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py"), uneven],
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    try:
+        processes = json.loads(script.stdout.readline())
+        assert len(processes) == 2
+    finally:
+        script.send_signal(signal.SIGKILL)
+        script.communicate()
+    deadline = time.monotonic() + 30
+    while processes and time.monotonic() < deadline:
+        processes = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+        time.sleep(0.05)
+    for pid in processes:
+        os.kill(pid, signal.SIGKILL)  # the test fails, but leaves nothing behind
+    assert not processes

@@ -1,0 +1,283 @@
+"""The planner against the published tables, and its promises over random settings."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dbsl.plan import (
+    NoPlanError,
+    TimeModel,
+    count_workers,
+    largest_remainder,
+    plan_dual_batch,
+    plan_with_fallback,
+    update_factor,
+)
+
+GTX_1080 = TimeModel(0.00056607, 0.014041204118283607)
+
+
+@pytest.mark.parametrize(
+    ("time_ratio", "small_workers", "large_samples", "small_samples", "small_batch_size"),
+    [
+        (1.05, 1, 13125, 10625, 83),
+        (1.05, 2, 13125, 11875, 154),
+        (1.05, 3, 13125, 12291, 205),
+        (1.05, 4, 13125, 12500, 242),
+        (1.10, 1, 13750, 8750, 38),
+        (1.10, 2, 13750, 11250, 87),
+        (1.10, 3, 13750, 12083, 127),
+        (1.10, 4, 13750, 12500, 160),
+    ],
+)
+def test_conference_table_comes_out_truncated(
+    time_ratio, small_workers, large_samples, small_samples, small_batch_size
+):
+    plan = plan_dual_batch(
+        50000, 4, small_workers, 500, GTX_1080, time_ratio=time_ratio, rounding="truncate"
+    )
+    assert plan.large_samples == large_samples
+    assert plan.small_samples == small_samples
+    assert plan.small_batch_size == small_batch_size
+    assert sum(w.samples for w in plan.workers) == 50000
+
+
+# (samples, B_L, slope, intercept, B_S for n_S = 1..4, d_S for n_S = 1..4)
+JOURNAL = {
+    "cifar100-24px": (50000, 600, 3.5268184915e-4, 0.014788833468, (130, 230, 294, 340)),
+    "cifar100-32px": (50000, 560, 5.0563588586e-4, 0.015562114075, (102, 185, 243, 286)),
+    "imagenet-160px": (1281167, 2330, 3.0135e-4, 0.01204, (156, 322, 464, None)),
+    "imagenet-224px": (1281167, 1110, 5.6838e-4, 0.01705, (112, 222, 310, 383)),
+    "imagenet-288px": (1281167, 740, 9.3872e-4, 0.01666, (67, 135, 190, 236)),
+}
+JOURNAL_SHARES = {
+    50000: (10625, 11875, 12292, 12500),
+    1281167: (272249, 304278, 314954, 320292),
+}
+
+
+@pytest.mark.parametrize("case", JOURNAL)
+@pytest.mark.parametrize("small_workers", [1, 2, 3, 4])
+def test_journal_table_comes_out_rounded(case, small_workers):
+    samples, large_batch_size, slope, intercept, small_batch_sizes = JOURNAL[case]
+    plan = plan_dual_batch(
+        samples, 4, small_workers, large_batch_size, TimeModel(slope, intercept), time_ratio=1.05
+    )
+    published = small_batch_sizes[small_workers - 1]
+    if published is not None:
+        assert plan.small_batch_size == published
+    assert plan.small_samples == JOURNAL_SHARES[samples][small_workers - 1]
+
+
+def test_the_one_published_cell_beyond_its_printed_digits_lies_within_them():
+    # Table 2, ImageNet at 160 px, n_S=4: 587 is published, but the five printed digits of b give
+    # 587.53. Half a unit of b's last digit covers the difference.
+    def solve(intercept):
+        model = TimeModel(3.0135e-4, intercept)
+        return plan_dual_batch(1281167, 4, 4, 2330, model).small_batch_size
+
+    assert solve(0.01204) == 588
+    assert solve(0.01204 - 4e-6) == 587
+
+
+def test_update_factors_follow_their_rules():
+    assert update_factor(8750, 13750, "data") == pytest.approx(7 / 11)
+    assert update_factor(8750, 13750, "sqrt") == pytest.approx(math.sqrt(7 / 11))
+    assert update_factor(8750, 13750, "none") == 1.0
+
+
+machines = st.builds(TimeModel, st.floats(1e-5, 1e-1), st.floats(1e-4, 1.0))
+
+
+@given(
+    machines,
+    st.integers(1, 40),
+    st.data(),
+    st.integers(2000, 10**6),
+    st.integers(1, 3),
+    st.floats(1.001, 1.3),
+)
+def test_plan_covers_all_samples_and_finishes_together(
+    time_model, workers, data, samples, rounds, time_ratio
+):
+    small_workers = data.draw(st.integers(0, workers))
+    large_batch_size = data.draw(st.integers(1, max(1, samples // workers // rounds)))
+    try:
+        plan = plan_dual_batch(
+            samples,
+            workers,
+            small_workers,
+            large_batch_size,
+            time_model,
+            time_ratio=time_ratio,
+            rounds=rounds,
+        )
+    except ValueError:
+        assume(False)
+    assert sum(w.samples for w in plan.workers) == samples
+    sizes = [w.local_batch_size for w in plan.workers]
+    assert all(1 <= size <= large_batch_size for size in sizes)
+    # Together within what whole steps and whole batch sizes cost: one step a round, and half a
+    # sample of batch size on top.
+    times = [w.predicted_time_s for w in plan.workers]
+    step = max(time_model.time(size, 1) for size in sizes)
+    rounding_of_batch = max(
+        time_model.intercept
+        * w.samples
+        * 0.5
+        / w.local_batch_size
+        / max(w.local_batch_size - 0.5, 0.5)
+        for w in plan.workers
+    )
+    assert max(times) - min(times) <= rounds * 2 * step + rounding_of_batch + time_model.slope * 2
+
+
+@given(machines, st.integers(1, 3), st.floats(1.001, 1.15), st.floats(1.001, 1.15))
+def test_more_time_allowed_never_makes_the_small_batch_larger(
+    time_model, small_workers, one, other
+):
+    less, more = sorted((one, other))
+    try:
+        sizes = [
+            plan_dual_batch(50000, 4, small_workers, 500, time_model, time_ratio=k).small_batch_size
+            for k in (less, more)
+        ]
+    except NoPlanError:
+        assume(False)
+    assert sizes[1] <= sizes[0]
+
+
+def test_given_small_batch_balances_the_times_and_yields_the_ratio():
+    solved = plan_dual_batch(50000, 4, 3, 500, GTX_1080, time_ratio=1.05)
+    given_size = plan_dual_batch(
+        50000, 4, 3, 500, GTX_1080, small_batch_size=solved.small_batch_size
+    )
+    assert given_size.time_ratio == pytest.approx(1.05, abs=1e-3)
+    assert given_size.small_samples == pytest.approx(solved.small_samples, rel=1e-3)
+
+
+def test_without_small_workers_all_shares_are_equal():
+    plan = plan_dual_batch(10, 4, 0, 2, TimeModel(1.0, 1.0))
+    assert [w.samples for w in plan.workers] == [3, 3, 2, 2]
+    assert plan.small_batch_size is None
+    assert plan.time_ratio == 1.0
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50), st.integers(0, 10**7))
+def test_largest_remainder_sums_exactly_and_stays_within_one(weights, total):
+    parts = largest_remainder(weights, total)
+    assert parts.sum() == total
+    scale = total / sum(weights)
+    assert all(abs(p - w * scale) < 1 + 1e-6 * total for p, w in zip(parts, weights, strict=True))
+
+
+def test_measured_model_without_a_plan_falls_back_to_an_eighth_and_says_so():
+    plan, note = plan_with_fallback(8000, 4, 1, 128, TimeModel(0.01, 0.0), measured=True)
+    assert plan.small_batch_size == 16
+    assert sum(w.samples for w in plan.workers) == 8000
+    assert "intercept" in note
+
+
+def test_fallback_respects_the_smallest_batch_and_balances_times():
+    model = TimeModel(0.01, 0.0001)  # the solution would be below 2
+    plan, note = plan_with_fallback(8000, 4, 1, 12, model, measured=True, min_batch_size=2)
+    assert plan.small_batch_size == 2
+    assert "min_batch_size" in note
+    times = [w.predicted_time_s for w in plan.workers]
+    assert max(times) == pytest.approx(min(times), rel=0.01)
+
+
+def test_given_model_without_a_plan_is_refused():
+    with pytest.raises(NoPlanError, match="intercept must be above 0"):
+        plan_with_fallback(8000, 4, 1, 128, TimeModel(0.01, 0.0), measured=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"small_workers": 5}, r"small_workers must be in \[0, workers=4\], got 5"),
+        ({"time_ratio": 1.0}, "time_ratio must be above 1, got 1.0"),
+        ({"time_ratio": 2.0}, "time_ratio must be below .* 1.333"),
+        ({"large_batch_size": 0}, "large_batch_size must be at least 1, got 0"),
+        ({"large_batch_size": 14000}, "large_batch_size must be at most 13125"),
+        ({"samples": 3}, "samples must be at least the number of workers"),
+        ({"rounds": 0}, "rounds_per_epoch must be at least 1, got 0"),
+        ({"small_batch_size": 501}, r"small_batch_size must be in \[1, large_batch_size=500\]"),
+    ],
+)
+def test_bad_settings_are_named_with_bound_and_value(arguments, message):
+    settings = {"samples": 50000, "workers": 4, "small_workers": 1, "large_batch_size": 500}
+    with pytest.raises(ValueError, match=message):
+        plan_dual_batch(**{**settings, "time_model": GTX_1080, **arguments})
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)])
+def test_impossible_step_times_are_refused(values):
+    with pytest.raises(ValueError, match=r"slope|intercept"):
+        TimeModel(*values)
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "expected"),
+    [
+        (1, {}, (4, 0)),
+        (1, {"small_ratio": 0.1}, (4, 1)),
+        (1, {"small_ratio": 0.6, "workers": 10}, (10, 6)),
+        (1, {"small_ratio": 1.0}, (4, 4)),
+        (3, {"small_ratio": 0.5}, (3, 2)),
+        (3, {"small_workers": 0, "small_ratio": 0.5}, (3, 0)),
+        (4, {"workers": 4, "small_workers": 3}, (4, 3)),
+        (4, {"dedicated_server": True}, (3, 0)),
+    ],
+)
+def test_workers_are_counted_from_processes_and_ratio(processes, settings, expected):
+    assert count_workers(processes, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "message"),
+    [
+        (2, {"workers": 4}, r"workers must equal the number of processes \(2\), got 4"),
+        (1, {"small_workers": 5}, r"small_workers must be at most the workers \(4\), got 5"),
+        (1, {"dedicated_server": True}, "dedicated_server must have at least 2 processes, got 1"),
+    ],
+)
+def test_worker_counts_that_do_not_match_are_refused(processes, settings, message):
+    with pytest.raises(ValueError, match=message):
+        count_workers(processes, **settings)
+
+
+def run_cli(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "dbsl.plan", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+SHELL = [
+    *("--samples", "50000", "--workers", "4", "--small-workers", "3", "--time-ratio", "1.05"),
+    *("--large-batch-size", "500", "--slope", "0.00056607"),
+    *("--intercept", "0.014041204118283607"),
+]
+
+
+def test_planner_from_the_shell_prints_the_promised_json():
+    done = run_cli(*SHELL, "--rounding", "truncate", "--json")
+    plan = json.loads(done.stdout)
+    assert (plan["large_samples"], plan["small_samples"]) == (13125, 12291)
+    assert (plan["small_batch_size"], plan["time_ratio"]) == (205, 1.05)
+    assert plan["update_factor"] == pytest.approx(12291 / 13125)
+    assert [w["local_batch_size"] for w in plan["workers"]] == [205, 205, 205, 500]
+    keys = {"local_batch_size", "samples", "steps", "merge_weight", "predicted_time_s"}
+    assert all(keys <= set(w) for w in plan["workers"])
+
+
+def test_planner_from_the_shell_refuses_in_one_line():
+    done = run_cli(*SHELL, "--small-workers", "5")
+    assert done.returncode == 2
+    assert done.stderr == "error: small_workers must be in [0, workers=4], got 5\n"

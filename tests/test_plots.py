@@ -1,0 +1,250 @@
+import itertools
+import json
+import math
+import os
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from PIL import Image
+
+from dbsl import plots
+from dbsl.plan import Plan, TimeModel, WorkerPlan, plan_dual_batch
+from dbsl.stages import default_milestones, make_stages
+
+STAGES = make_stages(4, [24, 32], milestones=(2,), learning_rate=0.1, gamma=0.5)
+
+
+def dual_batch_plans(workers=4, small_workers=1):
+    models = {24: TimeModel(1e-3, 0.02), 32: TimeModel(2e-3, 0.02)}
+    return {r: plan_dual_batch(4000, workers, small_workers, 50, m) for r, m in models.items()}
+
+
+def plan_by_hand(times_s, small=1):
+    workers = tuple(
+        WorkerPlan(8 + i, 100 + i, 10, 1.0, time_s, i < small) for i, time_s in enumerate(times_s)
+    )
+    return Plan(sum(w.samples for w in workers), 1.0, 32, 8, 100, 100, 1.0, workers)
+
+
+def metrics_of(stages, epochs, *, eval_every=1, virtual=False):
+    rows = [
+        {
+            "event": "plan",
+            "first_epoch": stage.first_epoch,
+            "end_epoch": stage.end_epoch,
+            "resolution": stage.resolution,
+            "learning_rate": stage.learning_rate,
+        }
+        for stage in stages
+    ]
+    for epoch in range(epochs):
+        for worker, samples in enumerate((30, 10)):
+            loss = 4.0 - epoch * 0.01 + worker
+            row = {"event": "round", "worker": worker, "epoch": epoch, "samples": samples}
+            rows.append(row | {"loss": loss})
+        if eval_every and (epoch + 1) % eval_every == 0:
+            rows.append(
+                {
+                    "event": "eval",
+                    "epoch": epoch,
+                    "accuracy": 0.5 + epoch / 1000,
+                    "loss": 3.0 - epoch * 0.01,
+                    "train_time_s": 10.0 * (epoch + 1),
+                }
+                | ({"virtual_time_s": 2.0 * (epoch + 1)} if virtual else {})
+            )
+    return rows
+
+
+def bars(axes, *colors):
+    """Return (row, start, length) of a panel's bars in these colours."""
+    found = [
+        (round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width())
+        for bar in axes.patches
+        if to_hex(bar.get_facecolor()) in colors and bar.get_width() > 0
+    ]
+    return sorted(found)
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_timeline_has_a_panel_per_resolution_and_a_bar_per_worker_as_long_as_its_time():
+    plans = dual_batch_plans()
+    figure = plots.timeline_figure(STAGES, plans, 1)
+    for axes, resolution in zip(figure.axes, (24, 32), strict=True):
+        workers = plans[resolution].workers
+        assert axes.get_title(loc="left").startswith(f"{resolution} px")
+        expected = [(y, 0.0, worker.predicted_time_s) for y, worker in enumerate(workers)]
+        drawn = bars(axes, plots.SMALL, plots.LARGE)
+        assert [pytest.approx(bar) for bar in expected] == drawn
+        assert [y for y, _, _ in bars(axes, plots.SMALL)] == [0]
+        assert (
+            f"batch {workers[0].local_batch_size}, {workers[0].samples} samples" in texts(axes)[0]
+        )
+
+
+def test_timeline_two_rounds_halve_the_bars_and_idle_time_fills_each_round():
+    plan = plan_by_hand([4.0, 1.0])
+    (axes,) = plots.timeline_figure(make_stages(1, [24]), {24: plan}, 2).axes
+    computing = [(0, 0.0, 2.0), (0, 2.0, 2.0), (1, 0.0, 0.5), (1, 2.0, 0.5)]
+    assert bars(axes, plots.SMALL, plots.LARGE) == computing
+    assert bars(axes, plots.IDLE) == [(1, 0.5, 1.5), (1, 2.5, 1.5)]
+    assert "idle 0.0 %" in texts(axes)[0]
+    assert "idle 75.0 %" in texts(axes)[1]
+    assert "idle 37.5 %" in axes.get_title(loc="left")  # 3 of 8 worker-seconds
+
+
+def test_timeline_title_names_the_epochs_of_a_resolution_from_one():
+    figure = plots.timeline_figure(STAGES, dual_batch_plans(), 1)
+    assert "epochs 1, 3:" in figure.axes[0].get_title(loc="left")
+    assert "epochs 2, 4:" in figure.axes[1].get_title(loc="left")
+    one = plots.timeline_figure(make_stages(1, [24]), {24: plan_by_hand([1.0])}, 1)
+    assert "epoch 1:" in one.axes[0].get_title(loc="left")
+
+
+def test_timeline_of_many_workers_draws_equal_ones_once():
+    plans = {24: plan_dual_batch(40_000, 40, 10, 50, TimeModel(1e-3, 0.02))}
+    (axes,) = plots.timeline_figure(make_stages(1, [24]), plans, 1).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["each of workers 0 to 9", "each of workers 10 to 39"]
+    assert len(bars(axes, plots.SMALL, plots.LARGE)) == 2
+
+
+def test_timeline_of_many_unequal_workers_shows_the_first_and_says_so():
+    plan = plan_by_hand([1.0 + i / 100 for i in range(40)])
+    (axes,) = plots.timeline_figure(make_stages(1, [24]), {24: plan}, 1).axes
+    assert len(bars(axes, plots.SMALL, plots.LARGE)) == plots.MAX_ROWS
+    assert "first 16 of 40 rows" in axes.get_title(loc="left")
+
+
+def test_curves_show_accuracy_in_percent_and_sample_weighted_loss_over_completed_epochs():
+    figure = plots.curves_figure(metrics_of(STAGES, 4))
+    accuracy, loss = figure.axes[0], figure.axes[2]
+    assert accuracy.lines[0].get_xydata().tolist() == [[e + 1, 50 + e / 10] for e in range(4)]
+    train, evaluation = loss.lines
+    expected = [(30 * (4 - e * 0.01) + 10 * (5 - e * 0.01)) / 40 for e in range(4)]
+    assert train.get_ydata() == pytest.approx(expected)
+    assert evaluation.get_ydata() == pytest.approx([3 - e * 0.01 for e in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("virtual", "seconds", "words"), [(False, 10, "time (s)"), (True, 2, "sim")]
+)
+def test_curves_over_time_use_the_simulated_clock_where_there_is_one(virtual, seconds, words):
+    figure = plots.curves_figure(metrics_of(STAGES, 4, virtual=virtual))
+    for axes in figure.axes[1], figure.axes[3]:
+        for line in axes.lines:
+            assert line.get_xdata() == pytest.approx([seconds * (e + 1) for e in range(4)])
+    assert words in figure.axes[3].get_xlabel()
+
+
+def test_curves_null_loss_leaves_a_gap():
+    rows = metrics_of(STAGES, 4)
+    next(row for row in rows if row["event"] == "round" and row["epoch"] == 1)["loss"] = None
+    train = plots.curves_figure(rows).axes[2].lines[0].get_ydata()
+    assert [math.isnan(value) for value in train] == [False, True, False, False]
+
+
+def test_curves_shade_every_other_substage_and_name_all():
+    figure = plots.curves_figure(metrics_of(STAGES, 4))
+    for axes in figure.axes[0], figure.axes[1]:
+        assert [text.replace(", ", "\n") for text in texts(axes)] == [
+            "24 px\nlr 0.1",
+            "32 px\nlr 0.1",
+            "24 px\nlr 0.05",
+            "32 px\nlr 0.05",
+        ]
+    strips = [(patch.get_x(), patch.get_width()) for patch in figure.axes[2].patches]
+    assert strips == [(1, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("metrics", [[], metrics_of(STAGES, 3, eval_every=0)])
+def test_curves_without_an_evaluation_say_so(metrics):
+    figure = plots.curves_figure(metrics)
+    assert texts(figure.axes[1]) == ["no evaluation yet"]
+    assert len(figure.axes[2].lines) == bool(metrics)
+
+
+@pytest.mark.parametrize("resolutions", [[24, 32], [160, 224, 288]])
+def test_labels_of_a_published_schedule_do_not_overlap(resolutions):
+    stages = make_stages(140, resolutions, milestones=default_milestones(140), gamma=0.1)
+    figure = plots.curves_figure(metrics_of(stages, 140))
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    for axes in figure.axes[:2]:
+        boxes = [text.get_window_extent(renderer) for text in axes.texts]
+        assert len(boxes) == len(stages)
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+@pytest.mark.parametrize(("workers", "epochs"), [(1, 1), (4, 4), (40, 140)])
+def test_pictures_are_written_as_png_of_a_readable_size(tmp_path, workers, epochs):
+    stages = make_stages(epochs, [24, 32])
+    plans = dual_batch_plans(workers, workers // 4)
+    plots.plan_timeline(stages, plans, 1, tmp_path / "plots" / "timeline.png")
+    plots.accuracy_and_loss(metrics_of(stages, epochs), tmp_path / "plots" / "curves.png")
+    assert sorted(file.name for file in (tmp_path / "plots").iterdir()) == [
+        "curves.png",
+        "timeline.png",
+    ]
+    for file in (tmp_path / "plots").iterdir():
+        with Image.open(file) as image:
+            assert image.format == "PNG"
+            assert 1200 <= image.width <= 1600
+            assert 200 <= image.height <= 1600
+
+
+def test_picture_that_cannot_be_drawn_leaves_the_old_one_and_no_other_file(tmp_path, monkeypatch):
+    path = tmp_path / "curves.png"
+    plots.accuracy_and_loss([], path)
+    before = path.read_bytes()
+
+    def fail_half_way(figure, file, **_):
+        file.write(b"half")
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Figure, "savefig", fail_half_way)
+    with pytest.raises(RuntimeError, match="broken"):
+        plots.accuracy_and_loss(metrics_of(STAGES, 4), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_picture_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "curves.png"
+    plots.accuracy_and_loss([], path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk gone"):
+        plots.accuracy_and_loss(metrics_of(STAGES, 4), path)
+    assert path.read_bytes() == before
+
+
+def test_read_metrics_drops_a_half_written_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "eval"}\n{"event": "ro')
+    assert plots.read_metrics(path) == [{"event": "eval"}]
+
+
+def test_read_metrics_names_a_broken_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "eval"}\nnonsense\n{"event": "eval"}\n')
+    with pytest.raises(ValueError, match="line 2 must be JSON, got 'nonsense"):
+        plots.read_metrics(path)
+
+
+def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
+    rows = metrics_of(STAGES, 4)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plots.read_metrics(path) == rows
+    plots.accuracy_and_loss(plots.read_metrics(path), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -1,0 +1,430 @@
+import io
+import json
+import math
+import os
+import re
+import shlex
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import wandb
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dbsl import runlog
+from dbsl.plan import TimeModel, plan_dual_batch
+from dbsl.plots import read_metrics
+from dbsl.runlog import Evaluation, RunLog, check_tracker, start_trackers
+from dbsl.server import RoundReport
+from dbsl.stages import make_stages, stage_at
+
+STAGES = make_stages(2, [24, 32], learning_rate=0.1)
+ROUND_KEYS = {
+    "event",
+    "worker",
+    "epoch",
+    "round",
+    "resolution",
+    "local_batch_size",
+    "samples",
+    "steps",
+    "time_s",
+    "loss",
+    "merge_weight",
+    "staleness",
+}
+
+
+def make_plans(workers=4):
+    model = TimeModel(1e-3, 0.02)
+    return {r: plan_dual_batch(100 * workers, workers, workers // 4, 50, model) for r in (24, 32)}
+
+
+@pytest.fixture
+def accelerator():
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    yield accelerator
+    accelerator.end_training()
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def no_login(tmp_path, monkeypatch):
+    """A user who has never heard of W&B, in a folder of their own."""
+    for name in [*os.environ]:
+        if name.startswith(("WANDB_", "XDG_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    yield
+    wandb.teardown()
+
+
+def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None):
+    """Run epochs through the log; worker w's loss is `loss` + w, its time 1 + w seconds."""
+    for epoch in epochs:
+        stage = stage_at(STAGES, epoch)
+        for worker, plan in enumerate(plans[stage.resolution].workers):
+            report = RoundReport(
+                worker=worker,
+                epoch=epoch,
+                round=0,
+                resolution=stage.resolution,
+                local_batch_size=plan.local_batch_size,
+                samples=plan.samples,
+                steps=plan.steps,
+                time_s=1.0 + worker,
+                loss=loss + worker,
+                merge_weight=plan.merge_weight,
+                staleness=worker,
+            )
+            log.round(report, virtual_time_s=virtual)
+        evaluation = Evaluation(32, 0.75, 0.5, 90, 0.25) if epoch in evaluate else None
+        log.epoch_end(
+            epoch,
+            evaluation,
+            train_time_s=10.0 * (epoch + 1),
+            learning_rate=0.1,
+            virtual_time_s=virtual,
+        )
+
+
+def weighted_loss(plan, loss=2.0):
+    return sum((loss + i) * w.samples for i, w in enumerate(plan.workers)) / plan.samples
+
+
+def strict(line):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelerator):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans, virtual=3.5)
+    rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in rows] == ["plan"] * 2 + ["round"] * 8 + ["eval"]
+    plan, round_, evaluation = rows[0], rows[3], rows[-1]
+    assert {k: v for k, v in plan.items() if k != "workers"} == {
+        "event": "plan",
+        "stage": 0,
+        "substage": 0,
+        "first_epoch": 0,
+        "end_epoch": 1,
+        "resolution": 24,
+        "learning_rate": 0.1,
+        "dropout": 0.0,
+        "time_ratio": 1.05,
+    }
+    worker = plans[24].workers[1]
+    assert plan["workers"][1] == {
+        "worker": 1,
+        "local_batch_size": 50,
+        "samples": worker.samples,
+        "steps": worker.steps,
+        "merge_weight": 1.0,
+        "predicted_time_s": worker.predicted_time_s,
+        "small": False,
+    }
+    assert set(round_) == ROUND_KEYS | {"virtual_time_s"}
+    assert (round_["worker"], round_["loss"], round_["time_s"]) == (1, 3.0, 2.0)
+    assert evaluation == {
+        "event": "eval",
+        "epoch": 1,
+        "resolution": 32,
+        "accuracy": 0.75,
+        "loss": 0.5,
+        "samples": 90,
+        "time_s": 0.25,
+        "train_time_s": 20.0,
+        "virtual_time_s": 3.5,
+        "learning_rate": 0.1,
+        "train_resolution": 32,
+    }
+
+
+def test_metrics_without_optional_times_leave_them_out(tmp_path, accelerator):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert set(rows[2]) == ROUND_KEYS
+    assert "virtual_time_s" not in rows[-1]
+
+
+def test_metrics_nan_loss_becomes_null(tmp_path, accelerator):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans, loss=math.nan)
+    rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if row["event"] == "round"] == [None] * 8
+
+
+def test_metrics_line_is_on_disk_when_the_round_is_recorded(tmp_path, accelerator):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans, epochs=[0])
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 + 4
+
+
+def test_other_processes_write_and_print_nothing(tmp_path, capsys):
+    plans = make_plans()
+    with RunLog(tmp_path, SimpleNamespace(is_main_process=False), STAGES, plans) as log:
+        play(log, plans)
+        log.images({"plan": tmp_path / "missing.png"})
+        log.summary({"final_accuracy": 1.0})
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_epoch_line_tells_people_the_result(tmp_path, accelerator, capsys):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans)
+    first, second = capsys.readouterr().out.splitlines()
+    loss = f"{weighted_loss(plans[32]):.3f}"
+    assert first == (
+        f"epoch 1/2  24 px  lr 0.1  train loss {loss}  40 images/s  worker times 1.0 2.0 3.0 4.0 s"
+    )
+    assert second == (
+        f"epoch 2/2  32 px  lr 0.1  train loss {loss}  eval accuracy 75.0 %  loss 0.500  "
+        "40 images/s  worker times 1.0 2.0 3.0 4.0 s"
+    )
+
+
+def test_epoch_line_with_many_workers_stays_short(tmp_path, accelerator, capsys):
+    plans = make_plans(workers=40)
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans, epochs=[0])
+    assert capsys.readouterr().out.endswith("worker times 1.0 to 40.0 s (40 workers)\n")
+
+
+def test_rounds_of_the_next_epoch_do_not_count_for_this_one(tmp_path, accelerator, capsys):
+    plans = make_plans()
+    early = RoundReport(0, 1, 0, 32, 8, 85, 3, time_s=99.0, loss=99.0, merge_weight=1.0)
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        log.round(early)  # asynchronous: worker 0 is an epoch ahead
+        play(log, plans, epochs=[0])
+    assert f"train loss {weighted_loss(plans[24]):.3f}" in capsys.readouterr().out
+
+
+def test_progress_bar_on_a_terminal_counts_all_images(tmp_path, accelerator, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans)
+        assert "800/800" in str(log._bar)
+    assert "epoch 2/2, 32 px, loss 5.000" in terminal.getvalue()
+
+
+def test_summary_is_strict_json_and_printed_in_a_line(tmp_path, accelerator, capsys):
+    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+        log.summary({"final_loss": math.inf, "final_accuracy": 0.9712, "epochs": 2, "sync": "bsp"})
+    text = (tmp_path / "summary.json").read_text()
+    assert strict(text) == {
+        "epochs": 2,
+        "final_accuracy": 0.9712,
+        "final_loss": None,
+        "sync": "bsp",
+    }
+    assert list(json.loads(text)) == sorted(json.loads(text))
+    assert "accuracy 97.12 %" in capsys.readouterr().out
+
+
+def test_summary_that_fails_leaves_the_old_one_whole(tmp_path, accelerator, monkeypatch):
+    def fail(*_):
+        raise OSError("disk gone")
+
+    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+        log.summary({"final_accuracy": 0.5})
+        monkeypatch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="disk gone"):
+            log.summary({"final_accuracy": 0.6})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"final_accuracy": 0.5}
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none"])
+def test_check_tracker_accepts_installed_ones_and_none(tracker):
+    check_tracker(tracker)
+
+
+def test_check_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(runlog, "get_available_trackers", lambda: ["wandb"])
+    message = r"report_to must name an installed tracker, got 'trackio' \(pip install trackio\)"
+    with pytest.raises(ValueError, match=message):
+        check_tracker("trackio")
+
+
+def test_no_tracker_starts_on_other_processes_or_for_none(tmp_path, accelerator):
+    start_trackers(SimpleNamespace(is_main_process=False), "wandb", tmp_path, "run", {})
+    start_trackers(accelerator, "none", tmp_path, "run", {})
+    assert accelerator.trackers == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, accelerator):
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "plan.png")
+    plans = make_plans()
+    config = {"lr": 0.1, "resolutions": (24, 32), "resume": None, "nested": {"path": Path("x")}}
+    start_trackers(accelerator, "tensorboard", tmp_path, "run", config)
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        log.images({"plan/timeline": tmp_path / "plan.png"})
+        play(log, plans, virtual=3.5)
+    accelerator.end_training()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    workers = {
+        f"worker/{worker}/{name}"
+        for worker in range(4)
+        for name in ("loss", "time_s", "staleness", "local_batch_size", "samples")
+    }
+    assert set(events.Tags()["scalars"]) == workers | {
+        "epoch",
+        "train/loss",
+        "train/learning_rate",
+        "train/resolution",
+        "train/images_per_s",
+        "eval/accuracy",
+        "eval/loss",
+        "time/train_s",
+        "time/eval_s",
+        "time/virtual_s",
+    }
+    values = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+    loss = pytest.approx(weighted_loss(plans[24]))
+    assert values["train/loss"] == [(0, loss), (1, loss)]
+    assert values["train/resolution"] == [(0, 24), (1, 32)]
+    assert values["eval/accuracy"] == [(1, 0.75)]  # the first epoch was not evaluated
+    assert values["worker/3/staleness"] == [(0, 3), (1, 3)]
+    assert values["train/images_per_s"] == [(0, 40), (1, 40)]
+    assert events.Images("plan/timeline")[0].width == 30
+    (hparams,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
+    assert "resolutions: 24,32" in hparams.read_text()
+
+
+def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
+    tmp_path, no_login, accelerator, capsys
+):
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "plan.png")
+    folder = tmp_path / "runs" / "first run"
+    folder.mkdir(parents=True)
+    plans = make_plans()
+    start_trackers(accelerator, "wandb", folder, folder.name, {"resolutions": (24, 32)})
+    out = capsys.readouterr().out
+    command = re.fullmatch(r"wandb: offline \(no login\); to upload: (.*)\n", out)[1]
+    program, verb, path = shlex.split(command)
+    assert (program, verb) == ("wandb", "sync")
+    assert Path(path).is_dir()
+    assert Path(path).parent == Path("runs/first run/wandb")
+
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    with RunLog(folder, accelerator, STAGES, plans) as log:
+        log.images({"plan/timeline": tmp_path / "plan.png"})
+        play(log, plans)
+        log.summary({"best_accuracy": 0.75})
+    assert (run.project, run.name) == ("dbsl", "first run")
+    assert run.config["resolutions"] == "24,32"
+    assert run.summary["eval/accuracy"] == 0.75
+    assert run.summary["worker/1/samples"] == plans[32].workers[1].samples
+    assert run.summary["epoch"] == 1
+    assert run.summary["best_accuracy"] == 0.75
+    accelerator.end_training()
+    files = [file.name.split("_")[0] for file in Path(path).glob("files/media/*/plan/*")]
+    assert sorted(files) == ["table", "timeline"]
+    assert list(Path(path).glob("run-*.wandb"))
+    assert "wandb" not in capsys.readouterr().err
+
+
+def test_wandb_x_axis_is_the_epoch(tmp_path, no_login, accelerator, monkeypatch):
+    calls = []
+    monkeypatch.setattr(wandb.Run, "define_metric", lambda run, *a, **k: calls.append((a, k)))
+    start_trackers(accelerator, "wandb", tmp_path, "run", {})
+    assert calls == [(("epoch",), {}), (("*",), {"step_metric": "epoch"})]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "offline"])
+def test_wandb_mode_of_the_user_is_respected_in_silence(
+    tmp_path, no_login, accelerator, monkeypatch, capsys, mode
+):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    plans = make_plans()
+    start_trackers(accelerator, "wandb", tmp_path, "run", {})
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans)
+    accelerator.end_training()
+    printed = capsys.readouterr()
+    offline = mode == "offline"
+    assert (tmp_path / "wandb").exists() == offline
+    assert ("wandb: offline (WANDB_MODE=offline)" in printed.out) == offline
+    assert printed.err == ""
+
+
+def test_wandb_whose_server_is_not_there_runs_offline(
+    tmp_path, no_login, accelerator, monkeypatch, capsys
+):
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("WANDB_BASE_URL", url)  # nobody listens there any more
+    start_trackers(accelerator, "wandb", tmp_path, "run", {})
+    assert f"offline (no answer from {url})" in capsys.readouterr().out
+    assert accelerator.get_tracker("wandb", unwrap=True).offline
+
+
+def test_wandb_whose_server_refuses_the_key_runs_offline(
+    tmp_path, no_login, accelerator, monkeypatch, capsys
+):
+    answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+    def refuse_all(server):
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed: the test is over
+                return
+            with connection:
+                if connection.recv(65536):
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=refuse_all, args=(server,), daemon=True).start()
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start_trackers(accelerator, "wandb", tmp_path, "run", {})
+        assert "wandb: offline (" in capsys.readouterr().out
+        assert accelerator.get_tracker("wandb", unwrap=True).offline
+        assert len(accelerator.trackers) == 1
+        accelerator.end_training()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_answers_asks_the_proxy_where_one_is_set(no_login, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert runlog._answers("https://host.invalid", timeout_s=5.0)
+    assert not runlog._answers("https://host.invalid", timeout_s=5.0)
+
+
+def test_answers_gives_up_in_time_where_a_name_lookup_hangs(no_login, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", lambda *_: nullcontext(release.wait(30)))
+    started = time.monotonic()
+    assert not runlog._answers("https://host.invalid", timeout_s=0.2)
+    assert time.monotonic() - started < 5
+    release.set()

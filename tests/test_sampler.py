@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbsl.sampler import EpochSampler, _permutation, evaluation_batches, split_evenly
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=8),
+    st.integers(0, 5),
+    st.integers(0, 2**31),
+    st.integers(1, 4),
+)
+def test_uneven_workers_cover_each_sample_once_an_epoch(workers, epoch, seed, rounds):
+    shares = [max(share, rounds) for share, _ in workers]
+    sampler = EpochSampler(shares, rounds=rounds, seed=seed)
+    seen = []
+    for worker, (_, local_batch_size) in enumerate(workers):
+        of_worker = [sampler.batches(worker, epoch, r, local_batch_size) for r in range(rounds)]
+        assert sum(len(b) for batches in of_worker for b in batches) == shares[worker]
+        for batches in of_worker:
+            sizes = [len(b) for b in batches]
+            assert max(sizes) <= local_batch_size
+            assert max(sizes) - min(sizes) <= 1
+        seen += [b for batches in of_worker for b in batches]
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(sum(shares)))
+
+
+def test_epochs_are_shuffled_anew_and_repeat_with_the_seed():
+    def epoch(seed, number):
+        return EpochSampler([50, 50], seed=seed).indices(0, number, 0).tolist()
+
+    assert epoch(0, 0) == epoch(0, 0)
+    assert epoch(0, 0) != epoch(0, 1)
+    assert epoch(0, 0) != epoch(1, 0)
+
+
+def test_coverage_holds_when_the_plan_changes_between_epochs():
+    for epoch, shares in enumerate([(30, 70), (55, 45), (99, 1)]):
+        sampler = EpochSampler(shares, seed=3)
+        both = np.concatenate([sampler.indices(w, epoch, 0) for w in (0, 1)])
+        assert sorted(both) == list(range(100))
+
+
+def test_steps_are_the_fewest_that_the_batch_size_allows():
+    assert [len(b) for b in split_evenly(np.arange(10), 4)] == [3, 3, 4]
+    assert [len(b) for b in split_evenly(np.arange(8), 4)] == [4, 4]
+    assert [len(b) for b in split_evenly(np.arange(9), 4)] == [3, 3, 3]
+
+
+def test_thousands_of_workers_share_one_permutation():
+    _permutation.cache_clear()
+    sampler = EpochSampler([10] * 5000)
+    assert sum(len(sampler.indices(w, 0, 0)) for w in range(5000)) == 50000
+    assert _permutation.cache_info().misses == 1
+
+
+def test_more_rounds_than_samples_are_refused():
+    with pytest.raises(ValueError, match=r"rounds must be at most the smallest share \(2\), got 3"):
+        EpochSampler([5, 2], rounds=3)
+
+
+@given(st.integers(0, 100), st.integers(1, 40), st.integers(1, 7))
+def test_evaluation_counts_each_sample_once_over_all_ranks(samples, batch_size, world_size):
+    batches = [
+        batch
+        for rank in range(world_size)
+        for batch in evaluation_batches(samples, batch_size, rank, world_size)
+    ]
+    assert sorted(i for batch in batches for i in batch) == list(range(samples))
+    assert all(1 <= len(batch) <= batch_size for batch in batches)

@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from dbsl.server import RoundReport, Server, merge_one
+
+
+def report(worker, merge_weight=1.0, round_=0, epoch=0):
+    return RoundReport(worker, epoch, round_, 32, 8, 80, 10, 1.5, 0.7, merge_weight)
+
+
+def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.0)):
+    return Server(
+        torch.tensor(weights),
+        workers,
+        rule=rule,
+        staleness=staleness,
+        rounds_per_epoch=rounds_per_epoch,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor", "expected"),
+    [
+        ("ratio", 1.0, 3.0),  # (2 + 4) / 2
+        ("ratio", 0.5, 8 / 3),  # (2 + 0.5*4) / 1.5
+        ("half", 1.0, 3.0),  # (1*2 + 4) / 2
+        ("half", 0.5, 2.5),  # (1.5*2 + 0.5*4) / 2
+    ],
+)
+def test_merge_of_one_push_is_the_published_formula(rule, factor, expected):
+    weights = torch.tensor([2.0], dtype=torch.float64)
+    merge_one(weights, torch.tensor([4.0], dtype=torch.float64), factor, rule)
+    assert weights.item() == pytest.approx(expected)
+
+
+def test_mean_waits_for_all_and_weighs_by_factor():
+    s = server("mean", staleness=0)
+    s.push(torch.tensor([3.0, 3.0]), report(0, 1.0))
+    assert s.snapshot().tolist() == [1.0, 2.0]  # nothing before the barrier
+    s.push(torch.tensor([9.0, 0.0]), report(1, 0.5))
+    assert s.snapshot().tolist() == [5.0, 2.0]  # (3 + 0.5*9)/1.5, (3 + 0)/1.5
+    assert s.version == 1
+    s.push(torch.tensor([1.0, 1.0]), report(1, 0.5))
+    s.push(torch.tensor([1.0, 1.0]), report(0, 1.0))
+    assert s.snapshot().tolist() == [1.0, 1.0]  # nothing is left over from the round before
+
+
+def test_pulled_weights_do_not_change_under_the_worker():
+    s = server("ratio")
+    pulled = s.pull(0)
+    s.push(torch.tensor([9.0, 9.0]), report(1))
+    assert pulled.tolist() == [1.0, 2.0]
+    assert s.pull(1).tolist() == [5.0, 5.5]
+
+
+def test_workers_that_pull_the_same_version_share_one_tensor():
+    s = server("mean", workers=3, staleness=0)
+    assert s.pull(0).data_ptr() == s.pull(1).data_ptr() == s.pull(2).data_ptr()
+
+
+def test_staleness_counts_global_updates_since_the_pull():
+    s = server("ratio", workers=3)
+    for worker in range(3):
+        s.pull(worker)
+    staleness = [s.push(torch.zeros(2), report(w)).staleness for w in (2, 0, 1)]
+    assert staleness == [0, 1, 2]
+    s.pull(1)
+    assert s.push(torch.zeros(2), report(1)).staleness == 0
+
+
+@pytest.mark.parametrize(("bound", "allowed"), [(0, 1), (1, 2), (3, 4), (None, 50)])
+def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
+    s = server("ratio", staleness=bound)
+    rounds = 0
+    while s.may_start(0) and rounds < 50:
+        s.push(torch.zeros(2), report(0))
+        rounds += 1
+    assert rounds == allowed
+    assert s.may_start(1)  # the slowest never waits
+
+
+def test_epoch_ends_when_the_slowest_worker_pushed_its_last_round():
+    s = server("ratio", rounds_per_epoch=2)
+    for worker in (0, 0, 0, 1):
+        s.push(torch.ones(2), report(worker))
+    assert not s.finished
+    s.push(torch.ones(2), report(1))
+    end = s.finished.popleft()
+    assert end.epoch == 0
+    before = end.weights.clone()
+    s.push(torch.zeros(2), report(0))
+    assert torch.equal(end.weights, before)  # the weights of that moment
+
+
+def test_reports_carry_what_the_worker_said():
+    s = server("ratio")
+    s.push(torch.zeros(2), report(1, 0.5))
+    kept = s.reports.popleft()
+    assert (kept.worker, kept.samples, kept.merge_weight, kept.staleness) == (1, 80, 0.5, 0)
+
+
+def test_mean_without_a_barrier_is_refused():
+    with pytest.raises(ValueError, match="merge 'mean' must have staleness 0"):
+        server("mean", staleness=3)

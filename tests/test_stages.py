@@ -1,0 +1,126 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsl.stages import (
+    default_milestones,
+    default_resolutions,
+    default_warmup,
+    learning_rate_at,
+    make_stages,
+    stage_at,
+)
+
+
+def rows(stages):
+    return [(s.first_epoch, s.end_epoch, s.resolution) for s in stages]
+
+
+def test_published_cifar_schedule_climbs_inside_every_stage():
+    stages = make_stages(
+        140,
+        (24, 32),
+        dropout=(0.1, 0.2),
+        learning_rate=0.2,
+        milestones=default_milestones(140),
+        gamma=0.1,
+    )
+    assert rows(stages) == [
+        (0, 40, 24),
+        (40, 80, 32),
+        (80, 100, 24),
+        (100, 120, 32),
+        (120, 130, 24),
+        (130, 140, 32),
+    ]
+    assert [s.learning_rate for s in stages] == pytest.approx([0.2, 0.2, 0.02, 0.02, 0.002, 0.002])
+    assert [s.dropout for s in stages] == [0.1, 0.2] * 3
+    assert [(s.index, s.substage) for s in stages] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    ]
+
+
+def test_progressive_climbs_once_and_is_cut_by_milestones():
+    stages = make_stages(12, (16, 24, 32), schedule="progressive", milestones=(6,))
+    assert rows(stages) == [(0, 4, 16), (4, 6, 24), (6, 8, 24), (8, 12, 32)]
+
+
+def test_fixed_uses_the_last_resolution_alone():
+    assert rows(make_stages(5, (24, 32), schedule="fixed")) == [(0, 5, 32)]
+
+
+@given(
+    st.integers(1, 60),
+    st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True).map(sorted),
+    st.sampled_from(["cyclic", "progressive", "fixed"]),
+    st.data(),
+)
+def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
+    epochs, resolutions, kind, data
+):
+    milestones = sorted(
+        data.draw(st.sets(st.integers(1, max(1, epochs - 1)), max_size=3)) - {epochs}
+    )
+    stages = make_stages(epochs, resolutions, schedule=kind, milestones=milestones)
+    assert [e for s in stages for e in s.epochs] == list(range(epochs))
+    assert stages[-1].resolution == resolutions[-1]
+    assert all(e in stage_at(stages, e).epochs for e in range(epochs))
+    for stage in stages:  # low to high inside a learning-rate stage
+        same = [s.resolution for s in stages if s.index == stage.index]
+        assert same == sorted(same)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resolutions": ()}, "resolutions must name at least one"),
+        ({"resolutions": (32, 24)}, "resolutions must be positive and ascend, got 32,24"),
+        ({"resolutions": (24, 24)}, "resolutions must be positive and ascend, got 24,24"),
+        ({"resolutions": (0, 24)}, "resolutions must be positive and ascend, got 0,24"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"milestones": (10,)}, r"lr_milestones must ascend inside \(0, epochs=10\), got 10"),
+        ({"milestones": (5, 3)}, "lr_milestones must ascend"),
+        (
+            {"dropout": (0.1, 0.2, 0.3)},
+            r"dropout must have 1 value or one per resolution \(2\), got 3",
+        ),
+    ],
+)
+def test_bad_schedules_are_named_with_bound_and_value(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_stages(**{"epochs": 10, "resolutions": (24, 32), **arguments})
+
+
+def rate(progress, **options):
+    stages = make_stages(10, (32,), learning_rate=0.4, milestones=(6,), gamma=0.5)
+    return learning_rate_at(progress, stages, base=0.4, **options)
+
+
+def test_learning_rate_steps_at_milestones_and_warms_up():
+    assert rate(0.0, warmup_epochs=2) == pytest.approx(0.004)
+    assert rate(1.0, warmup_epochs=2) == pytest.approx(0.2)
+    assert rate(2.0, warmup_epochs=2) == pytest.approx(0.4)
+    assert rate(6.0) == pytest.approx(0.2)
+
+
+def test_cosine_falls_from_the_base_rate_to_zero():
+    assert rate(0.0, schedule="cosine") == pytest.approx(0.4)
+    assert rate(5.0, schedule="cosine") == pytest.approx(0.2)
+    assert rate(10.0, schedule="cosine") == pytest.approx(0.0, abs=1e-12)
+    assert rate(2.0, schedule="cosine", warmup_epochs=2) == pytest.approx(0.4)
+
+
+def test_default_resolutions_follow_the_images():
+    assert default_resolutions(32) == (24, 32)
+    assert default_resolutions(8) == (8, 16)
+    assert default_resolutions(28) == (16, 28)
+    assert default_resolutions(None) == (160, 224)
+
+
+def test_default_warmup_is_a_tenth_of_short_runs():
+    assert [default_warmup(epochs) for epochs in (1, 6, 20, 140)] == [0.1, 0.6, 2.0, 2.0]

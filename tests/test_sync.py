@@ -1,0 +1,181 @@
+"""Real gloo processes: every carrier moves the right weights, keeps its bound and never hangs."""
+
+import time
+
+import pytest
+import torch
+
+from dbsl.plan import TimeModel, plan_dual_batch
+from dbsl.server import EpochEnd, RoundReport
+from dbsl.sync import SyncError, connect
+from dbsl.weights import FlatWeights
+
+FAST = TimeModel(0.001, 0.01)
+
+
+def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.0, **options):
+    torch.manual_seed(rank)  # ranks start unlike: the first pull must make them alike
+    weights = FlatWeights(torch.nn.Linear(3, 2).double())
+    workers = world_size - options.get("dedicated_server", False)
+    plan = plan_dual_batch(100, workers, 1, 10, FAST, time_ratio=1.05)
+    cluster = connect(
+        weights,
+        sync=sync,
+        merge=None,
+        staleness=staleness,
+        epochs=epochs,
+        rounds_per_epoch=rounds,
+        plan_of=lambda epoch: plan,
+        timeout_s=timeout_s,
+        **options,
+    )
+    return weights, cluster, plan
+
+
+def make_report(turn, plan):
+    return RoundReport(
+        turn.worker,
+        turn.epoch,
+        turn.round,
+        8,
+        1,
+        1,
+        1,
+        0.0,
+        0.5,
+        plan.workers[turn.worker].merge_weight,
+    )
+
+
+def bsp_rank(rank, world_size, dedicated):
+    weights, cluster, plan = make(
+        rank, "bsp", world_size=world_size, epochs=3, rounds=2, dedicated_server=dedicated
+    )
+    pulled, ends, reports = [], [], []
+    for turn in cluster.turns():
+        reports += cluster.reports()
+        if isinstance(turn, EpochEnd):
+            ends.append(weights.vector.clone())
+            continue
+        cluster.pull(turn.worker)
+        pulled.append(weights.vector.clone())
+        weights.vector.add_(turn.worker + 1.0)
+        cluster.push(make_report(turn, plan))
+    cluster.close()
+    return {
+        "pulled": [p.tolist() for p in pulled],
+        "ends": [e.tolist() for e in ends],
+        "weights": [w.merge_weight for w in plan.workers],
+        "reports": [(r.worker, r.epoch, r.round, r.loss) for r in reports],
+    }
+
+
+@pytest.mark.parametrize(("world_size", "dedicated"), [(2, False), (3, False), (3, True)])
+def test_barrier_sets_everyone_to_the_weighted_mean(run_ranks, world_size, dedicated):
+    results = run_ranks(bsp_rank, world_size, dedicated, world_size=world_size)
+    training = results[1:] if dedicated else results
+    assert all(r["pulled"] == training[0]["pulled"] for r in training)
+    assert all(r["ends"] == results[0]["ends"] for r in results)  # each rank sees each epoch end
+    f = results[0]["weights"]
+    moved = sum(fi * (w + 1) for w, fi in enumerate(f)) / sum(f)
+    pulled = torch.tensor(training[0]["pulled"], dtype=torch.float64)
+    torch.testing.assert_close(pulled[1:] - pulled[:-1], torch.full_like(pulled[1:], moved))
+    workers = range(len(f))
+    expected = [(w, e, r, 0.5) for e in range(3) for r in range(2) for w in workers]
+    assert results[0]["reports"] == expected
+    assert results[1]["reports"] == []
+
+
+def async_rank(rank, world_size, sync, staleness, slow_s, dedicated):
+    weights, cluster, plan = make(
+        rank, sync, world_size=world_size, epochs=6, staleness=staleness, dedicated_server=dedicated
+    )
+    leads, ends, reports, trained = [], [], [], 0
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            ends.append(turn.epoch)
+            cluster.load(turn)
+            continue
+        cluster.pull(turn.worker)
+        if cluster.server is not None:
+            leads.append(cluster.server.clocks[turn.worker] - min(cluster.server.clocks))
+        time.sleep(slow_s[turn.worker])
+        weights.vector.fill_(float(turn.worker))
+        cluster.push(make_report(turn, plan))
+        trained += 1
+    cluster.close()
+    reports += cluster.reports()
+    return {
+        "trained": trained,
+        "ends": ends,
+        "leads": leads,
+        "reports": [(r.worker, r.epoch, r.staleness) for r in reports],
+        "final": cluster.server.snapshot().tolist() if cluster.server else None,
+    }
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+@pytest.mark.parametrize(("sync", "staleness"), [("asp", 0), ("ssp", 0), ("ssp", 2)])
+def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, dedicated):
+    workers = 2 if dedicated else 3
+    slow_s = [0.002, 0.03, 0.01][:workers]  # worker 0 leads
+    results = run_ranks(async_rank, 3, sync, staleness, slow_s, dedicated, world_size=3)
+    server = results[0]
+    assert server["ends"] == [0, 1, 2, 3, 4, 5]
+    assert [r["trained"] for r in results] == ([0, 6, 6] if dedicated else [6, 6, 6])
+    assert sorted((w, e) for w, e, _ in server["reports"]) == [
+        (w, e) for w in range(workers) for e in range(6)
+    ]
+    assert 0 <= min(server["final"]) <= max(server["final"]) <= 2
+    if sync == "ssp" and not dedicated:
+        assert max(server["leads"]) <= staleness
+    if sync == "ssp":  # at most (workers-1) others push, each at most 2*s+1 times, since a pull
+        assert max(s for *_, s in server["reports"]) <= (workers - 1) * (2 * staleness + 1)
+
+
+def silent_rank(rank, sync):
+    _, cluster, plan = make(rank, sync, world_size=2, epochs=2, timeout_s=2.0)
+    try:
+        for turn in cluster.turns():
+            if isinstance(turn, EpochEnd):
+                continue
+            cluster.pull(turn.worker)
+            if rank == 1 and turn.epoch == 1:
+                time.sleep(6.0)  # says nothing for longer than the timeout
+                return "slept"
+            cluster.push(make_report(turn, plan))
+        cluster.close()
+    except SyncError as error:
+        return str(error)
+    return "finished"
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp"])
+def test_a_silent_worker_ends_the_run_with_its_name(run_ranks, sync):
+    results = run_ranks(silent_rank, sync)
+    assert "rank 1 was lost" in results[0]
+
+
+def dying_rank(rank, sync):
+    _, cluster, plan = make(rank, sync, world_size=3, epochs=50, timeout_s=30.0)
+    try:
+        for turn in cluster.turns():
+            if isinstance(turn, EpochEnd):
+                continue
+            cluster.pull(turn.worker)
+            if rank == 2 and turn.epoch == 3:
+                raise KeyboardInterrupt  # the process ends without a word
+            time.sleep(0.01)
+            cluster.push(make_report(turn, plan))
+        cluster.close()
+    except SyncError as error:
+        return str(error)
+    return "finished"
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp"])
+def test_a_dead_worker_is_noticed_long_before_the_timeout(run_ranks, sync):
+    started = time.monotonic()
+    results = run_ranks(dying_rank, sync, world_size=3, expect_errors=True)
+    assert "rank 2 was lost" in results[0]
+    assert time.monotonic() - started < 20  # the timeout is 30 s

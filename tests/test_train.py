@@ -1,0 +1,269 @@
+"""The whole script: on digits in one process and in two, twice the same, and refusing bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from dbsl.config import config_to_yaml, one_line_errors, parse_config
+from dbsl.data import load_data
+from dbsl.model import load_model
+from dbsl.sampler import evaluation_batches
+from dbsl.transforms import Transform
+from train import Config, main
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "model": "test_resnet",
+    "train_samples": 60,
+    "eval_samples": 40,
+    "resolutions": (16, 32),
+    "epochs": 3,
+    "lr_milestones": (2,),
+    "large_batch_size": (10,),
+    "small_workers": 1,
+    "slope": (0.001,),
+    "intercept": (0.01,),
+    "lr": 0.02,
+    "report_to": "none",
+}
+TIMES = {"time_s", "train_time_s"}  # what may differ between two equal runs
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def metrics_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def run(folder, **settings):
+    config = Config(**{**TINY, **settings, "output_dir": str(folder)})
+    AcceleratorState._reset_state(True)
+    main(config)
+    return config
+
+
+def launch(processes, *arguments, timeout_s=240):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), "train.py", *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def flags(folder, **settings):
+    config = {**TINY, **settings, "output_dir": str(folder)}
+    out = []
+    for name, value in config.items():
+        values = value if isinstance(value, tuple) else (value,)
+        out += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return out
+
+
+def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
+    folder = tmp_path / "run"
+    config = run(folder, checkpoint_every=2)
+    printed = capsys.readouterr().out
+    assert "4 workers simulated in one process, 1 on small batches" in printed
+    assert "16 px, epochs 1-1" in printed
+    assert {p.name for p in folder.iterdir()} == {
+        *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
+        *("model.safetensors", "config.json", "checkpoints", "plots"),
+    }
+    assert {p.name for p in (folder / "plots").iterdir()} == {"plan.png", "accuracy.png"}
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002"]
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) == {
+        *("final_accuracy", "best_accuracy", "final_loss", "train_time_s", "total_time_s"),
+        *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
+    }
+    assert (summary["samples_seen"], summary["workers"], summary["small_workers"]) == (180, 4, 1)
+
+    events = metrics_of(folder)
+    assert [e["resolution"] for e in events if e["event"] == "plan"] == [16, 32, 32]
+    rounds = [e for e in events if e["event"] == "round"]
+    assert len(rounds) == 3 * 4
+    assert {e["resolution"] for e in rounds if e["epoch"] == 0} == {16}
+    for epoch in range(3):  # every sample once an epoch
+        assert sum(e["samples"] for e in rounds if e["epoch"] == epoch) == 60
+    evals = [e for e in events if e["event"] == "eval"]
+    assert [(e["epoch"], e["resolution"], e["samples"]) for e in evals] == [
+        (epoch, 32, 40) for epoch in range(3)
+    ]
+    assert evals[-1]["accuracy"] == summary["final_accuracy"]
+    assert config.small_workers == 1
+
+
+def test_saved_model_reads_back_and_evaluates_to_the_summary(tmp_path):
+    run(tmp_path / "run", epochs=2, lr_milestones=())
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    data = load_data("digits", train_samples=60, eval_samples=40)
+    model = load_model(tmp_path / "run")
+    transform = Transform(32, "none", data.mirror, data.mean, data.std, 0)
+    correct = 0
+    with torch.no_grad():
+        for images, labels in data.evaluation.batches(evaluation_batches(40, 16), transform):
+            correct += (model(images).argmax(1) == labels).sum().item()
+    assert correct / 40 == pytest.approx(summary["final_accuracy"])
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp", "asp"])
+def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
+    settings = {"dropout": (0.1, 0.3), "rounds_per_epoch": 2, "large_batch_size": (6,)}
+    for name in ("one", "two"):
+        run(tmp_path / name, sync=sync, **settings)
+    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+    run(tmp_path / "other", sync=sync, **settings, seed=1)
+    assert (tmp_path / "other/model.safetensors").read_bytes() != weights[0]
+
+
+def test_a_measured_run_repeats_from_its_own_config(tmp_path):
+    measured = {"slope": None, "intercept": None, "profile_seconds": 0.2}
+    run(tmp_path / "one", **measured)
+    again = parse_config(
+        Config,
+        ["--config", str(tmp_path / "one/config.yaml"), "--output-dir", str(tmp_path / "two")],
+    )
+    assert again.slope is not None
+    AcceleratorState._reset_state(True)
+    main(again)
+    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (
+        tmp_path / "two/model.safetensors"
+    ).read_bytes()
+    assert (tmp_path / "one/config.yaml").read_text() == (tmp_path / "two/config.yaml").read_text()
+
+
+def test_two_processes_at_a_barrier_repeat_to_the_bit(tmp_path):
+    for name in ("one", "two"):
+        done = launch(2, *flags(tmp_path / name, epochs=2, lr_milestones=1))
+        assert done.returncode == 0, done.stderr
+    assert "2 workers in 2 processes, 1 on small batches" in done.stdout
+    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (
+        tmp_path / "two/model.safetensors"
+    ).read_bytes()
+    rounds = [e for e in metrics_of(tmp_path / "one") if e["event"] == "round"]
+    assert [(e["epoch"], e["worker"]) for e in rounds] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sum(e["samples"] for e in rounds) == 120
+
+
+@pytest.mark.parametrize("sync", ["ssp", "asp"])
+def test_two_processes_through_the_server_finish_with_everything_counted(tmp_path, sync):
+    done = launch(2, *flags(tmp_path / "run", sync=sync))
+    assert done.returncode == 0, done.stderr
+    events = metrics_of(tmp_path / "run")
+    assert [e["epoch"] for e in events if e["event"] == "eval"] == [0, 1, 2]
+    assert sum(e["samples"] for e in events if e["event"] == "round") == 180
+
+
+def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/precious.txt").write_text("kept")
+    done = launch(2, *flags(tmp_path / "run"), timeout_s=120)
+    assert done.returncode != 0
+    assert "error: output_dir must be a new folder" in done.stderr
+    assert 'train.py", line' not in done.stderr  # the launcher's own traceback is all there is
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
+        (["--small-workers", "5"], "small_workers must be at most the workers (4), got 5"),
+        (["--large-batch-size", "50"], "large_batch_size must be at most 16, the samples of such"),
+        (["--staleness", "-1"], "staleness must be at least 0, got -1"),
+        (["--resolutions", "32,16"], "resolutions must be positive and ascend, got 32,16"),
+        (["--resolutions"], "resolutions must name at least one image side"),
+        (["--time-ratio", "0.9"], "time_ratio must be above 1, got 0.9"),
+        (["--time-ratio", "nan"], "time_ratio must be above 1, got nan"),
+        (["--dataset", "./no-such-folder"], "dataset must be"),
+        (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
+        (["--label-column", "species"], "label_column must be"),
+        (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
+        (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
+        (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
+        (["--merge", "ratio"], "merge must be mean with sync bsp, got ratio"),
+        (["--sync", "asp", "--merge", "mean"], "merge must be ratio or half with sync asp"),
+        (
+            ["--epochs", "2", "--lr-milestones", "3"],
+            "lr_milestones must ascend inside (0, epochs=2)",
+        ),
+        (["--intercept", "-0.1"], "intercept must be above 0"),
+        (["--slope", "0"], "slope must be above 0"),
+        (["--dropout", "1.0"], "dropout must be in [0, 1), got 1"),
+        (["--report-to", "trackio"], "report_to must name an installed tracker, got 'trackio'"),
+        (["--output-dir", "/proc/no/such"], "output_dir must be a folder that can be written"),
+        (["--config", "no-such.yaml"], "config must be a readable YAML file, got no-such.yaml"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit) as stopped, one_line_errors():
+        main(parse_config(Config, [*flags(folder), *arguments]))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert f"error: {message}" in error
+    assert error.count("\n") == 1
+    assert not folder.exists()
+
+
+def test_errors_of_other_code_keep_their_traceback():
+    with pytest.raises(ValueError, match="invalid literal"), one_line_errors():
+        np.testing.assert_array_equal(int("x"), 1)
+
+
+def test_config_parses_back_from_its_yaml(tmp_path):
+    config = Config(
+        **{**TINY, "resolutions": (24, 32), "dropout": (0.1, 0.2), "lr": 1e-5, "pretrained": True}
+    )
+    (tmp_path / "config.yaml").write_text(config_to_yaml(asdict(config)))
+    assert parse_config(Config, ["--config", str(tmp_path / "config.yaml")]) == config
+
+
+def test_flags_win_over_the_file_and_lists_take_commas_or_spaces(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "lr: 0.5\nepochs: 7\nresolutions: [24, 32]\nlr_gamma: 1e-1\n"
+    )
+    config = parse_config(
+        Config, ["--config", str(tmp_path / "config.yaml"), "--epochs", "9", "--dropout", "0.1,0.2"]
+    )
+    assert (config.lr, config.epochs, config.lr_gamma) == (0.5, 9, 0.1)
+    assert config.resolutions == (24, 32)
+    assert config.dropout == (0.1, 0.2)
+    assert parse_config(Config, ["--resolutions=24,32"]).resolutions == (24, 32)
+    assert parse_config(Config, ["--resolutions", "24", "32"]).resolutions == (24, 32)
+
+
+def test_every_flag_explains_itself():
+    done = subprocess.run(
+        [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    words = " ".join(done.stdout.replace("│", " ").split())
+    for name in ("small-ratio", "sync", "resolutions", "worker-timeout"):
+        assert f"--{name}" in words
+    assert "share of workers on the small batch, in [0, 1]" in words
+    assert "--- " not in words  # the group headings of the source are no help texts

@@ -1,0 +1,239 @@
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms.v2 import functional as TF
+
+from dbsl.transforms import Transform, to_device
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+
+
+def make_transform(resolution=32, augment="crop", *, mirror=True, seed=0, plain=False):
+    mean, std = ((0.0,) * 3, (1 / 255,) * 3) if plain else (MEAN, STD)
+    return Transform(resolution, augment, mirror, mean, std, seed)
+
+
+def random_images(count=16, side=32):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("resolution", [24, 32, 40])
+def test_transform_none_equals_torchvision_resize_and_normalise(resolution):
+    images = random_images()
+    out = make_transform(resolution, "none")(images, np.arange(16), 0)
+    resized = TF.resize(images, [resolution, resolution], antialias=True)
+    expected = TF.normalize(TF.to_dtype(resized, torch.float32, scale=True), MEAN, STD)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("augment", ["none", "crop", "paper"])
+@pytest.mark.parametrize("resolution", [24, 32, 40])
+def test_transform_gives_float32_channels_last_of_its_resolution(resolution, augment, prepared):
+    images = random_images(side=resolution if prepared else 32)
+    out = make_transform(resolution, augment)(images, np.arange(16), 0, prepared=prepared)
+    assert out.shape == (16, 3, resolution, resolution)
+    assert out.dtype == torch.float32
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("augment", ["none", "crop", "paper"])
+def test_transform_sample_is_the_same_bits_in_any_batch(augment, prepared):
+    transform, images, samples = make_transform(32, augment), random_images(), np.arange(100, 116)
+    whole = transform(images, samples, 3, prepared=prepared)
+    for part in ([5], [9, 2, 14], list(range(15, -1, -1))):
+        out = transform(images[part], samples[part], 3, prepared=prepared)
+        assert torch.equal(out, whole[part])
+
+
+@pytest.mark.parametrize("augment", ["crop", "paper"])
+def test_transform_other_epoch_sample_or_seed_gives_another_image(augment):
+    image = random_images(1).expand(64, -1, -1, -1)
+    samples = np.arange(64)
+    out = make_transform(32, augment)(image, samples, 0)
+    assert len(torch.unique(out, dim=0)) > 50  # of 162 crops, some come twice
+    assert not torch.equal(out, make_transform(32, augment)(image, samples, 1))
+    assert not torch.equal(out, make_transform(32, augment, seed=1)(image, samples, 0))
+    assert torch.equal(out, make_transform(32, augment)(image, samples, 0))
+
+
+@pytest.mark.parametrize(("side", "pad"), [(8, 1), (32, 4), (20, 2), (4, 1)])
+def test_transform_crop_is_a_window_of_the_padded_image(side, pad):
+    image = random_images(1, side)
+    padded = F.pad(image, (pad,) * 4).float()[0]
+    windows = {
+        (down, right): padded[:, down : down + side, right : right + side]
+        for down in range(2 * pad + 1)
+        for right in range(2 * pad + 1)
+    }
+    transform = make_transform(side, "crop", mirror=False, plain=True)
+    out = transform(image.expand(2000, -1, -1, -1), np.arange(2000), 0)
+    # Each place must be found and equally often: 2000 draws over up to 81 places.
+    counts = {
+        place: (out == window).flatten(1).all(1).sum().item() for place, window in windows.items()
+    }
+    assert sum(counts.values()) == 2000
+    expected = 2000 / len(windows)
+    assert all(abs(count - expected) < 5 * expected**0.5 for count in counts.values()), counts
+
+
+def test_transform_crop_mirrors_half_of_the_images_where_allowed():
+    image = random_images(1, 8)
+    # One window in nine is the image itself; with `prepared` there is no crop at all.
+    images, samples = image.expand(1000, -1, -1, -1), np.arange(1000)
+    plain, mirrored = image.float()[0], image.float()[0].flip(2)
+    out = make_transform(8, "crop", plain=True)(images, samples, 0)
+    assert (out == plain).flatten(1).all(1).any()
+    assert (out == mirrored).flatten(1).all(1).any()
+
+    out = make_transform(8, "crop", plain=True)(images, samples, 0, prepared=True)
+    flips = (out == mirrored).flatten(1).all(1)
+    assert ((out == plain).flatten(1).all(1) ^ flips).all()
+    assert 420 < flips.sum() < 580
+
+    out = make_transform(8, "crop", mirror=False, plain=True)(images, samples, 0, prepared=True)
+    assert (out == plain).all()
+
+
+def warp_of_ramps(transform, count):
+    """Return, per sample, the 2x2 matrix that the warp applied, read off two linear images."""
+    side = 64
+    ramp = torch.arange(side, dtype=torch.float32) * 2 + 64
+    image = torch.stack([ramp.expand(side, side), ramp[:, None].expand(side, side)])
+    image = torch.cat([image, image[:1]]).to(torch.uint8)
+    out = transform(image.expand(count, -1, -1, -1), np.arange(count), 0)[:, :2]
+    centre = out[:, :, 24:40, 24:40] / 2  # far from the borders, where reflection bends the ramp
+    along_x = (centre[:, :, :, 1:] - centre[:, :, :, :-1]).mean((2, 3))
+    along_y = (centre[:, :, 1:] - centre[:, :, :-1]).mean((2, 3))
+    return torch.stack([along_x, along_y], dim=2).double()  # [N, channel x|y, direction]
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_transform_paper_rotates_and_zooms_within_its_bounds(mirror):
+    transform = make_transform(64, "paper", mirror=mirror, plain=True)
+    matrix = warp_of_ramps(transform, 300)
+    determinant = torch.linalg.det(matrix)
+    assert ((determinant < 0).any() and (determinant > 0).any()) == mirror
+    scale = determinant.abs().sqrt()
+    assert 0.749 < scale.min() < 0.77
+    assert 1.23 < scale.max() < 1.251
+    degrees = torch.rad2deg(torch.atan2(matrix[:, 1, 0], matrix[:, 1, 1]))
+    assert degrees.abs().max() < 18.05
+    assert degrees.min() < -17
+    assert degrees.max() > 17
+    # Aspect kept: a rotation, a scale and at most a mirror, so the matrix is orthogonal.
+    product = matrix @ matrix.mT / scale.square()[:, None, None]
+    torch.testing.assert_close(product, torch.eye(2).double().expand_as(product), rtol=0, atol=5e-3)
+
+
+def test_transform_paper_fills_borders_by_reflection():
+    image = torch.full((64, 3, 32, 32), 200, dtype=torch.uint8)
+    out = make_transform(32, "paper", plain=True)(image, np.arange(64), 0)
+    torch.testing.assert_close(out, torch.full_like(out, 200.0))
+
+
+def test_transform_paper_equals_torch_affine_grid():
+    images, samples = random_images(), np.arange(16)
+    transform = make_transform(32, "paper", mirror=False, plain=True)
+    matrix = warp_of_ramps(make_transform(64, "paper", mirror=False, plain=True), 16)
+    theta = F.pad(matrix.float(), (0, 1))
+    grid = F.affine_grid(theta, [16, 3, 32, 32], align_corners=False)
+    expected = F.grid_sample(
+        images.float(), grid, padding_mode="reflection", align_corners=False, mode="bilinear"
+    )
+    # The matrix was measured to about 1e-4: that times 16 px times a contrast of 255.
+    assert (transform(images, samples, 0) - expected).abs().max() < 5
+
+
+def framed(width, height):
+    """Return a black image: a red frame, 6 px wide, and the pixels from 8 to 12 px green."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[:, :, 0] = 255
+    pixels[6:-6, 6:-6] = 0
+    pixels[8:-8, 8:-8, 1] = 255
+    pixels[12:-12, 12:-12] = 0
+    return Image.fromarray(pixels)
+
+
+def test_host_transform_none_cuts_the_central_seven_eighths():
+    out = make_transform(56, "none").host_transform()(framed(128, 128))  # 8 of 128 px off each side
+    assert out.shape == (3, 56, 56)
+    assert out.dtype == torch.uint8
+    assert out[0].max() == 0
+    assert out[1, 0].min() > 150
+    assert out[1, :, -1].min() > 150
+
+
+@pytest.mark.parametrize("size", [(96, 60), (60, 96), (60, 60), (17, 300)])
+@pytest.mark.parametrize("augment", ["none", "crop", "paper"])
+def test_host_transform_gives_a_square_of_any_image(augment, size):
+    out = make_transform(48, augment).host_transform()(Image.new("RGB", size, (10, 20, 30)))
+    assert out.shape == (3, 48, 48)
+    assert out.flatten(1).unique(dim=1).flatten().tolist() == [10, 20, 30]
+
+
+def test_host_transform_paper_keeps_the_whole_image():
+    out = make_transform(64, "paper").host_transform()(framed(128, 96))
+    assert out[0, 0].min() == 255
+    assert out[0, -1].min() == 255
+
+
+def test_host_transform_crop_draws_from_the_default_generator():
+    image = Image.fromarray(random_images(1, 64)[0].permute(1, 2, 0).numpy())
+    host_transform = make_transform(32, "crop").host_transform()
+    outs = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (1, 1, 2):
+            torch.default_generator.manual_seed(seed)
+            outs.append(host_transform(image))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+def test_transform_bad_settings_are_named():
+    with pytest.raises(ValueError, match="resolution must be at least 1, got 0"):
+        make_transform(0)
+    with pytest.raises(ValueError, match=r"augment must be one of .*'paper'\), got 'cutout'"):
+        make_transform(32, "cutout")
+
+
+def test_transform_survives_pickling():  # loader processes get it that way
+    transform = make_transform(32, "paper")
+    assert pickle.loads(pickle.dumps(transform)) == transform
+
+
+def test_to_device_read_only_array_is_copied():
+    array = np.arange(4)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = to_device(array[1:], torch.device("cpu"))
+    tensor += 1
+    assert array.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("augment", ["none", "crop", "paper"])
+def test_transform_on_cuda_never_waits_and_equals_the_cpu(augment):
+    images, samples = random_images(), np.arange(16)
+    transform = make_transform(24, augment)
+    expected = transform(images, samples, 0)
+    on_cuda = images.cuda()
+    transform(on_cuda, samples, 0)  # the first call sets kernels and memory up
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = transform(on_cuda, samples, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    # One grey level of difference: the CPU resizes in fixed point.
+    assert (out.cpu() - expected).abs().max() < 1.5 / 255 / min(STD)

@@ -1,0 +1,350 @@
+"""Train with every worker on a batch size of its own: dual-batch learning, resolution by stage.
+
+    accelerate launch train.py --small-ratio 0.1               # digits, 4 simulated workers
+    accelerate launch train.py --dataset uoft-cs/cifar100 --small-workers 3 --epochs 140
+    accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
+    accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
+
+The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
+process all workers live in it (a simulated cluster); with several, each process is one worker.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, astuple, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+from dbsl.checkpoint import make_run_folder
+from dbsl.config import check_run, one_line_errors, parse_config
+from dbsl.cores import cores_of_process
+from dbsl.data import load_data
+from dbsl.model import build_model, build_optimizer, check_optimizer, save_model, set_dropout
+from dbsl.plan import Rounding, UpdateFactor, count_workers
+from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
+from dbsl.runlog import Evaluation, ReportTo, RunLog, check_tracker, start_trackers
+from dbsl.sampler import EpochSampler, evaluation_batches
+from dbsl.seeds import stream_seed
+from dbsl.server import EpochEnd, Merge, Round, RoundReport, Sync
+from dbsl.setup import make_plans, print_run
+from dbsl.stages import (
+    LrSchedule,
+    Schedule,
+    default_milestones,
+    default_resolutions,
+    default_warmup,
+    learning_rate_at,
+    make_stages,
+    stage_at,
+)
+from dbsl.sync import connect
+from dbsl.transforms import Augment, Transform
+from dbsl.weights import FlatWeights
+
+
+@dataclass(frozen=True)
+class Config:
+    """Dual-batch learning with cyclic progressive resizing; lists take commas or spaces."""
+
+    # --- data
+    dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
+    image_column: str | None = None  # found from the dataset's features where not given
+    label_column: str | None = None  # the same; of several ClassLabels the one with most classes
+    train_samples: int | None = None  # train on a stratified, seeded subset of this many
+    eval_samples: int | None = None  # evaluate on a stratified, seeded subset of this many
+    augment: Augment = "crop"  # crop and flip; paper: flip, rotation, zoom; none
+    loader_workers: int | None = None  # processes that decode large images; unset: by the cores
+    # --- model
+    model: str = "resnet18"  # a name in timm's registry
+    pretrained: bool = False  # start from timm's weights (downloads them)
+    dropout: tuple[float, ...] = (0.0,)  # before the classifier; one, or one per resolution
+    # --- workers and their batch sizes
+    workers: int | None = None  # simulated in one process (unset: 4); else the process count
+    small_ratio: float = 0.0  # share of workers on the small batch, in [0, 1]
+    small_workers: int | None = None  # the same as a count; wins over small_ratio
+    time_ratio: float = 1.05  # k > 1, what dual batch may cost over all-large
+    large_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; unset: up to 128
+    small_batch_size: tuple[int, ...] | None = None  # the same; unset or 0: solved from time_ratio
+    min_batch_size: int = 2  # smallest small batch to accept from the solution
+    slope: tuple[float, ...] | None = None  # seconds per sample, per resolution; unset: measured
+    intercept: tuple[float, ...] | None = None  # seconds per step, per resolution; the same
+    profile_seconds: float = 30.0  # at most this long for measuring, all resolutions together
+    update_factor: UpdateFactor = "data"  # merge weight of small workers: d_S/d_L, its root, 1
+    rounding: Rounding = "round"  # of plan results: as the journal, or truncate as the conference
+    # --- how workers meet
+    sync: Sync = "bsp"  # barrier each round; ssp: bounded lead; asp: nobody waits
+    staleness: int = 1  # ssp: rounds that the leader may be ahead of the slowest
+    merge: Merge | None = None  # unset: mean with bsp, ratio with ssp and asp
+    rounds_per_epoch: int = 1  # pushes per worker and epoch
+    dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
+    worker_timeout: float = 1800.0  # seconds of silence after which a peer counts as lost
+    # --- schedule
+    epochs: int = 20  # passes over the training data, all workers' shares together
+    resolutions: tuple[int, ...] | None = None  # image sides, ascending; unset: 3/4 and 1 of own
+    schedule: Schedule = "cyclic"  # resolution climbs in every LR stage; progressive: once
+    optimizer: str = "sgd"  # a name that timm.optim knows; sgd is Nesterov's, momentum plain
+    lr: float = 0.1  # learning rate of the first stage
+    lr_schedule: LrSchedule = "step"  # down at milestones, or cosine from lr to 0
+    lr_milestones: tuple[int, ...] | None = None  # epochs; unset: after 4/7 and 6/7 of the run
+    lr_gamma: float = 0.2  # factor on the learning rate at each milestone
+    warmup_epochs: float | None = None  # linear rise from lr/100; unset: 1/10 of the run, up to 2
+    momentum: float = 0.9  # in [0, 1)
+    weight_decay: float = 5e-4  # not on biases and norms
+    reset_momentum: bool = False  # clear optimizer state where a new stage begins
+    label_smoothing: float = 0.0  # in [0, 1)
+    # --- run
+    eval_every: int = 1  # epochs; the last is always evaluated
+    eval_batch_size: int = 256  # samples
+    checkpoint_every: int = 0  # epochs; 0: the final model only
+    cpu_threads: int | None = None  # of torch; unset: the process's part of the cores
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast of the forward pass
+    seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
+    output_dir: str | None = None  # the run folder, new; unset: runs/<dataset>-<model>-<time>
+    report_to: ReportTo = "wandb"  # offline without a login or a network
+
+    def __post_init__(self) -> None:
+        check_run(self)
+
+
+def train_round(model, batches, optimizer, learning_rates, accelerator, label_smoothing) -> float:
+    """Take one optimizer step per batch and return the mean training loss of the round."""
+    model.train()
+    total_loss, samples = torch.zeros((), device=accelerator.device), 0
+    for (images, labels), learning_rate in zip(batches, learning_rates, strict=True):
+        # images [B, 3, R, R], labels [B]: B comes from this worker's plan, R from the stage
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        with accelerator.autocast():
+            loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total_loss += loss.detach() * len(labels)  # .item() here would wait for the device
+        samples += len(labels)
+    return total_loss.item() / samples
+
+
+@torch.no_grad()
+def evaluate(model, batches, accelerator, *, together: bool) -> tuple[float, float, int]:
+    """Return accuracy in [0, 1], cross-entropy and the number of samples.
+
+    `together`: each process has a part of the samples, and all get the result of the whole.
+    """
+    model.eval()
+    totals = torch.zeros(3, device=accelerator.device)  # correct, loss, samples
+    for images, labels in batches:
+        with accelerator.autocast():
+            logits = model(images).float()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        correct = (logits.argmax(1) == labels).sum()
+        totals += torch.stack([correct, loss, torch.full_like(loss, len(labels))])
+    if together:
+        totals = accelerator.reduce(totals)
+    correct, loss, samples = totals.tolist()
+    return correct / samples, loss / samples, round(samples)
+
+
+def main(config: Config) -> None:
+    """Train, evaluate and save one run."""
+    began = time.perf_counter()
+    check_tracker(config.report_to)
+    check_optimizer(config.optimizer)
+    # Part of the config, because the bits depend on it; accelerate launch would set it to 1.
+    config = replace(config, cpu_threads=config.cpu_threads or cores_of_process())
+    torch.set_num_threads(config.cpu_threads)
+    accelerator = Accelerator(
+        # Without cpu=True, processes on a machine that has no accelerator would train alone.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=config.mixed_precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.worker_timeout))],
+    )
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    workers, small_workers = count_workers(
+        world_size,
+        workers=config.workers,
+        small_ratio=config.small_ratio,
+        small_workers=config.small_workers,
+        dedicated_server=config.dedicated_server,
+    )
+    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
+        data = load_data(
+            config.dataset,
+            image_column=config.image_column,
+            label_column=config.label_column,
+            train_samples=config.train_samples,
+            eval_samples=config.eval_samples,
+            seed=config.seed,
+            loader_workers=config.loader_workers,
+            device=accelerator.device,
+        )
+    resolutions = config.resolutions or default_resolutions(data.image_side)
+    milestones, warmup = config.lr_milestones, config.warmup_epochs
+    stages = make_stages(
+        config.epochs,
+        resolutions,
+        schedule=config.schedule,
+        dropout=config.dropout,
+        learning_rate=config.lr,
+        milestones=default_milestones(config.epochs) if milestones is None else milestones,
+        gamma=config.lr_gamma,
+    )
+    model = build_model(
+        config.model,
+        data.num_classes,
+        final_resolution=resolutions[-1],
+        pretrained=config.pretrained,
+        seed=config.seed,
+    ).to(accelerator.device, memory_format=torch.channels_last)
+    plans, config = make_plans(
+        config, model, data, resolutions, workers, small_workers, accelerator
+    )
+    rounds = config.rounds_per_epoch
+    samplers = {
+        resolution: EpochSampler([w.samples for w in plan.workers], rounds=rounds, seed=config.seed)
+        for resolution, plan in plans.items()
+    }
+    transforms = {
+        resolution: Transform(
+            resolution, config.augment, data.mirror, data.mean, data.std, config.seed
+        )
+        for resolution in resolutions
+    }
+
+    folder = make_run_folder(config, plans, accelerator)
+    print_run(accelerator, config, data, stages, plans, folder)
+    start_trackers(accelerator, config.report_to, folder, folder.name, asdict(config))
+    log = RunLog(folder, accelerator, stages, plans)
+    if accelerator.is_main_process:
+        plan_timeline(stages, plans, rounds, folder / "plots/plan.png")
+        log.images({"plots/plan": folder / "plots/plan.png"})
+    cluster = connect(
+        FlatWeights(model),  # from here on one vector: what workers push and pull
+        sync=config.sync,
+        merge=config.merge,
+        staleness=config.staleness,
+        epochs=config.epochs,
+        rounds_per_epoch=rounds,
+        plan_of=lambda epoch: plans[stage_at(stages, epoch).resolution],
+        timeout_s=config.worker_timeout,
+        dedicated_server=config.dedicated_server,
+    )
+    optimizers = {  # one for each worker in this process; their state never travels
+        worker: accelerator.prepare_optimizer(
+            build_optimizer(
+                config.optimizer, model, config.lr, config.momentum, config.weight_decay
+            )
+        )
+        for worker in cluster.workers
+    }
+    waits = world_size == 1 or config.sync == "bsp"  # nobody trains while there is an evaluation
+    together = waits and world_size > 1  # then every process evaluates its part
+    eval_batches = evaluation_batches(
+        len(data.evaluation), config.eval_batch_size, *((rank, world_size) if together else ())
+    )
+    learning_rate = partial(  # of a moment, in epochs since the start
+        learning_rate_at,
+        stages=stages,
+        base=config.lr,
+        schedule=config.lr_schedule,
+        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
+    )
+    samples_seen, evaluations, eval_time_s, loop_began = 0, [], 0.0, time.perf_counter()
+
+    for turn in cluster.turns():
+        stage = stage_at(stages, turn.epoch)
+
+        if isinstance(turn, Round):  # a worker's turn: pull, train on its share, push
+            mine = plans[stage.resolution].workers[turn.worker]
+            indices = samplers[stage.resolution].batches(
+                turn.worker, turn.epoch, turn.round, mine.local_batch_size
+            )
+            rates = [
+                learning_rate(turn.epoch + (turn.round + step / len(indices)) / rounds)
+                for step in range(len(indices))
+            ]
+            optimizer = optimizers[turn.worker]
+            if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
+                optimizer.state.clear()
+            set_dropout(model, stage.dropout)
+            torch.manual_seed(stream_seed(config.seed, "dropout", *astuple(turn)))
+            cluster.pull(turn.worker)
+            started = time.perf_counter()
+            images = data.train.batches(indices, transforms[stage.resolution], turn.epoch)
+            loss = train_round(model, images, optimizer, rates, accelerator, config.label_smoothing)
+            report = RoundReport(
+                *astuple(turn),
+                resolution=stage.resolution,
+                local_batch_size=mine.local_batch_size,
+                samples=sum(map(len, indices)),
+                steps=len(indices),
+                time_s=time.perf_counter() - started,
+                loss=loss,
+                merge_weight=mine.merge_weight,
+            )
+            cluster.push(report)
+
+        for report in cluster.reports():  # of all workers, in the process that has the server
+            samples_seen += report.samples
+            log.round(report, virtual_time_s=getattr(cluster, "time_s", None))
+
+        if isinstance(turn, EpochEnd):  # all workers have pushed: evaluate the merge, log, save
+            # Evaluation holds all workers up where they meet at a barrier; else training goes on.
+            train_time_s = turn.ended_at - loop_began - (eval_time_s if waits else 0.0)
+            epochs_done, evaluation, started = turn.epoch + 1, None, time.perf_counter()
+            cluster.load(turn)
+            if epochs_done % config.eval_every == 0 or epochs_done == config.epochs:
+                eval_transform = replace(transforms[resolutions[-1]], augment="none")
+                images = data.evaluation.batches(eval_batches, eval_transform)
+                accuracy, loss, samples = evaluate(model, images, accelerator, together=together)
+                took = time.perf_counter() - started
+                evaluation = Evaluation(resolutions[-1], accuracy, loss, samples, took)
+                evaluations.append(evaluation)
+            if accelerator.is_main_process:
+                if config.checkpoint_every and epochs_done % config.checkpoint_every == 0:
+                    checkpoint = folder / f"checkpoints/epoch-{epochs_done:04d}"
+                    save_model(model, checkpoint, resolutions[-1], data)
+                if epochs_done == config.epochs:
+                    save_model(model, folder, resolutions[-1], data)
+            eval_time_s += time.perf_counter() - started
+            log.epoch_end(
+                turn.epoch,
+                evaluation,
+                train_time_s=train_time_s,
+                learning_rate=learning_rate(turn.epoch),
+                virtual_time_s=getattr(cluster, "time_s", None),
+            )
+    cluster.close()
+
+    if accelerator.is_main_process:
+        accuracy_and_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots/accuracy.png")
+        log.images({"plots/accuracy": folder / "plots/accuracy.png"})
+        log.summary(
+            {
+                "final_accuracy": evaluations[-1].accuracy,
+                "best_accuracy": max(e.accuracy for e in evaluations),
+                "final_loss": evaluations[-1].loss,
+                "train_time_s": train_time_s,
+                "total_time_s": time.perf_counter() - began,
+                "images_per_s": samples_seen / train_time_s,
+                "samples_seen": samples_seen,
+                "epochs": config.epochs,
+                "seed": config.seed,
+                "workers": workers,
+                "small_workers": small_workers,
+                "sync": config.sync,
+            }
+        )
+    log.close()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(parse_config(Config))
