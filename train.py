@@ -29,7 +29,7 @@ from dbsl.data import load_data
 from dbsl.model import build_model, build_optimizer, check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor, count_workers
 from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
-from dbsl.runlog import Evaluation, ReportTo, RunLog, check_tracker, start_trackers
+from dbsl.runlog import Evaluation, RunLog
 from dbsl.sampler import EpochSampler, evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Round, RoundReport, Sync
@@ -45,6 +45,7 @@ from dbsl.stages import (
     stage_at,
 )
 from dbsl.sync import connect
+from dbsl.trackers import ReportTo, check_tracker, start_trackers
 from dbsl.transforms import Augment, Transform
 from dbsl.weights import FlatWeights
 
@@ -86,7 +87,7 @@ class Config:
     dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
     worker_timeout: float = 1800.0  # seconds of silence after which a peer counts as lost
     # --- schedule
-    epochs: int = 20  # passes over the training data, all workers' shares together
+    epochs: int = 14  # passes over the training data, all workers' shares together
     resolutions: tuple[int, ...] | None = None  # image sides, ascending; unset: 3/4 and 1 of own
     schedule: Schedule = "cyclic"  # resolution climbs in every LR stage; progressive: once
     optimizer: str = "sgd"  # a name that timm.optim knows; sgd is Nesterov's, momentum plain

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def default_large_batch_size(round_samples: int) -> int:
-    """Return the power of two in [16, 128] nearest to a fifth of a round, at most all of it.
+    """Return the power of two in [16, 128] nearest to a tenth of a round, at most all of it.
 
-    Fewer than five steps a round would leave a small data set with next to no updates.
+    Many fewer than ten steps a round would leave a small data set with next to no updates.
     """
-    power = 2 ** round(math.log2(max(1, round_samples / 5)))
+    power = 2 ** round(math.log2(max(1, round_samples / 10)))
     return max(1, min(max(16, power), 128, round_samples))
 
 

@@ -84,3 +84,30 @@ def _rank_main(rank, world_size, store, fn, args, queue):
         queue.put((rank, None, traceback.format_exc()))
     finally:
         os._exit(0)  # a failed pair must not keep the process in a destructor
+
+
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    yield accelerator
+    accelerator.end_training()
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture
+def no_login(tmp_path, monkeypatch):
+    """A user who has never heard of W&B, in a folder of their own."""
+    for name in [*os.environ]:
+        if name.startswith(("WANDB_", "XDG_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    import wandb
+
+    yield
+    wandb.teardown()

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import dbsl.data
-from dbsl.data import ImageLoader, PixelStore, load_data, stratified_subset
+from dbsl.data import load_data, stratified_subset
+from dbsl.images import ImageLoader, PixelStore
 from dbsl.sampler import EpochSampler
 from dbsl.transforms import Transform
 
@@ -582,16 +583,6 @@ def test_image_loader_names_an_image_that_cannot_be_decoded(tmp_path, loader_wor
         ValueError, match=r"^image 2 of split 'train' of dataset '.*' cannot be .*$"
     ):
         list(source.batches([np.array([0, 1]), np.array([3, 2])], plain(8)))
-
-
-def test_default_loader_workers_shares_cores_among_local_processes(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert dbsl.data._default_loader_workers() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert dbsl.data._default_loader_workers() == 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert dbsl.data._default_loader_workers() == 0
 
 
 SCRIPT = """

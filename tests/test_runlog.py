@@ -4,26 +4,19 @@ import math
 import os
 import re
 import shlex
-import socket
-import threading
-import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import wandb
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dbsl import runlog
 from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.plots import read_metrics
-from dbsl.runlog import Evaluation, RunLog, check_tracker, start_trackers
+from dbsl.runlog import Evaluation, RunLog
 from dbsl.server import RoundReport
 from dbsl.stages import make_stages, stage_at
+from dbsl.trackers import start_trackers
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
 ROUND_KEYS = {
@@ -45,28 +38,6 @@ ROUND_KEYS = {
 def make_plans(workers=4):
     model = TimeModel(1e-3, 0.02)
     return {r: plan_dual_batch(100 * workers, workers, workers // 4, 50, model) for r in (24, 32)}
-
-
-@pytest.fixture
-def accelerator():
-    AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True)
-    yield accelerator
-    accelerator.end_training()
-    AcceleratorState._reset_state(True)
-
-
-@pytest.fixture
-def no_login(tmp_path, monkeypatch):
-    """A user who has never heard of W&B, in a folder of their own."""
-    for name in [*os.environ]:
-        if name.startswith(("WANDB_", "XDG_")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.delenv("NETRC", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    yield
-    wandb.teardown()
 
 
 def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None):
@@ -256,25 +227,6 @@ def test_summary_that_fails_leaves_the_old_one_whole(tmp_path, accelerator, monk
     assert json.loads((tmp_path / "summary.json").read_text()) == {"final_accuracy": 0.5}
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none"])
-def test_check_tracker_accepts_installed_ones_and_none(tracker):
-    check_tracker(tracker)
-
-
-def test_check_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(runlog, "get_available_trackers", lambda: ["wandb"])
-    message = r"report_to must name an installed tracker, got 'trackio' \(pip install trackio\)"
-    with pytest.raises(ValueError, match=message):
-        check_tracker("trackio")
-
-
-def test_no_tracker_starts_on_other_processes_or_for_none(tmp_path, accelerator):
-    start_trackers(SimpleNamespace(is_main_process=False), "wandb", tmp_path, "run", {})
-    start_trackers(accelerator, "none", tmp_path, "run", {})
-    assert accelerator.trackers == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, accelerator):
     Image.new("RGB", (30, 20), "red").save(tmp_path / "plan.png")
     plans = make_plans()
@@ -351,13 +303,6 @@ def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
     assert "wandb" not in capsys.readouterr().err
 
 
-def test_wandb_x_axis_is_the_epoch(tmp_path, no_login, accelerator, monkeypatch):
-    calls = []
-    monkeypatch.setattr(wandb.Run, "define_metric", lambda run, *a, **k: calls.append((a, k)))
-    start_trackers(accelerator, "wandb", tmp_path, "run", {})
-    assert calls == [(("epoch",), {}), (("*",), {"step_metric": "epoch"})]
-
-
 @pytest.mark.parametrize("mode", ["disabled", "offline"])
 def test_wandb_mode_of_the_user_is_respected_in_silence(
     tmp_path, no_login, accelerator, monkeypatch, capsys, mode
@@ -373,58 +318,3 @@ def test_wandb_mode_of_the_user_is_respected_in_silence(
     assert (tmp_path / "wandb").exists() == offline
     assert ("wandb: offline (WANDB_MODE=offline)" in printed.out) == offline
     assert printed.err == ""
-
-
-def test_wandb_whose_server_is_not_there_runs_offline(
-    tmp_path, no_login, accelerator, monkeypatch, capsys
-):
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setenv("WANDB_BASE_URL", url)  # nobody listens there any more
-    start_trackers(accelerator, "wandb", tmp_path, "run", {})
-    assert f"offline (no answer from {url})" in capsys.readouterr().out
-    assert accelerator.get_tracker("wandb", unwrap=True).offline
-
-
-def test_wandb_whose_server_refuses_the_key_runs_offline(
-    tmp_path, no_login, accelerator, monkeypatch, capsys
-):
-    answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
-
-    def refuse_all(server):
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:  # closed: the test is over
-                return
-            with connection:
-                if connection.recv(65536):
-                    connection.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=refuse_all, args=(server,), daemon=True).start()
-        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
-        start_trackers(accelerator, "wandb", tmp_path, "run", {})
-        assert "wandb: offline (" in capsys.readouterr().out
-        assert accelerator.get_tracker("wandb", unwrap=True).offline
-        assert len(accelerator.trackers) == 1
-        accelerator.end_training()
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def test_answers_asks_the_proxy_where_one_is_set(no_login, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert runlog._answers("https://host.invalid", timeout_s=5.0)
-    assert not runlog._answers("https://host.invalid", timeout_s=5.0)
-
-
-def test_answers_gives_up_in_time_where_a_name_lookup_hangs(no_login, monkeypatch):
-    release = threading.Event()
-    monkeypatch.setattr(socket, "create_connection", lambda *_: nullcontext(release.wait(30)))
-    started = time.monotonic()
-    assert not runlog._answers("https://host.invalid", timeout_s=0.2)
-    assert time.monotonic() - started < 5
-    release.set()

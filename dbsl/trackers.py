@@ -1,0 +1,137 @@
+"""Trackers: which are there, and how to start one that never keeps a run waiting."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from accelerate import Accelerator
+from accelerate.tracking import filter_trackers, get_available_trackers
+
+ReportTo = Literal["wandb", "tensorboard", "trackio", "none"]
+PROJECT = "dbsl"
+
+
+def check_tracker(report_to: str) -> None:
+    """Raise ``ValueError`` unless the tracker is installed or ``none``."""
+    if report_to != "none" and report_to not in map(str, get_available_trackers()):
+        raise ValueError(
+            f"report_to must name an installed tracker, got {report_to!r} (pip install {report_to})"
+        )
+
+
+def start_trackers(
+    accelerator: Accelerator,
+    report_to: ReportTo,
+    folder: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+) -> None:
+    """Start the accelerator's tracker, with its files in the run folder.
+
+    Without a login or an answer from its server W&B works offline; it never asks or waits long.
+    ``WANDB_MODE`` decides instead where it is set to anything but ``online``.
+
+    Args:
+        accelerator: Gets the tracker, whatever its ``log_with`` was.
+        report_to: The tracker.
+        folder: The run folder; it exists.
+        run_name: Name of the run in the tracker.
+        config: The run's settings.
+    """
+    if report_to == "none" or not accelerator.is_main_process:
+        return
+    settings = dict(_flatten(config))
+    # Not left to Accelerator(log_with=...): the run folder may be known only after that is built.
+    accelerator.log_with = filter_trackers(report_to, str(folder))
+    accelerator.project_configuration.logging_dir = str(folder)
+    if report_to == "tensorboard":  # which uses the project's name for its sub-folder
+        accelerator.init_trackers("tensorboard", settings)
+    elif report_to == "trackio":
+        accelerator.init_trackers(PROJECT, settings, {"trackio": {"name": run_name}})
+    else:
+        _start_wandb(accelerator, folder, run_name, settings)
+
+
+def _start_wandb(accelerator: Accelerator, folder: Path, name: str, config: dict[str, Any]) -> None:
+    import wandb
+
+    # Seconds; by default the end waits for a lost server without limit. All is on disk anyway.
+    quiet = wandb.Settings(silent=True, init_timeout=30, finish_timeout=120)
+    mode = os.environ.get("WANDB_MODE", "online")
+
+    def start(mode: str) -> None:
+        kwargs = {"name": name, "dir": str(folder), "mode": mode, "settings": quiet}
+        accelerator.init_trackers(PROJECT, config, {"wandb": kwargs})
+
+    why = f"WANDB_MODE={mode}" if mode != "online" else _why_offline()
+    if why is None:
+        try:
+            start("online")
+        except wandb.Error as error:
+            accelerator.trackers.clear()
+            why = str(error).partition("\n")[0]
+    if why is not None:
+        start("offline" if mode == "online" else mode)
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    run.define_metric("epoch")
+    run.define_metric("*", step_metric="epoch")
+    if why is None:
+        print(f"wandb: {run.url}", flush=True)
+    elif run.offline:
+        command = f"wandb sync {shlex.quote(os.path.relpath(run.sync_dir))}"
+        print(f"wandb: offline ({why}); to upload: {command}", flush=True)
+
+
+def _why_offline() -> str | None:
+    """Return why W&B cannot be reached, or None; asks nothing, waits 2 s at most."""
+    import wandb
+
+    session = wandb.setup(wandb.Settings(silent=True))
+    try:
+        if not wandb.login(prompt=False, verify=False):
+            return "no login"
+    except wandb.Error as error:
+        return str(error).partition("\n")[0]
+    url = session.settings.base_url
+    return None if _answers(url, timeout_s=2.0) else f"no answer from {url}"
+
+
+def _answers(url: str, timeout_s: float) -> bool:
+    """Whether a connection to the URL's host, or to the proxy in front of it, opens in time."""
+    host = urlsplit(url)
+    proxy = getproxies().get(host.scheme)
+    if proxy and not proxy_bypass(host.hostname):
+        host = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    address = (host.hostname, host.port or (443 if host.scheme == "https" else 80))
+    answered = threading.Event()
+
+    def connect() -> None:
+        with suppress(OSError), socket.create_connection(address, timeout_s):
+            answered.set()
+
+    # Looking a name up has no timeout: a thread that may be left behind bounds it.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answered.is_set()
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings in the types that every tracker takes: bool, int, float, str."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            yield f"{prefix}{key}", ",".join(map(str, value))
+        else:
+            plain = isinstance(value, bool | int | float | str)
+            yield f"{prefix}{key}", value if plain else str(value)

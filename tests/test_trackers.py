@@ -1,0 +1,92 @@
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import wandb
+
+from dbsl import trackers
+from dbsl.trackers import check_tracker, start_trackers
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none"])
+def test_check_tracker_accepts_installed_ones_and_none(tracker):
+    check_tracker(tracker)
+
+
+def test_check_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: ["wandb"])
+    message = r"report_to must name an installed tracker, got 'trackio' \(pip install trackio\)"
+    with pytest.raises(ValueError, match=message):
+        check_tracker("trackio")
+
+
+def test_no_tracker_starts_on_other_processes_or_for_none(tmp_path, accelerator):
+    start_trackers(SimpleNamespace(is_main_process=False), "wandb", tmp_path, "run", {})
+    start_trackers(accelerator, "none", tmp_path, "run", {})
+    assert accelerator.trackers == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_x_axis_is_the_epoch(tmp_path, no_login, accelerator, monkeypatch):
+    calls = []
+    monkeypatch.setattr(wandb.Run, "define_metric", lambda run, *a, **k: calls.append((a, k)))
+    start_trackers(accelerator, "wandb", tmp_path, "run", {})
+    assert calls == [(("epoch",), {}), (("*",), {"step_metric": "epoch"})]
+
+
+def test_wandb_whose_server_is_not_there_runs_offline(
+    tmp_path, no_login, accelerator, monkeypatch, capsys
+):
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("WANDB_BASE_URL", url)  # nobody listens there any more
+    start_trackers(accelerator, "wandb", tmp_path, "run", {})
+    assert f"offline (no answer from {url})" in capsys.readouterr().out
+    assert accelerator.get_tracker("wandb", unwrap=True).offline
+
+
+def test_wandb_whose_server_refuses_the_key_runs_offline(
+    tmp_path, no_login, accelerator, monkeypatch, capsys
+):
+    answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+    def refuse_all(server):
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed: the test is over
+                return
+            with connection:
+                if connection.recv(65536):
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=refuse_all, args=(server,), daemon=True).start()
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start_trackers(accelerator, "wandb", tmp_path, "run", {})
+        assert "wandb: offline (" in capsys.readouterr().out
+        assert accelerator.get_tracker("wandb", unwrap=True).offline
+        assert len(accelerator.trackers) == 1
+        accelerator.end_training()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_answers_asks_the_proxy_where_one_is_set(no_login, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert trackers._answers("https://host.invalid", timeout_s=5.0)
+    assert not trackers._answers("https://host.invalid", timeout_s=5.0)
+
+
+def test_answers_gives_up_in_time_where_a_name_lookup_hangs(no_login, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", lambda *_: nullcontext(release.wait(30)))
+    started = time.monotonic()
+    assert not trackers._answers("https://host.invalid", timeout_s=0.2)
+    assert time.monotonic() - started < 5
+    release.set()
