@@ -55,6 +55,7 @@ def make_plans(
     for i, resolution in enumerate(resolutions):
         if measured:
             seconds = config.profile_seconds / len(resolutions)
+            accelerator.print(f"measuring step times at {resolution} px, {seconds:g} s at most")
             time_model = measure_time_model(
                 model, resolution, large[i], data.num_classes, accelerator, seconds=seconds
             )
@@ -111,7 +112,7 @@ def print_run(
     ]
     for resolution, plan in plans.items():
         epochs = [
-            f"{s.first_epoch + 1}-{s.end_epoch} at lr {s.learning_rate:g}"
+            f"{_span(s)} at lr {s.learning_rate:g}"
             for s in stages
             if s.resolution == resolution
         ]
@@ -121,3 +122,8 @@ def print_run(
                 format_plan(plan),
             ]
     accelerator.print("\n".join(lines) + "\n")
+
+
+def _span(stage: Stage) -> str:
+    first, last = stage.first_epoch + 1, stage.end_epoch
+    return str(last) if first == last else f"{first}-{last}"

@@ -83,7 +83,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     config = run(folder, checkpoint_every=2)
     printed = capsys.readouterr().out
     assert "4 workers simulated in one process, 1 on small batches" in printed
-    assert "16 px, epochs 1-1" in printed
+    assert "16 px, epochs 1 at lr 0.02" in printed
     assert {p.name for p in folder.iterdir()} == {
         *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
         *("model.safetensors", "config.json", "checkpoints", "plots"),

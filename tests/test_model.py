@@ -1,0 +1,97 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from dbsl.model import build_model, build_optimizer, load_model, save_model, set_dropout
+
+DATA = SimpleNamespace(
+    class_names=("cat", "dog", "owl"), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.2), num_classes=3
+)
+
+
+@pytest.mark.parametrize(("resolution", "stride", "side"), [(64, 1, 8), (65, 2, 3)])
+def test_small_images_get_a_stem_that_keeps_their_side(resolution, stride, side):
+    model = build_model("resnet18", 3, final_resolution=resolution)
+    assert model.conv1.stride == (stride, stride)
+    features = model.eval().forward_features(torch.zeros(1, 3, resolution, resolution))
+    assert features.shape == (1, 512, side, side)
+    assert isinstance(model.maxpool, nn.Identity) == (stride == 1)
+
+
+def test_weights_depend_on_the_seed_alone():
+    def weights(seed):
+        torch.manual_seed(torch.seed() % 1000)  # whatever the process drew before
+        model = build_model("test_resnet", 3, final_resolution=32, seed=seed)
+        return torch.cat([p.flatten() for p in model.parameters()])
+
+    state = torch.get_rng_state()
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    torch.set_rng_state(state)
+    build_model("test_resnet", 3, final_resolution=32)
+    assert torch.equal(torch.get_rng_state(), state)  # nor does it use up the process's stream
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "mobilenetv3_small_050", "test_convnext"])
+def test_dropout_changes_without_rebuilding(name):
+    model = build_model(name, 3, final_resolution=32)
+    before = [p.data_ptr() for p in model.parameters()]
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def outputs_differ(probability):
+        set_dropout(model, probability)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return not torch.equal(model(images), model(images))
+
+    assert not outputs_differ(0.0)
+    assert outputs_differ(0.5)
+    assert not outputs_differ(0.0)
+    assert [p.data_ptr() for p in model.parameters()] == before
+
+
+def test_unknown_model_names_some_that_exist():
+    with pytest.raises(ValueError, match=r"got 'resnet1' \(some names: .*resnet18"):
+        build_model("resnet1", 3, final_resolution=32)
+
+
+def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
+    model = build_model("test_resnet", 3, final_resolution=32)
+    optimizer = build_optimizer("sgd", model, 0.1, 0.9, 0.01)
+    assert optimizer.defaults["nesterov"]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            assert group["weight_decay"] == (0.0 if parameter.ndim <= 1 else 0.01)
+    assert build_optimizer("sgd", model, 0.1, 0.0, 0.01).defaults["momentum"] == 0.0
+
+
+@pytest.mark.parametrize("resolution", [32, 96])
+def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
+    model = build_model("resnet18", 3, final_resolution=resolution, seed=3)
+    model = model.to(memory_format=torch.channels_last).eval()
+    save_model(model, tmp_path / "run", resolution, DATA)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    images = torch.randn(2, 3, resolution, resolution)
+    with torch.no_grad():
+        expected = model(images)
+        torch.testing.assert_close(load_model(tmp_path / "run")(images), expected)
+        if resolution > 64:  # without the small stem timm's own loader reads it
+            loaded = timm.create_model(f"local-dir:{tmp_path}/run", pretrained=True).eval()
+            torch.testing.assert_close(loaded(images), expected)
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["label_names"] == ["cat", "dog", "owl"]
+    assert config["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.3]
+
+
+def test_load_model_says_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match=r"folder must hold model.safetensors and config.json"):
+        load_model(tmp_path)
