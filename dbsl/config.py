@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import traceback
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
 import yaml
 
+from dbsl.flags import parse_flags
 from dbsl.stages import check_resolutions
 from dbsl.sync import SyncError
 
@@ -39,18 +36,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if known.config:
         flags = yaml_to_argv(_read_yaml(known.config)) + flags
 
-    class Unchecked(cls):  # tyro would frame an error of __post_init__ in a box
-        def __post_init__(self) -> None:
-            """Leave the checks to the class itself, below."""
-
-    on_main = os.environ.get("RANK", "0") == "0"
-    parsed = tyro.cli(
-        Unchecked,
-        description=cls.__doc__,
-        args=_split_commas(cls, flags),
-        console_outputs=on_main,
-    )
-    return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls)})
+    return parse_flags(cls, flags)
 
 
 def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
@@ -198,26 +184,3 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"config must map settings to values, got {path} with a bare value or list"
         )
     return settings
-
-
-def _split_commas(cls: type, flags: Sequence[str]) -> list[str]:
-    """Split ``24,32`` into two values behind flags whose field is a tuple."""
-    tuples = {n.replace("_", "-") for n, t in typing.get_type_hints(cls).items() if _is_tuple(t)}
-    out: list[str] = []
-    inside = False
-    for token in flags:
-        if token.startswith("--"):
-            name, equals, value = token[2:].partition("=")
-            inside = name.replace("_", "-") in tuples
-            out += [f"--{name}", *value.split(",")] if inside and equals else [token]
-        elif inside:
-            out += [part for part in token.split(",") if part]
-        else:
-            out.append(token)
-    return out
-
-
-def _is_tuple(hint: Any) -> bool:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_is_tuple(arm) for arm in typing.get_args(hint))
-    return typing.get_origin(hint) is tuple

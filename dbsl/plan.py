@@ -2,7 +2,7 @@
 
 Pure functions. The formulas are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
-equation numbers below are theirs. From the shell::
+equation numbers below are theirs. Unequal workers are planned by the same balance. From the shell::
 
     python -m dbsl.plan --samples 50000 --workers 4 --small-workers 3 --time-ratio 1.05 \
         --large-batch-size 500 --slope 0.00056607 --intercept 0.014041204118283607
@@ -20,38 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dbsl.machines import Machines, NoPlanError, TimeModel, largest_remainder, steps_in_shares
+
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
+DEFAULT_TIME_RATIO = 1.05
 
 
-class NoPlanError(ValueError):
-    """The settings are sound, but the time model admits no plan under them."""
-
-
-@dataclass(frozen=True)
-class TimeModel:
-    """Time of one training step with x samples, ``slope * x + intercept`` seconds (eq. 2)."""
-
-    slope: float  # a, seconds per sample
-    intercept: float  # b, seconds per step
-
-    def __post_init__(self) -> None:
-        for name, value in (("slope", self.slope), ("intercept", self.intercept)):
-            if not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number of seconds, got {value}")
-        if self.slope <= 0:
-            raise ValueError(f"slope must be above 0 seconds per sample, got {self.slope}")
-
-    def sample_time(self, local_batch_size: float) -> float:
-        """Return seconds per sample in full batches, ``a + b/x`` (the bracket of eq. 3)."""
-        return self.slope + self.intercept / local_batch_size
-
-    def time(self, samples: int, steps: int) -> float:
-        """Return the seconds that `steps` steps over `samples` samples take together."""
-        return self.slope * samples + self.intercept * steps
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker's part of an epoch."""
 
@@ -59,7 +35,8 @@ class WorkerPlan:
     samples: int  # its share of the epoch
     steps: int
     merge_weight: float  # the model-update factor f, in (0, 1]
-    predicted_time_s: float  # steps counted whole, so it may differ from eq. 3's simplified time
+    predicted_time_s: float  # every begun step counted whole
+    simplified_time_s: float  # (a + b/x) * samples, eq. 3: steps counted in fractions
     small: bool
 
 
@@ -67,33 +44,39 @@ class WorkerPlan:
 class Plan:
     """A dual-batch plan of one epoch: the solved quantities and one `WorkerPlan` per worker.
 
-    Small workers come first. The workers' samples sum to `samples` exactly; `large_samples` and
-    `small_samples` are the solved shares, of which a worker's own may differ by one sample.
+    Small workers come first. The workers' samples sum to `samples` exactly. `large_samples` and
+    `small_samples` are the solved shares, of which a worker's own may differ by one sample. Where
+    workers differ in speed or in their largest batch, no one value holds: those two, the update
+    factor and `large_batch_size` are None.
     """
 
     samples: int
-    time_ratio: float  # k: predicted time over that of an all-large plan
-    large_batch_size: int
+    time_ratio: float  # k: time over that of an all-large plan
+    large_batch_size: int | None
     small_batch_size: int | None
-    large_samples: int
+    large_samples: int | None
     small_samples: int | None
     update_factor: float | None
+    all_large_time_s: float  # predicted, were all batches large and the shares balanced
+    equal_batch_time_s: float  # predicted, had all the smallest large batch and equal shares
+    notes: tuple[str, ...]  # bounds that were met, and what was done
     workers: tuple[WorkerPlan, ...]
 
+    @property
+    def time_s(self) -> float:
+        """Predicted seconds of an epoch, those of the slowest worker."""
+        return max(w.predicted_time_s for w in self.workers)
 
-def largest_remainder(weights: Sequence[float] | np.ndarray, total: int) -> np.ndarray:
-    """Split `total` into integers proportional to `weights` that sum to it exactly, int64 [n].
+    @property
+    def idle_share(self) -> float:
+        """Share of all workers' time, in [0, 1), spent waiting for the slowest."""
+        busy = sum(w.predicted_time_s for w in self.workers)
+        return 1.0 - busy / (self.time_s * len(self.workers))
 
-    Every part is its quota rounded down or up; the largest fractions go up, ties by position.
-    """
-    weights = np.asarray(weights, dtype=np.float64)
-    quotas = weights / weights.sum() * total
-    # A quota meant to be whole may come out a hair below it: that is no remainder of almost 1.
-    parts = np.floor(quotas + 1e-9 * np.maximum(quotas, 1.0)).astype(np.int64)
-    order = np.argsort(parts - quotas, kind="stable")
-    missing = total - int(parts.sum())
-    parts[order[:missing]] += 1
-    return parts
+    @property
+    def small_share(self) -> float:
+        """Share of the samples, in [0, 1], that are trained on in small batches."""
+        return sum(w.samples for w in self.workers if w.small) / self.samples
 
 
 def update_factor(small_samples: float, large_samples: float, rule: UpdateFactor) -> float:
@@ -108,109 +91,115 @@ def plan_dual_batch(
     samples: int,
     workers: int,
     small_workers: int,
-    large_batch_size: int,
-    time_model: TimeModel,
+    large_batch_size: int | Sequence[int],
+    time_model: TimeModel | Sequence[TimeModel],
     *,
-    time_ratio: float = 1.05,
+    time_ratio: float | None = None,
     small_batch_size: int | None = None,
+    small_share: float | None = None,
     min_batch_size: int = 1,
     rounds: int = 1,
     factor: UpdateFactor = "data",
     rounding: Rounding = "round",
+    clamp: bool = True,
 ) -> Plan:
-    """Plan one epoch for equal workers, some on small batches, all finishing together.
+    """Plan one epoch in which some workers take small batches and all finish together.
 
-    Large workers get d_L = k*d/n samples (eq. 4), small ones the rest (eq. 6) in batches of
-    B_S = b / ((a + b/B_L) * d_L/d_S - a) (eq. 8). Each result is rounded before the next uses it,
-    as in the published tables.
+    Equal workers: large ones get d_L = k*d/n samples (eq. 4), small ones the rest (eq. 6) in
+    batches of B_S = b / ((a + b/B_L) * d_L/d_S - a) (eq. 8); each result is rounded before the next
+    uses it, as in the published tables. Unequal workers keep the same balance, each with its own
+    a, b and B_L: in the common time T worker i takes T / (a_i + b_i/B_i) samples, and B_S, the same
+    for all small workers, is the one with which these come to d.
+
+    At most one of `time_ratio`, `small_batch_size` and `small_share` is given; the others follow. A
+    batch size that meets a bound stays there, and samples move so that all still finish together;
+    `Plan.notes` says so.
 
     Args:
         samples: Training samples per epoch, d.
         workers: Number of workers, n.
-        small_workers: Workers on the small batch, n_S, in [0, workers].
-        large_batch_size: Samples per step of a large worker, B_L.
-        time_model: Step time of every worker.
-        time_ratio: k, what dual batch may cost over all-large; above 1.
-        small_batch_size: B_S, if it is given; the shares then follow from it, and so does k.
-        min_batch_size: Smallest B_S accepted.
+        small_workers: Workers on the small batch, n_S, in [0, workers]; they are the first.
+        large_batch_size: Samples per step of a large worker, B_L, and the most that a small one may
+            take; one for all or one for each.
+        time_model: Step time, one for all or one for each worker.
+        time_ratio: k, what dual batch may cost over all-large; above 1; 1.05 if nothing is given.
+        small_batch_size: B_S.
+        small_share: Share of the samples, in (0, 1), to train on in small batches.
+        min_batch_size: The least that a solved B_S may be.
         rounds: Rounds per epoch; a batch must fit into a worker's samples of one round.
         factor: Rule of the model-update factor.
         rounding: ``round`` as in the journal's tables, ``truncate`` as in the conference's.
+        clamp: Whether a solved B_S below `min_batch_size` is raised to it; else it is no plan.
 
     Raises:
         ValueError: If a setting is outside its bound; the message names both.
-        NoPlanError: If the time model leaves no small batch of at least `min_batch_size`.
+        NoPlanError: If the time model leaves no small batch.
     """
-    _check_counts(samples, workers, small_workers, large_batch_size, rounds)
+    machines = Machines.of(workers, large_batch_size, time_model)
+    _check_counts(samples, workers, small_workers, rounds)
+    _check_one_given(
+        time_ratio=time_ratio, small_batch_size=small_batch_size, small_share=small_share
+    )
     to_integer: Callable[[float], int] = int if rounding == "truncate" else _round_half_up
-    large_workers = workers - small_workers
-
-    if small_workers == 0:
-        time_ratio, large, small, batch = 1.0, to_integer(samples / workers), None, None
-        shares = largest_remainder(np.ones(workers), samples)
-    elif small_batch_size is not None:
-        batch = small_batch_size
-        if not 1 <= batch <= large_batch_size:
-            raise ValueError(
-                f"small_batch_size must be in [1, large_batch_size={large_batch_size}], got {batch}"
-            )
-        speeds = np.full(workers, 1 / time_model.sample_time(large_batch_size))
-        speeds[:small_workers] = 1 / time_model.sample_time(batch)
-        if speeds.min() <= 0:
-            raise NoPlanError(
-                f"intercept must be above {-time_model.slope * batch:g} s for small_batch_size "
-                f"{batch}, got {time_model.intercept:g}"
-            )
-        shares = largest_remainder(speeds, samples)
-        exact_large = samples * speeds[-1] / speeds.sum() if large_workers else None
-        small = to_integer(samples * speeds[0] / speeds.sum())
-        # With no large worker k still compares with all-large: c_S/c_L on equal shares.
-        time_ratio = (
-            exact_large * workers / samples
-            if exact_large is not None
-            else time_model.sample_time(batch) / time_model.sample_time(large_batch_size)
+    notes: list[str] = []
+    batch, published, ratio = small_batch_size, None, 1.0
+    if small_workers and batch is None:
+        ratio = _wanted_ratio(
+            machines, samples, small_workers, min_batch_size, time_ratio, small_share
         )
-        large = to_integer(time_ratio * samples / workers)
-    else:
-        large, small, batch = _solve(
-            samples, workers, small_workers, large_batch_size, time_model, time_ratio, to_integer
+        batch, published = _solve(
+            machines, samples, small_workers, ratio, min_batch_size, to_integer
         )
-        if batch > large_batch_size:  # whole samples may use up a ratio close to 1
-            raise NoPlanError(
-                f"the solved small batch must be at most large_batch_size={large_batch_size}, got "
-                f"{batch} (time_ratio {time_ratio:g} leaves too little to {samples} samples)"
-            )
         if batch < min_batch_size:
-            raise NoPlanError(
+            bound = (
                 f"the solved small batch must be at least min_batch_size={min_batch_size}, got "
-                f"{batch} (time_ratio {time_ratio:g}, slope {time_model.slope:g}, "
-                f"intercept {time_model.intercept:g})"
+                f"{batch} (time_ratio {ratio:g}, slope {machines.slopes[0]:g}, intercept "
+                f"{machines.intercepts[0]:g})"
             )
-        shares = np.empty(workers, dtype=np.int64)
-        shares[small_workers:] = large
-        rest = samples - large * large_workers
-        shares[:small_workers] = largest_remainder(np.ones(small_workers), rest)
+            if not clamp:
+                raise NoPlanError(bound)
+            notes.append(f"{bound}; taken as {min_batch_size}, samples moved to finish together")
+            batch, published = min_batch_size, None
+    sizes = _sizes(machines.limits, small_workers, batch, notes)
+    shares = largest_remainder(machines.speeds(sizes), samples)
+    if published:
+        as_published = _published_shares(published, workers, small_workers, samples)
+        times = machines.times(as_published, sizes, rounds)
+        if times.max() - times.min() <= rounds * float(machines.step_times(sizes).max()):
+            shares = as_published
+        else:  # rounding a B_S of a few samples has moved the times
+            notes.append(f"small batch rounded to {batch}, samples moved to finish together")
+            published = None
+    if machines.equal:
+        given = small_batch_size is not None
+        _check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
+    shares, sizes = _fit_rounds(machines, samples, shares, sizes, rounds, notes)
 
-    if small_workers < workers:
-        _check_fits("large_batch_size", large_batch_size, int(shares[-1]), rounds, ValueError)
-    if small_workers:  # a given one is refused, a solved one is no plan
-        kind = NoPlanError if small_batch_size is None else ValueError
-        _check_fits("small_batch_size", batch, int(shares[small_workers - 1]), rounds, kind)
-    f = None if small is None else update_factor(small, large, factor)
-    sizes = [batch] * small_workers + [large_batch_size] * large_workers
-    weights = [f] * small_workers + [1.0] * large_workers
+    time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
+    large, small, f = None, None, None  # where workers differ, no one value holds for all
+    if machines.equal:
+        large, small = published or (
+            to_integer(time_s * float(machines.speeds(s)[0])) for s in (machines.limits, sizes)
+        )
+        f = update_factor(small, large, factor) if small_workers else None
+    parts = shares / shares.max()  # d_S/d_L, for shares of any size
+    merge_weights = (
+        np.where(np.arange(workers) < small_workers, f or 1.0, 1.0)
+        if machines.equal
+        else {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones(workers)}[factor]
+    )
     return Plan(
         samples=samples,
-        time_ratio=float(time_ratio),
-        large_batch_size=large_batch_size,
-        small_batch_size=batch,
+        time_ratio=float(ratio) if published else time_s / all_large_s,
+        large_batch_size=int(machines.limits[0]) if machines.equal else None,
+        small_batch_size=batch if small_workers else None,
         large_samples=large,
-        small_samples=small,
+        small_samples=small if small_workers else None,
         update_factor=f,
-        workers=tuple(
-            _worker_plan(size, int(share), rounds, weight, time_model, index < small_workers)
-            for index, (size, share, weight) in enumerate(zip(sizes, shares, weights, strict=True))
-        ),
+        all_large_time_s=machines.all_large_time(samples, rounds),
+        equal_batch_time_s=machines.equal_batch_time(samples, rounds),
+        notes=tuple(notes),
+        workers=_worker_plans(machines, shares, sizes, merge_weights, small_workers, rounds),
     )
 
 
@@ -252,8 +241,8 @@ def plan_with_fallback(
     samples: int,
     workers: int,
     small_workers: int,
-    large_batch_size: int,
-    time_model: TimeModel,
+    large_batch_size: int | Sequence[int],
+    time_model: TimeModel | Sequence[TimeModel],
     *,
     measured: bool,
     small_batch_size: int | None = None,
@@ -269,120 +258,241 @@ def plan_with_fallback(
     counts = (samples, workers, small_workers, large_batch_size, time_model)
     try:
         return plan_dual_batch(
-            *counts, small_batch_size=small_batch_size, min_batch_size=min_batch_size, **options
+            *counts,
+            small_batch_size=small_batch_size,
+            min_batch_size=min_batch_size,
+            clamp=not measured,
+            **options,
         ), None
     except NoPlanError as error:
         if not measured:
             raise
-        batch = min(max(min_batch_size, large_batch_size // 8), large_batch_size)
-        plan = plan_dual_batch(*counts, small_batch_size=batch, **options)
+        smallest = int(np.min(large_batch_size))
+        batch = min(max(min_batch_size, smallest // 8), smallest)
+        others = {k: v for k, v in options.items() if k not in ("time_ratio", "small_share")}
+        plan = plan_dual_batch(*counts, small_batch_size=batch, **others)
         return plan, (
             f"the measured step times admit no plan: {error}; going on with small batches of "
             f"{batch}, which makes the time ratio {plan.time_ratio:.3f}"
         )
 
 
-def steps_in_share(share: int, local_batch_size: int, rounds: int) -> int:
-    """Return the steps of an epoch whose share is cut into rounds, each into batches."""
-    bounds = [share * r // rounds for r in range(rounds + 1)]
-    return sum(-(-(end - start) // local_batch_size) for start, end in itertools.pairwise(bounds))
-
-
 def _round_half_up(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-def _check_counts(
-    samples: int, workers: int, small_workers: int, large_batch_size: int, rounds: int
-) -> None:
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+def _check_counts(samples: int, workers: int, small_workers: int, rounds: int) -> None:
     if samples < workers:
         raise ValueError(
             f"samples must be at least the number of workers ({workers}), got {samples}"
         )
     if not 0 <= small_workers <= workers:
         raise ValueError(f"small_workers must be in [0, workers={workers}], got {small_workers}")
-    if large_batch_size < 1:
-        raise ValueError(f"large_batch_size must be at least 1, got {large_batch_size}")
     if rounds < 1:
         raise ValueError(f"rounds_per_epoch must be at least 1, got {rounds}")
 
 
-def _solve(
-    samples: int,
-    workers: int,
-    small_workers: int,
-    large_batch_size: int,
-    time_model: TimeModel,
-    time_ratio: float,
-    to_integer: Callable[[float], int],
-) -> tuple[int, int, int]:
-    """Return d_L, d_S and B_S by equations 4, 6 and 8."""
-    large_workers = workers - small_workers
-    if not (math.isfinite(time_ratio) and time_ratio > 1):
-        raise ValueError(f"time_ratio must be above 1, got {time_ratio}")
-    if time_model.intercept <= 0:
-        raise NoPlanError(
-            f"intercept must be above 0 s for a small batch to exist, got {time_model.intercept:g}"
+def _check_one_given(**goals: float | None) -> None:
+    given = [name for name, value in goals.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"time_ratio, small_batch_size and small_share must not be given together: the others "
+            f"follow from one, got {' and '.join(given)}"
         )
-    large = to_integer(time_ratio * samples / workers)
+
+
+def _wanted_ratio(
+    machines: Machines,
+    samples: int,
+    small_workers: int,
+    min_batch_size: int,
+    time_ratio: float | None,
+    small_share: float | None,
+) -> float:
+    """Return k as given, or as the share of small batches implies it, within its bounds."""
+    speeds = machines.speeds(machines.limits)
+    large_part = float(speeds[small_workers:].sum() / speeds.sum())
+    if small_share is not None:
+        if large_part == 0:
+            raise ValueError("small_share must leave some workers large, got only small ones")
+        if not 0 < small_share < 1 - large_part:
+            raise ValueError(
+                f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers would "
+                f"take in large batches), got {small_share:g}"
+            )
+        return (1 - small_share) / large_part
+    ratio = DEFAULT_TIME_RATIO if time_ratio is None else time_ratio
+    if not (math.isfinite(ratio) and ratio > 1):
+        raise ValueError(f"time_ratio must be above 1, got {ratio}")
+    if ratio * large_part >= 1:
+        raise ValueError(
+            f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take all "
+            f"samples), got {ratio}"
+            f"{_nearest(machines, samples, small_workers, min_batch_size)}"
+        )
+    return ratio
+
+
+def _nearest(machines: Machines, samples: int, small_workers: int, batch: int) -> str:
+    """Return what a plan with this small batch would be, for the end of an error."""
+    sizes = machines.limits.copy()
+    sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
+    try:
+        ratio = machines.balanced_time(samples, sizes) / machines.balanced_time(
+            samples, machines.limits
+        )
+    except NoPlanError:
+        return ""
+    return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
+
+
+def _solve(
+    machines: Machines,
+    samples: int,
+    small_workers: int,
+    ratio: float,
+    min_batch_size: int,
+    to_integer: Callable[[float], int],
+) -> tuple[int, tuple[int, int] | None]:
+    """Return B_S; for equal workers also d_L and d_S by the published chain of rounded results."""
+    workers, large_workers = len(machines.limits), len(machines.limits) - small_workers
+    if (machines.intercepts[:small_workers] <= 0).all():
+        eighth = max(min_batch_size, int(machines.limits[0]) // 8)
+        raise NoPlanError(
+            "intercept must be above 0 s for a small batch to exist, got "
+            f"{machines.intercepts[0]:g}{_nearest(machines, samples, small_workers, eighth)}"
+        )
+    if not machines.equal:
+        time_s = ratio * machines.balanced_time(samples, machines.limits)
+        large_speeds = machines.speeds(machines.limits)[small_workers:]
+        rest = samples - time_s * float(large_speeds.sum())
+        return to_integer(machines.common_batch(small_workers, time_s, rest)), None
+    model, limit = machines.model(0), int(machines.limits[0])
+    large = to_integer(ratio * samples / workers)
     rest = samples - large * large_workers
     if rest < small_workers:
         raise ValueError(
-            f"time_ratio must be below workers/large workers = {workers / large_workers:.4g} "
-            f"(beyond it the small workers have no samples), got {time_ratio}"
+            f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
+            f"{_nearest(machines, samples, small_workers, min_batch_size)}"
         )
     small = to_integer(rest / small_workers)
-    exact = time_model.intercept / (
-        time_model.sample_time(large_batch_size) * large / small - time_model.slope
-    )
-    return large, small, to_integer(exact)
+    exact = model.intercept / (model.sample_time(limit) * large / small - model.slope)
+    # Whole samples may use up a ratio close to 1: then the small batch is as large as the large.
+    return (to_integer(exact) if 0 < exact <= limit else limit), (large, small)
+
+
+def _published_shares(
+    published: tuple[int, int], workers: int, small: int, total: int
+) -> np.ndarray:
+    shares = np.full(workers, published[0], dtype=np.int64)
+    rest = total - published[0] * (workers - small)
+    shares[:small] = largest_remainder(np.ones(small), rest)
+    return shares
+
+
+def _fit_rounds(
+    machines: Machines,
+    samples: int,
+    shares: np.ndarray,
+    sizes: np.ndarray,
+    rounds: int,
+    notes: list[str],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lower batch sizes that exceed a round of their worker's share; shares follow."""
+    lowered = np.zeros(len(sizes), dtype=bool)
+    for _ in range(32):
+        over = sizes > shares // rounds
+        if not over.any():
+            break
+        lowered |= over
+        sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
+        shares = largest_remainder(machines.speeds(sizes), samples)
+    if shares.min() < rounds or (sizes > shares // rounds).any():
+        slowest = int(shares.argmin())
+        raise ValueError(
+            f"samples must leave each worker at least one per round ({rounds} a worker and epoch), "
+            f"got {samples} over {len(shares)} workers, {shares[slowest]} for worker {slowest}"
+        )
+    if lowered.any():
+        first = int(lowered.argmax())
+        notes.append(
+            f"batches of {lowered.sum()} workers lowered to their samples of a round (worker "
+            f"{first}: {sizes[first]})"
+        )
+    return shares, sizes
+
+
+def _sizes(
+    limits: np.ndarray, small_workers: int, batch: int | None, notes: list[str]
+) -> np.ndarray:
+    """Return every worker's batch size, small ones held to their limits."""
+    sizes = limits.copy()
+    if small_workers:
+        highest = int(limits[:small_workers].max())
+        if not 1 <= batch <= highest:
+            raise ValueError(
+                f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
+            )
+        sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
+        held = int((limits[:small_workers] < batch).sum())
+        if held:
+            notes.append(f"{held} small workers hold fewer than {batch} samples and take those")
+    return sizes
 
 
 def _check_fits(
-    name: str, local_batch_size: int, samples: int, rounds: int, kind: type[ValueError]
+    large: int, small: int | None, shares: np.ndarray, small_workers: int, rounds: int, given: bool
 ) -> None:
-    if local_batch_size > samples // rounds:
-        per_round = "" if rounds == 1 else f" in one of {rounds} rounds"
-        raise kind(
-            f"{name} must be at most {samples // rounds}, the samples of such a worker{per_round}, "
-            f"got {local_batch_size}"
-        )
+    """Refuse batches above what an equal worker has in a round; a solved one is then no plan."""
+    checks = []
+    if small_workers < len(shares):
+        checks.append(("large_batch_size", large, shares[-1], ValueError))
+    if small_workers:
+        kind = ValueError if given else NoPlanError
+        checks.append(("small_batch_size", small, shares[small_workers - 1], kind))
+    for name, batch, share, kind in checks:
+        limit = int(share) // rounds
+        if batch > limit:
+            raise kind(
+                f"{name} must be at most {limit}, the samples of such a worker in a round, "
+                f"got {batch}"
+            )
 
 
-def _worker_plan(
-    local_batch_size: int,
-    samples: int,
+def _worker_plans(
+    machines: Machines,
+    shares: np.ndarray,
+    sizes: np.ndarray,
+    merge_weights: np.ndarray,
+    small_workers: int,
     rounds: int,
-    merge_weight: float,
-    time_model: TimeModel,
-    small: bool,
-) -> WorkerPlan:
-    steps = steps_in_share(samples, local_batch_size, rounds)
-    return WorkerPlan(
-        local_batch_size=local_batch_size,
-        samples=samples,
-        steps=steps,
-        merge_weight=merge_weight,
-        predicted_time_s=time_model.time(samples, steps),
-        small=small,
+) -> tuple[WorkerPlan, ...]:
+    columns = (
+        sizes,
+        shares,
+        steps_in_shares(shares, sizes, rounds),
+        merge_weights,
+        machines.times(shares, sizes, rounds),
+        shares / machines.speeds(sizes),
+        np.arange(len(sizes)) < small_workers,
     )
+    return tuple(itertools.starmap(WorkerPlan, zip(*(c.tolist() for c in columns), strict=True)))
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Solve a dual-batch plan for equal workers and print it."""
+    """Plan an epoch of dual-batch training and print it; lists take commas or spaces."""
 
     samples: int  # training samples per epoch, d
     workers: int  # number of workers, n
-    large_batch_size: int  # samples per step of a large worker, B_L
-    slope: float  # seconds per sample, a
-    intercept: float  # seconds per step, b
-    small_workers: int = 0  # workers on the small batch, n_S
-    time_ratio: float = 1.05  # k, time allowed over that of all-large
-    small_batch_size: int | None = None  # B_S, if given; k then follows from it
-    min_batch_size: int = 1  # smallest B_S accepted
+    large_batch_size: tuple[int, ...]  # samples per step of a large worker, B_L; one, or one each
+    slope: tuple[float, ...]  # seconds per sample, a; one, or one for each worker
+    intercept: tuple[float, ...]  # seconds per step, b; one, or one for each worker
+    small_workers: int = 0  # workers on the small batch, n_S; they are the first
+    time_ratio: float | None = None  # k, time allowed over that of all-large; unset: 1.05
+    small_batch_size: int | None = None  # B_S, if it is given; k and the share then follow
+    small_share: float | None = None  # share of samples in small batches; k and B_S then follow
+    min_batch_size: int = 1  # the least that a solved B_S may be
     rounds_per_epoch: int = 1  # pushes per worker and epoch
     update_factor: UpdateFactor = "data"  # weight of small workers: d_S/d_L, its root, or 1
     rounding: Rounding = "round"  # as in the journal's tables; truncate: the conference's
@@ -391,18 +501,27 @@ class _Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m dbsl.plan`` and return the exit status."""
-    import tyro
+    # Here, because both need more than the planner, which is pure.
+    from dbsl.flags import parse_flags
+    from dbsl.forecast import format_plan, timeline
 
-    arguments = tyro.cli(_Arguments, args=argv, prog="python -m dbsl.plan")
     try:
+        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
+        slopes, intercepts = arguments.slope, arguments.intercept
+        if len(slopes) != len(intercepts):
+            raise ValueError(
+                f"intercept must have as many values as slope ({len(slopes)}), "
+                f"got {len(intercepts)}"
+            )
         plan = plan_dual_batch(
             arguments.samples,
             arguments.workers,
             arguments.small_workers,
             arguments.large_batch_size,
-            TimeModel(arguments.slope, arguments.intercept),
+            [TimeModel(a, b) for a, b in zip(slopes, intercepts, strict=True)],
             time_ratio=arguments.time_ratio,
             small_batch_size=arguments.small_batch_size,
+            small_share=arguments.small_share,
             min_batch_size=arguments.min_batch_size,
             rounds=arguments.rounds_per_epoch,
             factor=arguments.update_factor,
@@ -411,26 +530,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(asdict(plan), indent=2) if arguments.json else format_plan(plan))
+    if arguments.json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
     return 0
-
-
-def format_plan(plan: Plan) -> str:
-    """Return the plan as a table, equal workers on one line."""
-    lines = [f"{'worker':>9}  {'batch':>6} {'samples':>9} {'steps':>7} {'weight':>7} {'time':>9}"]
-    start = 0
-    while start < len(plan.workers):
-        end = start + 1
-        while end < len(plan.workers) and plan.workers[end] == plan.workers[start]:
-            end += 1
-        name = str(start) if end == start + 1 else f"{start}-{end - 1}"
-        w = plan.workers[start]
-        lines.append(
-            f"{name:>9}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7} "
-            f"{w.merge_weight:>7.4f} {w.predicted_time_s:>8.2f}s"
-        )
-        start = end
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Figures are made without pyplot, so that drawing keeps no state and may happen i
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
@@ -20,13 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from dbsl.forecast import MAX_ROWS, comparison, epoch_spans, idle_share, total_times_s, worker_rows
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.stages import Stage
 
 DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
 TRAIN, EVAL = "#0072b2", "#d55e00"
-MAX_ROWS = 16
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -72,31 +71,30 @@ def timeline_figure(
         plans: The plan of each resolution.
         rounds_per_epoch: Rounds per epoch; they share a worker's time equally.
     """
-    rows = {stage.resolution: _rows(plans[stage.resolution]) for stage in stages}
+    rows = {stage.resolution: worker_rows(plans[stage.resolution], MAX_ROWS) for stage in stages}
     heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows.values()]
     figure = Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), dpi=DPI, layout="constrained")
+    planned, all_large, equal = total_times_s(stages, plans)
     figure.suptitle(
-        "Predicted time of one epoch: how long each worker computes, how long it waits",
-        fontsize=14,
+        "Predicted time of one epoch: how long each worker computes, how long it waits\n"
+        f"all {stages[-1].end_epoch} epochs: {planned:.3g} s; with all batches large "
+        f"{all_large:.3g} s, with one equal batch {equal:.3g} s",
+        fontsize=13,
     )
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)
     for axes, (resolution, own) in zip(panels[:, 0], rows.items(), strict=True):
-        workers = plans[resolution].workers
-        end_s = max(worker.predicted_time_s for worker in workers)
-        for y, (worker, _) in enumerate(own[:MAX_ROWS]):
-            _draw_worker(axes, y, worker, end_s, rounds_per_epoch)
-        names = [name for _, name in own[:MAX_ROWS]]
+        plan = plans[resolution]
+        for y, (_, worker) in enumerate(own[:MAX_ROWS]):
+            _draw_worker(axes, y, plan, worker, rounds_per_epoch)
+        names = [f"worker{'s' if '-' in name else ''} {name}" for name, _ in own[:MAX_ROWS]]
         axes.set_yticks(range(len(names)), names, fontsize=9)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(labelbottom=True)
         axes.spines[["top", "right"]].set_visible(False)
-        epochs = _ranges([stage for stage in stages if stage.resolution == resolution])
+        epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
         rest = f"  (the first {MAX_ROWS} of {len(own)} rows)" if len(own) > MAX_ROWS else ""
         axes.set_title(
-            f"{resolution} px images, {epochs}: {end_s:.3g} s per epoch, "
-            f"of which the workers are idle {_idle(workers, end_s):.1f} %{rest}",
-            loc="left",
-            fontsize=11,
+            f"{resolution} px images, {epochs}: {comparison(plan)}{rest}", loc="left", fontsize=11
         )
     panels[-1, 0].set_xlabel("seconds since the epoch began")
     figure.legend(
@@ -162,10 +160,8 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _draw_worker(
-    axes: Axes, y: int, worker: WorkerPlan, end_s: float, rounds_per_epoch: int
-) -> None:
-    compute_s, round_s = worker.predicted_time_s / rounds_per_epoch, end_s / rounds_per_epoch
+def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_epoch: int) -> None:
+    compute_s, round_s = worker.predicted_time_s / rounds_per_epoch, plan.time_s / rounds_per_epoch
     starts = [round_s * index for index in range(rounds_per_epoch)]
     idle = [start + compute_s for start in starts]
     color = SMALL if worker.small else LARGE
@@ -183,46 +179,11 @@ def _draw_worker(
         1.01,
         y,
         f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
-        f"{worker.predicted_time_s:.3g} s, idle {_idle([worker], end_s):.1f} %",
+        f"{worker.predicted_time_s:.3g} s, idle {100 * idle_share(plan, worker):.1f} %",
         transform=axes.get_yaxis_transform(),
         va="center",
         fontsize=9,
     )
-
-
-def _rows(plan: Plan) -> list[tuple[WorkerPlan, str]]:
-    """Return a panel's rows: the workers, or where they are many each run of equal ones."""
-    if len(plan.workers) <= MAX_ROWS:
-        return [(worker, f"worker {index}") for index, worker in enumerate(plan.workers)]
-    rows, first = [], 0
-    for worker, group in itertools.groupby(plan.workers):
-        count = len(list(group))
-        last = first + count - 1
-        rows.append(
-            (worker, f"worker {first}" if count == 1 else f"each of workers {first} to {last}")
-        )
-        first += count
-    return rows
-
-
-def _ranges(stages: Sequence[Stage]) -> str:
-    """Return the epochs in words, counted from 1: ``epochs 1-40, 81-100``."""
-    spans: list[list[int]] = []
-    for stage in stages:
-        if spans and spans[-1][1] == stage.first_epoch:
-            spans[-1][1] = stage.end_epoch
-        else:
-            spans.append([stage.first_epoch, stage.end_epoch])
-    texts = [str(end) if end == start + 1 else f"{start + 1}-{end}" for start, end in spans]
-    if len(texts) > 6:
-        texts[5:] = ["…"]
-    return f"epoch{'' if texts[0].isdigit() and len(texts) == 1 else 's'} {', '.join(texts)}"
-
-
-def _idle(workers: Sequence[WorkerPlan], end_s: float) -> float:
-    """Return the percentage of the workers' time until `end_s` in which they do not compute."""
-    busy_s = sum(worker.predicted_time_s for worker in workers)
-    return max(0.0, 100 - 100 * busy_s / (end_s * len(workers))) if end_s > 0 else 0.0
 
 
 def _train_losses(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:

@@ -112,9 +112,7 @@ def print_run(
     ]
     for resolution, plan in plans.items():
         epochs = [
-            f"{_span(s)} at lr {s.learning_rate:g}"
-            for s in stages
-            if s.resolution == resolution
+            f"{_span(s)} at lr {s.learning_rate:g}" for s in stages if s.resolution == resolution
         ]
         if epochs:
             lines += [

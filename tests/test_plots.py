@@ -23,9 +23,10 @@ def dual_batch_plans(workers=4, small_workers=1):
 
 def plan_by_hand(times_s, small=1):
     workers = tuple(
-        WorkerPlan(8 + i, 100 + i, 10, 1.0, time_s, i < small) for i, time_s in enumerate(times_s)
+        WorkerPlan(8 + i, 100 + i, 10, 1.0, time_s, time_s, i < small)
+        for i, time_s in enumerate(times_s)
     )
-    return Plan(sum(w.samples for w in workers), 1.0, 32, 8, 100, 100, 1.0, workers)
+    return Plan(sum(w.samples for w in workers), 1.0, 32, 8, 100, 100, 1.0, 3.0, 3.5, (), workers)
 
 
 def metrics_of(stages, epochs, *, eval_every=1, virtual=False):
@@ -110,7 +111,7 @@ def test_timeline_of_many_workers_draws_equal_ones_once():
     plans = {24: plan_dual_batch(40_000, 40, 10, 50, TimeModel(1e-3, 0.02))}
     (axes,) = plots.timeline_figure(make_stages(1, [24]), plans, 1).axes
     names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == ["each of workers 0 to 9", "each of workers 10 to 39"]
+    assert names == ["workers 0-9", "workers 10-39"]
     assert len(bars(axes, plots.SMALL, plots.LARGE)) == 2
 
 
