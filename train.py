@@ -33,7 +33,7 @@ from dbsl.runlog import Evaluation, RunLog
 from dbsl.sampler import EpochSampler, evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Round, RoundReport, Sync
-from dbsl.setup import make_plans, print_run
+from dbsl.setup import make_plans, print_run, profile_command
 from dbsl.stages import (
     LrSchedule,
     Schedule,
@@ -71,12 +71,19 @@ class Config:
     small_ratio: float = 0.0  # share of workers on the small batch, in [0, 1]
     small_workers: int | None = None  # the same as a count; wins over small_ratio
     time_ratio: float = 1.05  # k > 1, what dual batch may cost over all-large
-    large_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; unset: up to 128
-    small_batch_size: tuple[int, ...] | None = None  # the same; unset or 0: solved from time_ratio
+    small_share: float | None = None  # of the samples, in (0, 1); decides instead of time_ratio
+    # one, or one per resolution (and worker); auto: the largest that fits; unset: up to 128
+    large_batch_size: tuple[int, ...] | Literal["auto"] | None = None
+    small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
     min_batch_size: int = 2  # smallest small batch to accept from the solution
-    slope: tuple[float, ...] | None = None  # seconds per sample, per resolution; unset: measured
-    intercept: tuple[float, ...] | None = None  # seconds per step, per resolution; the same
-    profile_seconds: float = 30.0  # at most this long for measuring, all resolutions together
+    memory_limit: float | None = None  # GiB, for large_batch_size auto; unset: what is free
+    # seconds per sample: one, or one per resolution (and worker); unset: measured
+    slope: tuple[float, ...] | None = None
+    intercept: tuple[float, ...] | None = None  # seconds per step, in the same way
+    profile: str | None = None  # file of python -m dbsl.profile --output; unset: cache, or measure
+    profile_seconds: float = 30.0  # about how long to measure, all resolutions together
+    profile_refresh: bool = False  # measure even if the cache has step times
+    plan_only: bool = False  # print the plan and its timeline, train nothing
     update_factor: UpdateFactor = "data"  # merge weight of small workers: d_S/d_L, its root, 1
     rounding: Rounding = "round"  # of plan results: as the journal, or truncate as the conference
     # --- how workers meet
@@ -218,10 +225,14 @@ def main(config: Config) -> None:
         for resolution in resolutions
     }
 
+    if config.plan_only:
+        print_run(accelerator, config, data, stages, plans, None)
+        accelerator.end_training()
+        return
     folder = make_run_folder(config, plans, accelerator)
     print_run(accelerator, config, data, stages, plans, folder)
     start_trackers(accelerator, config.report_to, folder, folder.name, asdict(config))
-    log = RunLog(folder, accelerator, stages, plans)
+    log = RunLog(folder, accelerator, stages, plans, profile_command(config, data, world_size))
     if accelerator.is_main_process:
         plan_timeline(stages, plans, rounds, folder / "plots/plan.png")
         log.images({"plots/plan": folder / "plots/plan.png"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from dbsl.config import config_to_yaml
+from dbsl.files import write_text
 from dbsl.plan import Plan
 
 
@@ -44,13 +44,6 @@ def make_run_folder(config: Any, plans: Mapping[int, Plan], accelerator: Acceler
     if broadcast(failed).item():  # the other processes must stop too, not wait for this one
         raise ValueError(error or f"output_dir {folder} was refused on the main process")
     return folder
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, never meets half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _default_folder(config: Any) -> str:

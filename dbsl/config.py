@@ -96,8 +96,15 @@ def check_run(config: Any) -> None:
         value = getattr(config, name)
         if value is not None:
             in_range(name, value, 0 if name in ("small_workers", "loader_workers") else 1)
-    for size in config.large_batch_size or ():
-        in_range("large_batch_size", size, 1)
+    if config.large_batch_size != "auto":
+        for size in config.large_batch_size or ():
+            in_range("large_batch_size", size, 1)
+    for name in ("memory_limit", "small_share"):
+        value = getattr(config, name)
+        if value is not None:
+            in_range(name, value, 0, open_low=True)
+    if config.profile is not None and config.slope is not None:
+        raise ValueError(f"profile must not be given with slope, got {config.profile}")
     for size in config.small_batch_size or ():
         in_range("small_batch_size", size, 0)
     if (config.slope is None) != (config.intercept is None):
@@ -133,18 +140,34 @@ def in_range(
     raise ValueError(f"{name} must be {bound}, got {value:g}")
 
 
-def per_resolution(
-    name: str, values: Sequence[T] | None, resolutions: Sequence[int]
-) -> list[T | None]:
-    """Return one value for each resolution from none, one for all, or one each."""
-    if values is None:
-        return [None] * len(resolutions)
-    if len(values) not in (1, len(resolutions)):
+def for_workers(
+    name: str, values: Sequence[T] | None, resolutions: Sequence[int], workers: int
+) -> list[list[T | None]]:
+    """Return a value for each resolution and worker: [resolution][worker].
+
+    From none, one for all, one for each resolution, or one for each resolution and worker (all
+    workers of the first resolution, then of the second).
+
+    Raises:
+        ValueError: If the number of values is none of these.
+    """
+    rows = len(resolutions)
+    values = [None] if values is None else list(values)
+    if len(values) not in (1, rows, rows * workers):
         raise ValueError(
-            f"{name} must have 1 value or one per resolution ({len(resolutions)}), "
-            f"got {len(values)}"
+            f"{name} must have 1 value, one per resolution ({rows}) or one per resolution and "
+            f"worker ({rows * workers}), got {len(values)}"
         )
-    return list(values) * (len(resolutions) if len(values) == 1 else 1)
+    if len(values) == rows * workers:
+        return [values[r * workers : (r + 1) * workers] for r in range(rows)]
+    return [[value] * workers for value in (values * rows if len(values) == 1 else values)]
+
+
+def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
+    """Return the shortest setting from which `for_workers` gives [resolution][worker] back."""
+    if all(len(set(row)) == 1 for row in values):
+        return tuple(row[0] for row in values)
+    return tuple(value for row in values for value in row)
 
 
 @contextmanager

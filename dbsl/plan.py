@@ -144,6 +144,7 @@ def plan_dual_batch(
     notes: list[str] = []
     batch, published, ratio = small_batch_size, None, 1.0
     if small_workers and batch is None:
+        _check_intercepts(machines, samples, small_workers, min_batch_size)
         ratio = _wanted_ratio(
             machines, samples, small_workers, min_batch_size, time_ratio, small_share
         )
@@ -301,6 +302,17 @@ def _check_one_given(**goals: float | None) -> None:
         )
 
 
+def _check_intercepts(
+    machines: Machines, samples: int, small_workers: int, min_batch_size: int
+) -> None:
+    if (machines.intercepts[:small_workers] <= 0).all():
+        eighth = max(min_batch_size, int(machines.limits[0]) // 8)
+        raise NoPlanError(
+            "intercept must be above 0 s for a small batch to exist, got "
+            f"{machines.intercepts[0]:g}{_nearest(machines, samples, small_workers, eighth)}"
+        )
+
+
 def _wanted_ratio(
     machines: Machines,
     samples: int,
@@ -356,12 +368,6 @@ def _solve(
 ) -> tuple[int, tuple[int, int] | None]:
     """Return B_S; for equal workers also d_L and d_S by the published chain of rounded results."""
     workers, large_workers = len(machines.limits), len(machines.limits) - small_workers
-    if (machines.intercepts[:small_workers] <= 0).all():
-        eighth = max(min_batch_size, int(machines.limits[0]) // 8)
-        raise NoPlanError(
-            "intercept must be above 0 s for a small batch to exist, got "
-            f"{machines.intercepts[0]:g}{_nearest(machines, samples, small_workers, eighth)}"
-        )
     if not machines.equal:
         time_s = ratio * machines.balanced_time(samples, machines.limits)
         large_speeds = machines.speeds(machines.limits)[small_workers:]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from dbsl.files import write_bytes
 from dbsl.forecast import MAX_ROWS, comparison, epoch_spans, idle_share, total_times_s, worker_rows
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.stages import Stage
@@ -251,6 +251,4 @@ def _save(figure: Figure, path: Path) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(png.getvalue())
-    os.replace(temporary, path)
+    write_bytes(path, png.getvalue())

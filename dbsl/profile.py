@@ -1,11 +1,22 @@
-"""Measure how long a training step takes on this device, and fit t = a*x + b to it."""
+"""Know the machine: how long a training step takes, how much memory it needs, for any batch size.
+
+Two lines are fitted to measured steps: time ``t = a*x + b`` (eq. 2) and memory ``M = p + x*q``
+(eq. 9). Warm-up is left out, the device synchronised, and the fit minimises relative errors. From
+the shell::
+
+    python -m dbsl.profile --model resnet18 --resolutions 24,32 --large-batch-size 128
+"""
 
 from __future__ import annotations
 
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,44 +25,168 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from dbsl.plan import TimeModel
+from dbsl.machines import TimeModel
+from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory
+
+TOLERANCE = 0.10  # of a prediction, relative: within it the line is said to hold
+Precision = Literal["no", "bf16", "fp16"]
 
 
-def measure_time_model(
-    model: nn.Module,
-    resolution: int,
-    large_batch_size: int,
-    num_classes: int,
-    accelerator: Accelerator,
+@dataclass(frozen=True)
+class StepProfile:
+    """Measured training steps at one resolution, and the lines fitted to them."""
+
+    resolution: int  # pixels
+    batch_sizes: tuple[int, ...]  # ascending
+    times_s: tuple[float, ...]  # median time of a step
+    errors: tuple[float, ...]  # standard error of each median, relative to it
+    slope: float  # a, seconds per sample
+    intercept: float  # b, seconds per step
+    r_squared: float  # of the fitted line
+    largest_error: float  # of the line against the measured times, relative
+    holds_from: int | None  # smallest measured batch from which on the line is within TOLERANCE
+    held_out_sizes: tuple[int, ...] = ()  # measured beside, and left out of the fit
+    held_out_times_s: tuple[float, ...] = ()
+    memory: MemoryModel | None = None
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or len(self.batch_sizes) != len(self.times_s):
+            raise ValueError(
+                f"times_s must have one time per batch size ({len(self.batch_sizes)}), "
+                f"got {len(self.times_s)}"
+            )
+        for value in self.times_s:
+            if not (np.isfinite(value) and value > 0):
+                raise ValueError(f"times_s must be finite and above 0 s, got {value}")
+
+    @property
+    def time_model(self) -> TimeModel:
+        """The fitted line of step times."""
+        return TimeModel(self.slope, self.intercept)
+
+    def describe(self, limit_bytes: float | None = None) -> str:
+        """Return the fit in one line, and what fits into memory."""
+        holds = (
+            f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
+            if self.holds_from is not None
+            else f"not within {TOLERANCE:.0%} at the largest batch"
+        )
+        text = (
+            f"{self.resolution} px: a step with x samples takes {1e3 * self.slope:.4g} ms * x + "
+            f"{1e3 * self.intercept:.4g} ms (R2 {self.r_squared:.4f}, largest error "
+            f"{self.largest_error:.1%}, {holds})"
+        )
+        if self.held_out_sizes:
+            rows = zip(self.held_out_sizes, self.held_out_times_s, strict=True)
+            off = [f"{x}: {self.time_model.time(x, 1) / t - 1:+.1%}" for x, t in rows]
+            text = f"{text}; predicted for held-out batches, against measured: {', '.join(off)}"
+        return f"{text}; {self.memory.describe(limit_bytes)}" if self.memory else text
+
+
+class TrainingStep:
+    """A training step with synthetic images on a copy of a model, for any batch size."""
+
+    def __init__(
+        self, model: nn.Module, resolution: int, num_classes: int, accelerator: Accelerator
+    ) -> None:
+        self.accelerator = accelerator
+        self.resolution = resolution
+        self.num_classes = num_classes
+        self._model = copy.deepcopy(model).train()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0, momentum=0.9)
+        self._images, self._labels = self._batch(0)
+
+    def __call__(self, batch_size: int) -> None:
+        """Take one step; a batch size larger than any before makes new images."""
+        if batch_size > len(self._images):
+            self._images = self._labels = None  # free the old ones first
+            self._images, self._labels = self._batch(batch_size)
+        with self.accelerator.autocast():
+            logits = self._model(self._images[:batch_size])
+            loss = F.cross_entropy(logits, self._labels[:batch_size])
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device, side = self.accelerator.device, self.resolution
+        stream = torch.Generator(device).manual_seed(0)
+        images = torch.randn(size, 3, side, side, device=device, generator=stream)
+        labels = torch.arange(size, device=device) % self.num_classes
+        return images.contiguous(memory_format=torch.channels_last), labels
+
+
+def profile_steps(
+    step: TrainingStep,
+    batch_sizes: Sequence[int],
     *,
     seconds: float,
-) -> TimeModel:
-    """Measure training steps on this device; over several processes the mean of their times.
+    held_out: Sequence[int] = (),
+    reserve_bytes: float = 0.0,
+) -> StepProfile:
+    """Measure training steps on this device, and fit time and memory to them.
 
-    Runs on a copy of the model and on synthetic images: weights and data stay untouched, and what
-    the data path costs is not in it. All processes measure at once, as they will train.
+    Weights and data stay untouched, and what the data path costs is not in it. All processes
+    measure at once, as they will train.
+
+    Args:
+        step: The training step.
+        batch_sizes: Batch sizes to measure, and to fit the lines to.
+        seconds: About when to stop repeating.
+        held_out: Batch sizes to measure beside, and to leave out of the fit.
+        reserve_bytes: Memory that a run needs beside one worker's training.
     """
-    scratch = copy.deepcopy(model).train()
-    optimizer = torch.optim.SGD(scratch.parameters(), lr=0.0, momentum=0.9)
-
-    def step(batch_size: int) -> None:
-        with accelerator.autocast():
-            loss = F.cross_entropy(scratch(images[:batch_size]), labels[:batch_size])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    images = torch.randn(large_batch_size, 3, resolution, resolution, device=accelerator.device)
-    images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.arange(large_batch_size, device=accelerator.device) % num_classes
-    sizes = batch_sizes_to_measure(large_batch_size)
-    accelerator.wait_for_everyone()
-    times = torch.tensor(measure_step_times(step, sizes, seconds=seconds))
-    times = accelerator.reduce(times.to(accelerator.device), reduction="mean")
-    return fit_time_model(sizes, times.tolist())
+    step.accelerator.wait_for_everyone()
+    sizes = sorted(set(batch_sizes))
+    memory = profile_memory(step, sizes, reserve_bytes=reserve_bytes)
+    beside = sorted(set(held_out) - set(sizes))
+    times, errors = measure_step_times(step, [*sizes, *beside], seconds=seconds)
+    count = len(sizes)
+    profile = fit_profile(step.resolution, sizes, times[:count], errors[:count], memory)
+    return replace(profile, held_out_sizes=tuple(beside), held_out_times_s=tuple(times[count:]))
 
 
-def batch_sizes_to_measure(large_batch_size: int, points: int = 4) -> list[int]:
+def profile_memory(
+    step: TrainingStep, batch_sizes: Sequence[int], *, reserve_bytes: float = 0.0
+) -> MemoryModel | None:
+    """Measure a step's peak memory at several batch sizes and fit its line."""
+    sizes = sorted(set(batch_sizes))
+    step(sizes[0])  # the optimizer's state exists from now on
+    peaks = PeakMemory(step.accelerator.device)
+    used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
+    return fit_memory(sizes, used, peaks, reserve_bytes)
+
+
+def fit_profile(
+    resolution: int,
+    batch_sizes: Sequence[int],
+    times_s: Sequence[float],
+    errors: Sequence[float],
+    memory: MemoryModel | None = None,
+) -> StepProfile:
+    """Fit the line of step times and say how well it holds."""
+    line = fit_time_model(batch_sizes, times_s)
+    x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+    predicted = line.slope * x + line.intercept
+    off = np.abs(predicted / t - 1)
+    spread = float(((t - t.mean()) ** 2).sum())
+    bad = np.flatnonzero(off > TOLERANCE)
+    first = int(bad[-1]) + 1 if len(bad) else 0
+    return StepProfile(
+        resolution=resolution,
+        batch_sizes=tuple(batch_sizes),
+        times_s=tuple(times_s),
+        errors=tuple(errors),
+        slope=line.slope,
+        intercept=line.intercept,
+        r_squared=1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0,
+        largest_error=float(off.max()),
+        holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
+        memory=memory,
+    )
+
+
+def batch_sizes_to_measure(large_batch_size: int, points: int = 5) -> list[int]:
     """Return a geometric grid of batch sizes that ends at the large one, each half of the next.
 
     It stays above 1, where batch norm refuses a feature map of one pixel.
@@ -65,8 +200,13 @@ def fit_time_model(batch_sizes: Sequence[int], times_s: Sequence[float]) -> Time
 
     A line whose intercept comes out below zero is no model of a step; the slope alone is then
     fitted, through the origin.
+
+    Raises:
+        ValueError: If a time is not a finite number above 0.
     """
     x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+    if not (np.isfinite(t) & (t > 0)).all():
+        raise ValueError(f"step times must be finite and above 0 s, got {list(times_s)}")
     slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
     if intercept <= 0 or slope <= 0:
         ratio = x / t
@@ -80,11 +220,12 @@ def measure_step_times(
     *,
     seconds: float,
     relative_error: float = 0.02,
-) -> list[float]:
-    """Return the median time of ``step(batch_size)`` in seconds for each size, after warm-up.
+) -> tuple[list[float], list[float]]:
+    """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
 
-    Sizes take turns, so that a slow spell of the machine falls on all of them. It ends when the
-    standard error of every median is small enough, after at least 3 repeats, or when time is up.
+    Warm-up is left out. Sizes take turns, so that a slow spell of the machine falls on all of them.
+    It ends when the standard error of every median is small enough, or when time is up, but
+    repeats each at least 3 times.
     """
     timers = [
         Timer(
@@ -94,19 +235,102 @@ def measure_step_times(
         )
         for size in batch_sizes
     ]
+    deadline = time.perf_counter() + seconds
     for timer in timers:
         timer.timeit(2)
     samples: list[list[float]] = [[] for _ in timers]
-    deadline = time.perf_counter() + seconds
     while len(samples[0]) < 3 or time.perf_counter() < deadline:
         for timer, taken in zip(timers, samples, strict=True):
             taken.append(timer.timeit(1).median)  # the timer waits for the device
-        if len(samples[0]) >= 3 and max(map(_median_error, samples)) < relative_error:
+        if len(samples[0]) >= 5 and max(map(_median_error, samples)) < relative_error:
             break
-    return [statistics.median(taken) for taken in samples]
+    return [statistics.median(taken) for taken in samples], [_median_error(s) for s in samples]
 
 
 def _median_error(times_s: Sequence[float]) -> float:
     """Return the standard error of the median over the median, for roughly normal noise."""
     spread = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
     return spread / statistics.median(times_s)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Measure step time and memory on this machine; lists take commas or spaces."""
+
+    model: str = "resnet18"  # a name in timm's registry
+    num_classes: int = 100  # outputs of the classifier
+    resolutions: tuple[int, ...] = (24, 32)  # image sides, ascending, pixels
+    large_batch_size: int = 128  # the largest batch to measure
+    held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
+    mixed_precision: Precision = "no"  # autocast of the forward pass
+    cpu_threads: int | None = None  # of torch; unset: all cores
+    profile_seconds: float = 30.0  # at most about this long, all resolutions together
+    profile_refresh: bool = False  # measure even if the cache has it
+    memory_limit: float | None = None  # GiB that a step may use; unset: what is free
+    output: Path | None = None  # also write the profile to this file, for train.py --profile
+    json: bool = False  # print JSON instead of lines
+
+    def __post_init__(self) -> None:
+        from dbsl.config import in_range
+        from dbsl.stages import check_resolutions
+
+        check_resolutions(self.resolutions)
+        in_range("num_classes", self.num_classes, 1)
+        in_range("large_batch_size", self.large_batch_size, 2)
+        in_range("profile_seconds", self.profile_seconds, 0, open_low=True)
+        if self.memory_limit is not None:
+            in_range("memory_limit", self.memory_limit, 0, open_low=True)
+        for size in self.held_out:
+            in_range("held_out", size, 2, self.large_batch_size)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m dbsl.profile`` and return the exit status."""
+    import json
+
+    from dbsl.cores import cores_of_process
+    from dbsl.flags import parse_flags
+    from dbsl.model import build_model
+    from dbsl.profile_cache import Profiler, Setup, write_profiles
+
+    try:
+        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
+        torch.set_num_threads(arguments.cpu_threads or cores_of_process())
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(), mixed_precision=arguments.mixed_precision
+        )
+        model = build_model(
+            arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
+        ).to(accelerator.device, memory_format=torch.channels_last)
+        setup = Setup.of(arguments.model, model, arguments.num_classes, accelerator)
+        profiler = Profiler(
+            setup,
+            model,
+            accelerator,
+            seconds=arguments.profile_seconds / len(arguments.resolutions),
+            refresh=arguments.profile_refresh,
+        )
+        profiles = {
+            r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
+            for r in arguments.resolutions
+        }
+        if arguments.memory_limit is not None:
+            for profile in profiles.values():
+                if profile.memory is not None:
+                    profile.memory.largest_batch(arguments.memory_limit * GIB)
+        if arguments.output:
+            write_profiles(arguments.output, setup, profiles)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({f"{r} px": asdict(p) for r, p in profiles.items()}, indent=2))
+    else:
+        print(f"{arguments.model} on {setup.device}, precision {setup.precision}")
+        limit = arguments.memory_limit and arguments.memory_limit * GIB
+        print("\n".join(profile.describe(limit) for profile in profiles.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

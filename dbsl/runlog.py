@@ -21,12 +21,13 @@ from accelerate import Accelerator
 from PIL import Image
 from tqdm import tqdm
 
-from dbsl.checkpoint import write_text
+from dbsl.files import write_text
 from dbsl.plan import Plan
 from dbsl.server import RoundReport
 from dbsl.stages import Stage, stage_at
 
 MAX_PRINTED_WORKERS = 8
+PREDICTION_TOLERANCE = 0.10  # relative, of a worker's time in an epoch
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RunLog:
         accelerator: Tells the main process and holds the trackers.
         stages: All stages of the run.
         plans: The plan of each resolution.
+        profile_command: What measures step times anew, for the warning that they are off.
     """
 
     def __init__(
@@ -58,13 +60,17 @@ class RunLog:
         accelerator: Accelerator,
         stages: Sequence[Stage],
         plans: Mapping[int, Plan],
+        profile_command: str,
     ) -> None:
+        self._profile_command = profile_command
         self.enabled = accelerator.is_main_process
         if not self.enabled:
             return
         self.folder = folder
         self._accelerator = accelerator
         self._stages = stages
+        self._plans = plans
+        self._off: set[int] = set()  # resolutions whose predictions were said to be off
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
         self._epoch = 0  # the last that ended
@@ -91,24 +97,18 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def round(
-        self,
-        report: RoundReport,
-        *,
-        predicted_time_s: float | None = None,
-        virtual_time_s: float | None = None,
-    ) -> None:
+    def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
         """Record a worker's round.
 
         Args:
             report: What the worker says of it.
-            predicted_time_s: The time model's compute time of the round.
             virtual_time_s: The simulated cluster's clock at the round's end.
         """
         if not self.enabled:
             return
-        times = {"predicted_time_s": predicted_time_s, "virtual_time_s": virtual_time_s}
-        self._write("round", asdict(report) | _given(times))
+        predicted = {"predicted_time_s": self._predicted_time_s(report)}
+        virtual = _given({"virtual_time_s": virtual_time_s})
+        self._write("round", asdict(report) | predicted | virtual)
         self._rounds[report.epoch].append(report)
         self._bar.set_postfix_str(
             f"epoch {report.epoch + 1}/{self._stages[-1].end_epoch}, {report.resolution} px, "
@@ -142,6 +142,11 @@ class RunLog:
         workers = {worker: _together(list(group)) for worker, group in groups}
         total = _together(reports)
         resolution = stage_at(self._stages, epoch).resolution
+        for worker, values in workers.items():
+            own = [report for report in reports if report.worker == worker]
+            values["predicted_time_s"] = sum(map(self._predicted_time_s, own))
+        means = self._mean_times(workers, self._plans[resolution])
+        self._write("times", {"epoch": epoch, "resolution": resolution} | means)
         speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
         self._train_time_s, self._epoch = train_time_s, epoch
         record = {
@@ -151,6 +156,7 @@ class RunLog:
             "train/resolution": resolution,
             "train/images_per_s": speed,
             "time/train_s": train_time_s,
+            **{f"plan/{name}": v for name, v in _plan_totals(self._plans[resolution]).items()},
         }
         result = ""
         if evaluation is not None:
@@ -163,6 +169,7 @@ class RunLog:
             result = (
                 f"  eval accuracy {100 * evaluation.accuracy:.1f} %  loss {evaluation.loss:.3f}"
             )
+        record |= {f"time/{name.removesuffix('_time_s')}_s": value for name, value in means.items()}
         if virtual_time_s is not None:
             record["time/virtual_s"] = virtual_time_s
         for worker, values in workers.items():
@@ -174,6 +181,45 @@ class RunLog:
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {resolution} px  "
             f"lr {learning_rate:.4g}  train loss {total['loss']:.3f}{result}  "
             f"{speed:.0f} images/s  {_times([values['time_s'] for values in workers.values()])}"
+        )
+        self._warn_of_predictions(epoch, resolution, workers)
+
+    @staticmethod
+    def _mean_times(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, float]:
+        """Return the mean time of small and of large workers, as measured and as predicted."""
+        means = {}
+        for small, name in ((True, "small"), (False, "large")):
+            own = [v for worker, v in workers.items() if plan.workers[worker].small == small]
+            if own:
+                means[f"{name}_workers_time_s"] = sum(v["time_s"] for v in own) / len(own)
+                predicted = sum(v["predicted_time_s"] for v in own) / len(own)
+                means[f"predicted_{name}_workers_time_s"] = predicted
+        return means
+
+    def _predicted_time_s(self, report: RoundReport) -> float:
+        """Return the planned compute time of a round, its part of the epoch's."""
+        plan = self._plans[report.resolution].workers[report.worker]
+        return plan.predicted_time_s * report.samples / plan.samples
+
+    def _warn_of_predictions(
+        self, epoch: int, resolution: int, workers: Mapping[int, Mapping[str, float]]
+    ) -> None:
+        """Say once for each resolution which workers' times the plan does not predict."""
+        if resolution in self._off or epoch == 0 < self._stages[-1].end_epoch - 1:
+            return  # the first epoch warms caches and the device up
+        off = {
+            worker: values["time_s"] / values["predicted_time_s"] - 1
+            for worker, values in workers.items()
+        }
+        off = {worker: error for worker, error in off.items() if abs(error) > PREDICTION_TOLERANCE}
+        if not off:
+            return
+        self._off.add(resolution)
+        worst = max(off, key=lambda worker: abs(off[worker]))
+        self._print(
+            f"warning: at {resolution} px the rounds of {len(off)} of {len(workers)} workers took "
+            f"other times than planned (worker {worst}: {off[worst]:+.0%}); to measure again: "
+            f"{self._profile_command}"
         )
 
     def images(self, files: Mapping[str, Path]) -> None:
@@ -220,8 +266,19 @@ class RunLog:
 
 def _plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
     values = asdict(stage)
-    row = {"stage": values.pop("index"), **values, "time_ratio": plan.time_ratio}
+    row = {"stage": values.pop("index"), **values, **_plan_totals(plan), "notes": plan.notes}
     return row | {"workers": _worker_rows(plan)}
+
+
+def _plan_totals(plan: Plan) -> dict[str, float]:
+    return {
+        "time_ratio": plan.time_ratio,
+        "epoch_time_s": plan.time_s,
+        "all_large_time_s": plan.all_large_time_s,
+        "equal_batch_time_s": plan.equal_batch_time_s,
+        "idle_share": plan.idle_share,
+        "small_share": plan.small_share,
+    }
 
 
 def _worker_rows(plan: Plan) -> list[dict[str, Any]]:

@@ -12,14 +12,20 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.config import per_resolution
+from dbsl.config import for_workers, from_workers
 from dbsl.data import Data
-from dbsl.plan import Plan, TimeModel, format_plan, plan_with_fallback
-from dbsl.profile import measure_time_model
+from dbsl.forecast import format_run
+from dbsl.machines import TimeModel
+from dbsl.memory import GIB
+from dbsl.plan import Plan, plan_with_fallback
+from dbsl.profile_cache import Profiler, Setup
 from dbsl.stages import Stage
 
 if TYPE_CHECKING:
     from train import Config  # for readers and type checkers alone: dbsl never imports train
+
+
+SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 
 
 def default_large_batch_size(round_samples: int) -> int:
@@ -40,54 +46,126 @@ def make_plans(
     small_workers: int,
     accelerator: Accelerator,
 ) -> tuple[dict[int, Plan], Config]:
-    """Plan every worker's batches at each resolution, on step times given or measured here.
+    """Plan every worker's batches at each resolution, on step times given or measured.
 
     Returns the plans by resolution, and the config with what was found filled in, so that it
     repeats the run.
     """
-    share = len(data.train) // workers // config.rounds_per_epoch
-    large = per_resolution("large_batch_size", config.large_batch_size, resolutions)
-    large = [default_large_batch_size(share) if size is None else size for size in large]
-    small = per_resolution("small_batch_size", config.small_batch_size, resolutions)
-    slopes = per_resolution("slope", config.slope, resolutions)
-    intercepts = per_resolution("intercept", config.intercept, resolutions)
-    plans, time_models, measured = {}, [], config.slope is None
+    samples, rounds = len(data.train), config.rounds_per_epoch
+    share = max(1, samples // workers // rounds)
+    auto, measured = config.large_batch_size == "auto", config.slope is None
+    large, slopes, intercepts, small = (
+        for_workers(name, values, resolutions, workers)
+        for name, values in (
+            ("large_batch_size", None if auto else config.large_batch_size),
+            ("slope", config.slope),
+            ("intercept", config.intercept),
+            ("small_batch_size", config.small_batch_size),
+        )
+    )
+    large = [[size or default_large_batch_size(share) for size in row] for row in large]
+    if measured or auto:
+        profiler = Profiler(
+            Setup.of(config.model, model, data.num_classes, accelerator),
+            model,
+            accelerator,
+            seconds=config.profile_seconds / len(resolutions),
+            refresh=config.profile_refresh,
+            file=Path(config.profile) if config.profile else None,
+            reserve_bytes=_reserve_bytes(model, workers, accelerator.num_processes),
+        )
+    if auto:
+        limit = config.memory_limit and config.memory_limit * GIB
+        found = [profiler.largest_batch(r, limit_bytes=limit, at_most=share) for r in resolutions]
+        large = _gather(found, workers, accelerator)
+        large = [[int(size) for size in row] for row in large]
+    if measured:
+        profiles = [
+            profiler.profile(r, max(row)) for r, row in zip(resolutions, large, strict=True)
+        ]
+        for profile in profiles:
+            accelerator.print(profile.describe())
+        slopes = _gather([p.slope for p in profiles], workers, accelerator)
+        intercepts = _gather([p.intercept for p in profiles], workers, accelerator)
+        for i, row in enumerate(large):
+            slopes[i], intercepts[i] = _equal_but_for_noise(slopes[i], intercepts[i], min(row))
+
+    plans = {}
     for i, resolution in enumerate(resolutions):
-        if measured:
-            seconds = config.profile_seconds / len(resolutions)
-            accelerator.print(f"measuring step times at {resolution} px, {seconds:g} s at most")
-            time_model = measure_time_model(
-                model, resolution, large[i], data.num_classes, accelerator, seconds=seconds
-            )
-        else:
-            time_model = TimeModel(slopes[i], intercepts[i])
-        time_models.append(time_model)
+        models = [TimeModel(a, b) for a, b in zip(slopes[i], intercepts[i], strict=True)]
+        given = small[i][0] or None
+        share_goal = config.small_share if small_workers and not given else None
         plans[resolution], fell_back = plan_with_fallback(
-            len(data.train),
+            samples,
             workers,
             small_workers,
             large[i],
-            time_model,
+            models,
             measured=measured,
-            time_ratio=config.time_ratio,
-            small_batch_size=small[i] or None,
+            time_ratio=config.time_ratio if not given and share_goal is None else None,
+            small_batch_size=given if small_workers else None,
+            small_share=share_goal,
             min_batch_size=config.min_batch_size,
-            rounds=config.rounds_per_epoch,
+            rounds=rounds,
             factor=config.update_factor,
             rounding=config.rounding,
         )
         if fell_back:
-            small[i] = plans[resolution].small_batch_size
+            small[i] = [plans[resolution].small_batch_size] * workers
             accelerator.print(f"at {resolution} px {fell_back}")
     return plans, replace(
         config,
         workers=workers,
         small_workers=small_workers,
         resolutions=tuple(resolutions),
-        large_batch_size=tuple(large),
-        small_batch_size=tuple(size or 0 for size in small) if any(small) else None,
-        slope=tuple(m.slope for m in time_models),
-        intercept=tuple(m.intercept for m in time_models),
+        large_batch_size=from_workers(large),
+        small_batch_size=(
+            from_workers([[size or 0 for size in row] for row in small])
+            if any(row[0] for row in small)
+            else None
+        ),
+        slope=from_workers(slopes),
+        intercept=from_workers(intercepts),
+        profile=None,
+        profile_refresh=False,
+    )
+
+
+def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> list[list[float]]:
+    """Return this process's values, one per resolution, as [resolution][worker] of all workers."""
+    if accelerator.num_processes == 1:  # all workers are simulated on this device
+        return [[value] * workers for value in values]
+    own = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    rows = accelerator.gather(own[None])[-workers:]  # a dedicated server, rank 0, has no worker
+    return rows.T.tolist()
+
+
+def _equal_but_for_noise(
+    slopes: list[float], intercepts: list[float], batch: int
+) -> tuple[list[float], list[float]]:
+    """Return the mean for all where step times at `batch` differ by no more than noise does."""
+    times = [a * batch + b for a, b in zip(slopes, intercepts, strict=True)]
+    if max(times) > (1 + SAME_MACHINE) * min(times):
+        return slopes, intercepts
+    workers = len(slopes)
+    return [sum(slopes) / workers] * workers, [sum(intercepts) / workers] * workers
+
+
+def _reserve_bytes(model: nn.Module, workers: int, processes: int) -> float:
+    """Return what a run holds on the device beside one worker's step: weights and momentum."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    here = workers if processes == 1 else 1
+    return float(weights * (2 * here + 1))  # pulled weights and momentum of each, global weights
+
+
+def profile_command(config: Config, data: Data, processes: int) -> str:
+    """Return the command that measures a run's step times anew."""
+    launch = "python" if processes == 1 else "accelerate launch (as this run)"
+    return (
+        f"{launch} -m dbsl.profile --model {config.model} --num-classes {data.num_classes} "
+        f"--resolutions {','.join(map(str, config.resolutions))} "
+        f"--large-batch-size {max(config.large_batch_size)} "
+        f"--mixed-precision {config.mixed_precision} --profile-refresh"
     )
 
 
@@ -97,9 +175,12 @@ def print_run(
     data: Data,
     stages: Sequence[Stage],
     plans: Mapping[int, Plan],
-    folder: Path,
+    folder: Path | None,
 ) -> None:
-    """Print what the run will do: the device, the data, each stage and each resolution's plan."""
+    """Print what the run will do: the device, the data, each stage and each resolution's plan.
+
+    Without a folder it is the plan alone that was asked for: then with timelines.
+    """
     processes = accelerator.num_processes
     where = "simulated in one process" if processes == 1 else f"in {processes} processes"
     lines = [
@@ -108,20 +189,7 @@ def print_run(
         f"{config.workers} workers {where}, {config.small_workers} on small batches, "
         f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
         f"precision {accelerator.mixed_precision}",
-        f"run folder {folder}",
+        f"run folder {folder}" if folder else "plan only: nothing is trained or written",
     ]
-    for resolution, plan in plans.items():
-        epochs = [
-            f"{_span(s)} at lr {s.learning_rate:g}" for s in stages if s.resolution == resolution
-        ]
-        if epochs:
-            lines += [
-                f"\n{resolution} px, epochs {', '.join(epochs)}; time ratio {plan.time_ratio:.3f}",
-                format_plan(plan),
-            ]
-    accelerator.print("\n".join(lines) + "\n")
-
-
-def _span(stage: Stage) -> str:
-    first, last = stage.first_epoch + 1, stage.end_epoch
-    return str(last) if first == last else f"{first}-{last}"
+    lines += ["", format_run(stages, plans, config.rounds_per_epoch, timelines=folder is None), ""]
+    accelerator.print("\n".join(lines))

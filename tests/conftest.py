@@ -111,3 +111,9 @@ def no_login(tmp_path, monkeypatch):
 
     yield
     wandb.teardown()
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(tmp_path_factory, monkeypatch):
+    """Keep profiles of tests away from the user's, and from each other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

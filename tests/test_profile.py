@@ -1,15 +1,23 @@
-import time
+import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dbsl import profile
+from dbsl.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
 from dbsl.model import build_model
 from dbsl.profile import (
+    StepProfile,
+    TrainingStep,
     batch_sizes_to_measure,
+    fit_profile,
     fit_time_model,
     measure_step_times,
-    measure_time_model,
+    profile_steps,
 )
+from dbsl.profile_cache import Profiler, Setup, cache_file, write_profiles
 
 
 def test_fit_recovers_a_line_and_weighs_relative_errors():
@@ -28,29 +36,225 @@ def test_fit_that_would_start_below_zero_goes_through_the_origin():
 
 
 @pytest.mark.parametrize(
-    ("large", "sizes"), [(64, [8, 16, 32, 64]), (500, [62, 125, 250, 500]), (3, [2, 3]), (1, [1])]
+    ("large", "sizes"),
+    [(64, [4, 8, 16, 32, 64]), (500, [31, 62, 125, 250, 500]), (3, [2, 3]), (1, [1])],
 )
 def test_measured_sizes_are_geometric_up_to_the_large_batch(large, sizes):
     assert batch_sizes_to_measure(large) == sizes
 
 
-def test_step_times_are_medians_after_warm_up():
-    calls = []
+def test_step_times_are_medians_after_warm_up(monkeypatch):
+    calls, clock = [], [0.0]
 
-    def step(batch_size):
-        calls.append(batch_size)
-        slow = 0.05 if len(calls) <= 4 or calls.count(batch_size) == 4 else 0.0
-        time.sleep(slow + 0.001 * batch_size)  # slow to warm up, and one outlier later
+    class FakeTimer:
+        def __init__(self, statement, globals, num_threads):
+            self.size = globals["batch_size"]
 
-    times = measure_step_times(step, [2, 8], seconds=0.3)
-    assert times == pytest.approx([0.002, 0.008], rel=0.5)
-    assert abs(calls.count(2) - calls.count(8)) == 0
+        def timeit(self, number):
+            for _ in range(number):
+                calls.append(self.size)
+                outlier = calls.count(self.size) in (1, 2, 5)  # warm-up, and once later
+                taken = 9.0 if outlier else 0.001 * self.size
+                clock[0] += taken
+            return type("Measurement", (), {"median": taken})
+
+    monkeypatch.setattr(profile, "Timer", FakeTimer)
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: clock[0])
+    times, errors = measure_step_times(None, [2, 8], seconds=60.0)
+    assert times == [0.002, 0.008]
+    assert all(error > 0.02 for error in errors)  # of the outlier
+    assert calls.count(2) == calls.count(8) > 5  # so that it went on until time was up
+    assert clock[0] < 70
 
 
-def test_measuring_leaves_the_model_as_it_was(accelerator):
+def test_profile_says_from_which_batch_the_line_holds():
+    fitted = fit_profile(32, [4, 8, 16, 32, 64], [0.06, 0.051, 0.09, 0.17, 0.33], [0.01] * 5)
+    assert fitted.holds_from == 16
+    assert fitted.largest_error > 0.1
+    exact = fit_profile(32, [4, 8], [0.03, 0.05], [0.0, 0.0])
+    assert (exact.slope, exact.intercept) == pytest.approx((0.005, 0.01))
+    assert (exact.r_squared, exact.holds_from) == (pytest.approx(1.0), 4)
+    assert "32 px: a step with x samples takes 5 ms * x + 10 ms" in exact.describe()
+
+
+@pytest.mark.parametrize("time_s", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_times_are_refused(time_s):
+    with pytest.raises(ValueError, match="must be finite and above 0 s, got"):
+        fit_time_model([2, 4], [0.1, time_s])
+    with pytest.raises(ValueError, match="times_s must be finite and above 0 s, got"):
+        StepProfile(32, (2, 4), (0.1, time_s), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2)
+
+
+def test_profiling_leaves_the_model_and_the_random_numbers_as_they_were(accelerator):
     model = build_model("test_resnet", 3, final_resolution=32)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    time_model = measure_time_model(model, 16, 8, 3, accelerator, seconds=0.1)
-    assert time_model.slope > 0
+    random = torch.get_rng_state()
+    step = TrainingStep(model, 16, 3, accelerator)
+    measured = profile_steps(step, [2, 4, 8], seconds=0.1, held_out=[6])
+    assert measured.batch_sizes == (2, 4, 8)
+    assert measured.held_out_sizes == (6,)
+    assert len(measured.held_out_times_s) == 1
+    assert measured.slope > 0
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+MEMORY = MemoryModel(2 * GIB, GIB / 128, 12 * GIB, 0.25, 1 * GIB, "by hand")
+
+
+def test_largest_batch_leaves_margin_and_reserve_free():
+    assert MEMORY.largest_batch() == 768  # (12*0.75 - 1 - 2) * 128
+    assert MEMORY.largest_batch(8 * GIB) == 384
+    assert "batches up to 768 fit into 12.0 GiB with 25% left free" in MEMORY.describe()
+
+
+def test_a_limit_below_one_sample_is_refused():
+    with pytest.raises(ValueError, match=r"memory_limit must be at least 4.01 GiB .* got 1.00 GiB"):
+        MEMORY.largest_batch(GIB)
+
+
+def test_memory_line_is_fitted_to_peaks():
+    measure = PeakMemory(torch.device("cpu"))
+    fitted = fit_memory([4, 8, 16], [2e9 + x * 1e6 for x in (4, 8, 16)], measure, 5e6)
+    assert fitted.sample_bytes == pytest.approx(1e6)
+    assert fitted.fixed_bytes == pytest.approx(2e9)
+    assert fitted.source == "resident memory of the process"
+    assert fit_memory([4, 8], [1e9, 1e9], measure, 0.0) is None
+
+
+def test_peak_memory_of_the_process_sees_a_tensor_that_is_gone_again():
+    measure = PeakMemory(torch.device("cpu"))
+    small = measure.of(lambda: torch.ones(1))
+    large = measure.of(lambda: torch.ones(64 * 2**20))  # 256 MiB
+    assert large - small == pytest.approx(256 * 2**20, rel=0.1)
+    assert measure.capacity() > small
+
+
+def test_confirming_step_backs_off_until_it_fits():
+    tried = []
+
+    def step(batch):
+        tried.append(batch)
+        if batch > 90:
+            raise torch.OutOfMemoryError("no")
+
+    assert confirm_batch(step, 100) == 90
+    assert tried == [100, 95, 90]
+
+
+@pytest.fixture
+def profiler(accelerator, tmp_path, monkeypatch):
+    """Return a maker of profilers whose measurements are counted, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = build_model("test_resnet", 3, final_resolution=32)
+    setup = Setup.of("test_resnet", model, 3, accelerator)
+    measured = []
+
+    def fake(step, batch_sizes, **_):
+        measured.append((step.resolution, max(batch_sizes)))
+        times = [0.01 + 0.001 * x for x in batch_sizes]
+        return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times), MEMORY)
+
+    monkeypatch.setattr("dbsl.profile_cache.profile_steps", fake)
+
+    def make(setup=setup, **options):
+        return Profiler(setup, model, accelerator, seconds=1.0, **options)
+
+    make.setup, make.measured = setup, measured
+    return make
+
+
+def test_profiles_are_measured_once_and_then_come_from_the_cache(profiler, capsys):
+    first = profiler().profile(32, 64)
+    assert profiler().profile(32, 64) == first
+    assert profiler().profile(32, 48) == first  # within what was measured
+    assert profiler.measured == [(32, 64)]
+    assert "--profile-refresh" in capsys.readouterr().out
+    profiler().profile(24, 64)
+    profiler().profile(32, 128)  # beyond it
+    profiler(refresh=True).profile(32, 64)
+    other = replace(profiler.setup, precision="bf16")
+    profiler(other).profile(32, 64)
+    assert profiler.measured == [(32, 64), (24, 64), (32, 128), (32, 64), (32, 64)]
+    assert profiler().profile(24, 64).resolution == 24  # still there beside the others
+
+
+def test_damaged_cache_is_measured_again(profiler):
+    profiler().profile(32, 64)
+    cache_file(profiler.setup).write_text("{ not json")
+    profiler().profile(32, 64)
+    assert len(profiler.measured) == 2
+
+
+def test_profile_of_another_device_or_without_the_resolution_is_refused(profiler, tmp_path):
+    path = tmp_path / "profile.json"
+    profiles = {32: profiler().profile(32, 64)}
+    write_profiles(path, replace(profiler.setup, device="NVIDIA H200"), profiles)
+    with pytest.raises(
+        ValueError, match=r"profile must be of this run's device .*, got 'NVIDIA H200'"
+    ):
+        profiler(file=path)
+    write_profiles(path, profiler.setup, profiles)
+    assert profiler(file=path).profile(32, 64) == profiles[32]
+    with pytest.raises(ValueError, match="profile must have 24 px with batches up to 64"):
+        profiler(file=path).profile(24, 64)
+    with pytest.raises(ValueError, match="profile must have 32 px with batches up to 100"):
+        profiler(file=path).profile(32, 100)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.pop("setup"),
+        lambda content: content.update(format=99),
+        lambda content: content["profiles"]["32"].update(times_s=[-1.0] * 5),
+        lambda content: content["profiles"]["32"].update(slope=math.nan),
+        lambda content: content["profiles"]["32"].update(unknown=1),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(profiler, tmp_path, damage):
+    path = tmp_path / "profile.json"
+    write_profiles(path, profiler.setup, {32: profiler().profile(32, 64)})
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="profile must be a file that python"):
+        profiler(file=path)
+
+
+def test_largest_batch_comes_from_memory_and_from_the_samples(profiler):
+    profiler().profile(32, 64)
+    assert profiler().largest_batch(32, at_most=1000) == 768
+    assert profiler().largest_batch(32, at_most=1000, limit_bytes=8 * GIB) == 384
+    assert profiler().largest_batch(32, at_most=100) == 100
+
+
+def test_profile_from_the_shell(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = ["--model", "test_resnet", "--resolutions", "16,32", "--large-batch-size", "8"]
+    arguments += ["--profile-seconds", "0.2", "--output", str(tmp_path / "profile.json")]
+    threads = torch.get_num_threads()
+    assert profile.main(arguments) == 0
+    torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert "16 px: a step with x samples takes" in out
+    assert "32 px: a step with x samples takes" in out
+    assert set(json.loads((tmp_path / "profile.json").read_text())["profiles"]) == {"16", "32"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resolutions", "32,16"], "resolutions must be positive and ascend, got 32,16"),
+        (["--held-out", "200"], "held_out must be in [2, 128], got 200"),
+        (["--memory-limit", "-1"], "memory_limit must be above 0, got -1"),
+        (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
+        (["--profile-seconds", "0"], "profile_seconds must be above 0, got 0"),
+    ],
+)
+def test_profile_from_the_shell_refuses_in_one_line(capsys, arguments, message):
+    assert profile.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1

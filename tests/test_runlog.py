@@ -32,6 +32,15 @@ ROUND_KEYS = {
     "loss",
     "merge_weight",
     "staleness",
+    "predicted_time_s",
+}
+PLAN_TOTALS = {
+    "time_ratio",
+    "epoch_time_s",
+    "all_large_time_s",
+    "equal_batch_time_s",
+    "idle_share",
+    "small_share",
 }
 
 
@@ -40,10 +49,10 @@ def make_plans(workers=4):
     return {r: plan_dual_batch(100 * workers, workers, workers // 4, 50, model) for r in (24, 32)}
 
 
-def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None):
+def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None, stages=STAGES):
     """Run epochs through the log; worker w's loss is `loss` + w, its time 1 + w seconds."""
     for epoch in epochs:
-        stage = stage_at(STAGES, epoch)
+        stage = stage_at(stages, epoch)
         for worker, plan in enumerate(plans[stage.resolution].workers):
             report = RoundReport(
                 worker=worker,
@@ -82,12 +91,21 @@ def strict(line):
 
 def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans, virtual=3.5)
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["event"] for row in rows] == ["plan"] * 2 + ["round"] * 8 + ["eval"]
+    assert [row["event"] for row in rows] == [
+        *["plan"] * 2,
+        *["round"] * 4,
+        "times",
+        *["round"] * 4,
+        "times",
+        "eval",
+    ]
     plan, round_, evaluation = rows[0], rows[3], rows[-1]
-    assert {k: v for k, v in plan.items() if k != "workers"} == {
+    assert plan.keys() >= PLAN_TOTALS
+    kept = {k: v for k, v in plan.items() if k not in {"workers", *PLAN_TOTALS}}
+    assert kept == {
         "event": "plan",
         "stage": 0,
         "substage": 0,
@@ -96,7 +114,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelera
         "resolution": 24,
         "learning_rate": 0.1,
         "dropout": 0.0,
-        "time_ratio": 1.05,
+        "notes": [],
     }
     worker = plans[24].workers[1]
     assert plan["workers"][1] == {
@@ -106,6 +124,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelera
         "steps": worker.steps,
         "merge_weight": 1.0,
         "predicted_time_s": worker.predicted_time_s,
+        "simplified_time_s": worker.simplified_time_s,
         "small": False,
     }
     assert set(round_) == ROUND_KEYS | {"virtual_time_s"}
@@ -127,7 +146,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelera
 
 def test_metrics_without_optional_times_leave_them_out(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert set(rows[2]) == ROUND_KEYS
@@ -136,7 +155,7 @@ def test_metrics_without_optional_times_leave_them_out(tmp_path, accelerator):
 
 def test_metrics_nan_loss_becomes_null(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans, loss=math.nan)
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows if row["event"] == "round"] == [None] * 8
@@ -144,14 +163,14 @@ def test_metrics_nan_loss_becomes_null(tmp_path, accelerator):
 
 def test_metrics_line_is_on_disk_when_the_round_is_recorded(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans, epochs=[0])
-        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 + 4
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 + 4 + 1
 
 
 def test_other_processes_write_and_print_nothing(tmp_path, capsys):
     plans = make_plans()
-    with RunLog(tmp_path, SimpleNamespace(is_main_process=False), STAGES, plans) as log:
+    with RunLog(tmp_path, SimpleNamespace(is_main_process=False), STAGES, plans, "measure") as log:
         play(log, plans)
         log.images({"plan": tmp_path / "missing.png"})
         log.summary({"final_accuracy": 1.0})
@@ -161,9 +180,9 @@ def test_other_processes_write_and_print_nothing(tmp_path, capsys):
 
 def test_epoch_line_tells_people_the_result(tmp_path, accelerator, capsys):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans)
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().out.splitlines()[:2]
     loss = f"{weighted_loss(plans[32]):.3f}"
     assert first == (
         f"epoch 1/2  24 px  lr 0.1  train loss {loss}  40 images/s  worker times 1.0 2.0 3.0 4.0 s"
@@ -176,7 +195,7 @@ def test_epoch_line_tells_people_the_result(tmp_path, accelerator, capsys):
 
 def test_epoch_line_with_many_workers_stays_short(tmp_path, accelerator, capsys):
     plans = make_plans(workers=40)
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans, epochs=[0])
     assert capsys.readouterr().out.endswith("worker times 1.0 to 40.0 s (40 workers)\n")
 
@@ -184,7 +203,7 @@ def test_epoch_line_with_many_workers_stays_short(tmp_path, accelerator, capsys)
 def test_rounds_of_the_next_epoch_do_not_count_for_this_one(tmp_path, accelerator, capsys):
     plans = make_plans()
     early = RoundReport(0, 1, 0, 32, 8, 85, 3, time_s=99.0, loss=99.0, merge_weight=1.0)
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         log.round(early)  # asynchronous: worker 0 is an epoch ahead
         play(log, plans, epochs=[0])
     assert f"train loss {weighted_loss(plans[24]):.3f}" in capsys.readouterr().out
@@ -195,14 +214,14 @@ def test_progress_bar_on_a_terminal_counts_all_images(tmp_path, accelerator, mon
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", terminal)
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans)
         assert "800/800" in str(log._bar)
     assert "epoch 2/2, 32 px, loss 5.000" in terminal.getvalue()
 
 
 def test_summary_is_strict_json_and_printed_in_a_line(tmp_path, accelerator, capsys):
-    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+    with RunLog(tmp_path, accelerator, STAGES, make_plans(), "measure") as log:
         log.summary({"final_loss": math.inf, "final_accuracy": 0.9712, "epochs": 2, "sync": "bsp"})
     text = (tmp_path / "summary.json").read_text()
     assert strict(text) == {
@@ -219,7 +238,7 @@ def test_summary_that_fails_leaves_the_old_one_whole(tmp_path, accelerator, monk
     def fail(*_):
         raise OSError("disk gone")
 
-    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+    with RunLog(tmp_path, accelerator, STAGES, make_plans(), "measure") as log:
         log.summary({"final_accuracy": 0.5})
         monkeypatch.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="disk gone"):
@@ -232,7 +251,7 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
     plans = make_plans()
     config = {"lr": 0.1, "resolutions": (24, 32), "resume": None, "nested": {"path": Path("x")}}
     start_trackers(accelerator, "tensorboard", tmp_path, "run", config)
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         log.images({"plan/timeline": tmp_path / "plan.png"})
         play(log, plans, virtual=3.5)
     accelerator.end_training()
@@ -241,7 +260,14 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
     workers = {
         f"worker/{worker}/{name}"
         for worker in range(4)
-        for name in ("loss", "time_s", "staleness", "local_batch_size", "samples")
+        for name in (
+            "loss",
+            "time_s",
+            "staleness",
+            "local_batch_size",
+            "samples",
+            "predicted_time_s",
+        )
     }
     assert set(events.Tags()["scalars"]) == workers | {
         "epoch",
@@ -254,6 +280,11 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
         "time/train_s",
         "time/eval_s",
         "time/virtual_s",
+        "time/small_workers_s",
+        "time/large_workers_s",
+        "time/predicted_small_workers_s",
+        "time/predicted_large_workers_s",
+        *(f"plan/{name}" for name in PLAN_TOTALS),
     }
     values = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
@@ -286,7 +317,7 @@ def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
     assert Path(path).parent == Path("runs/first run/wandb")
 
     run = accelerator.get_tracker("wandb", unwrap=True)
-    with RunLog(folder, accelerator, STAGES, plans) as log:
+    with RunLog(folder, accelerator, STAGES, plans, "measure") as log:
         log.images({"plan/timeline": tmp_path / "plan.png"})
         play(log, plans)
         log.summary({"best_accuracy": 0.75})
@@ -310,7 +341,7 @@ def test_wandb_mode_of_the_user_is_respected_in_silence(
     monkeypatch.setenv("WANDB_MODE", mode)
     plans = make_plans()
     start_trackers(accelerator, "wandb", tmp_path, "run", {})
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         play(log, plans)
     accelerator.end_training()
     printed = capsys.readouterr()
@@ -318,3 +349,25 @@ def test_wandb_mode_of_the_user_is_respected_in_silence(
     assert (tmp_path / "wandb").exists() == offline
     assert ("wandb: offline (WANDB_MODE=offline)" in printed.out) == offline
     assert printed.err == ""
+
+
+def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
+    tmp_path, accelerator, capsys
+):
+    plans = make_plans()  # predict less than a second; played are 1 + worker seconds
+    stages = make_stages(4, [24, 32])
+    with RunLog(tmp_path, accelerator, stages, plans, "measure --again") as log:
+        play(log, plans, epochs=(0, 1), stages=stages)
+        play(log, plans, epochs=(2, 3), stages=stages)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    times = [row for row in rows if row["event"] == "times"]
+    assert [row["epoch"] for row in times] == [0, 1, 2, 3]
+    assert times[0]["small_workers_time_s"] == 1.0
+    assert times[0]["large_workers_time_s"] == 3.0  # of 2, 3 and 4 s
+    planned = plans[24].workers
+    assert times[0]["predicted_small_workers_time_s"] == planned[0].predicted_time_s
+    assert times[0]["predicted_large_workers_time_s"] == pytest.approx(planned[1].predicted_time_s)
+    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning")]
+    assert len(warnings) == 2  # at each resolution once, and not for the epoch that warms up
+    assert all(x.endswith("to measure again: measure --again") for x in warnings)
+    assert "4 of 4 workers" in warnings[0]

@@ -34,7 +34,8 @@ TINY = {
     "lr": 0.02,
     "report_to": "none",
 }
-TIMES = {"time_s", "train_time_s"}  # what may differ between two equal runs
+# What may differ between two equal runs.
+TIMES = {"time_s", "train_time_s", "small_workers_time_s", "large_workers_time_s"}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     config = run(folder, checkpoint_every=2)
     printed = capsys.readouterr().out
     assert "4 workers simulated in one process, 1 on small batches" in printed
-    assert "16 px, epochs 1 at lr 0.02" in printed
+    assert "16 px, epoch 1, lr 0.02; time ratio 1.050" in printed
     assert {p.name for p in folder.iterdir()} == {
         *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
         *("model.safetensors", "config.json", "checkpoints", "plots"),
@@ -155,6 +156,33 @@ def test_a_measured_run_repeats_from_its_own_config(tmp_path):
     assert (tmp_path / "one/config.yaml").read_text() == (tmp_path / "two/config.yaml").read_text()
 
 
+def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
+    run(tmp_path / "run", plan_only=True)
+    printed = capsys.readouterr().out
+    assert "plan only: nothing is trained or written" in printed
+    assert "|SSSS" in printed
+    assert "predicted for all 3 epochs" in printed
+    assert "one equal batch" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
+    slopes = (0.001, 0.001, 0.001, 0.004, 0.002, 0.002, 0.002, 0.008)  # two resolutions, 4 workers
+    config = run(tmp_path / "run", slope=slopes, intercept=(0.0,), small_workers=0)
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    for resolution in ("16 px", "32 px"):
+        assert [w["samples"] for w in plan[resolution]["workers"]] == [19, 18, 18, 5]
+    again = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
+    assert again.slope == slopes == config.slope
+
+
+def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys):
+    run(tmp_path / "run", large_batch_size="auto", epochs=1, lr_milestones=())
+    config = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
+    assert config.large_batch_size == (15, 15)  # of digits 15 samples a worker fit easily
+    assert "no more samples in a round" in capsys.readouterr().out
+
+
 def test_two_processes_at_a_barrier_repeat_to_the_bit(tmp_path):
     for name in ("one", "two"):
         done = launch(2, *flags(tmp_path / name, epochs=2, lr_milestones=1))
@@ -212,6 +240,13 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
             "lr_milestones must ascend inside (0, epochs=2)",
         ),
         (["--intercept", "-0.1"], "intercept must be above 0"),
+        (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
+        (["--profile", "no-such.json"], "profile must not be given with slope"),
+        (["--small-share", "0.9"], "small_share must be in (0, 0.25)"),
+        (
+            ["--large-batch-size", "auto", "--memory-limit", "0.0001"],
+            "memory_limit must be at least",
+        ),
         (["--slope", "0"], "slope must be above 0"),
         (["--dropout", "1.0"], "dropout must be in [0, 1), got 1"),
         (["--report-to", "trackio"], "report_to must name an installed tracker, got 'trackio'"),
