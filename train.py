@@ -267,7 +267,7 @@ def main(config: Config) -> None:
         schedule=config.lr_schedule,
         warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
     )
-    samples_seen, evaluations, eval_time_s, loop_began = 0, [], 0.0, time.perf_counter()
+    eval_time_s, loop_began = 0.0, time.perf_counter()
 
     for turn in cluster.turns():
         stage = stage_at(stages, turn.epoch)
@@ -303,7 +303,6 @@ def main(config: Config) -> None:
             cluster.push(report)
 
         for report in cluster.reports():  # of all workers, in the process that has the server
-            samples_seen += report.samples
             log.round(report, virtual_time_s=getattr(cluster, "time_s", None))
 
         if isinstance(turn, EpochEnd):  # all workers have pushed: evaluate the merge, log, save
@@ -317,7 +316,6 @@ def main(config: Config) -> None:
                 accuracy, loss, samples = evaluate(model, images, accelerator, together=together)
                 took = time.perf_counter() - started
                 evaluation = Evaluation(resolutions[-1], accuracy, loss, samples, took)
-                evaluations.append(evaluation)
             if accelerator.is_main_process:
                 if config.checkpoint_every and epochs_done % config.checkpoint_every == 0:
                     checkpoint = folder / f"checkpoints/epoch-{epochs_done:04d}"
@@ -339,13 +337,8 @@ def main(config: Config) -> None:
         log.images({"plots/accuracy": folder / "plots/accuracy.png"})
         log.summary(
             {
-                "final_accuracy": evaluations[-1].accuracy,
-                "best_accuracy": max(e.accuracy for e in evaluations),
-                "final_loss": evaluations[-1].loss,
-                "train_time_s": train_time_s,
+                **log.results(),
                 "total_time_s": time.perf_counter() - began,
-                "images_per_s": samples_seen / train_time_s,
-                "samples_seen": samples_seen,
                 "epochs": config.epochs,
                 "seed": config.seed,
                 "workers": workers,

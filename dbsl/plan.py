@@ -21,10 +21,19 @@ from typing import Any, Literal
 import numpy as np
 
 from dbsl.machines import Machines, NoPlanError, TimeModel, largest_remainder, steps_in_shares
+from dbsl.solve import (
+    batch_sizes,
+    check_fits,
+    check_intercepts,
+    fit_rounds,
+    published_shares,
+    round_half_up,
+    solve_small_batch,
+    wanted_ratio,
+)
 
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
-DEFAULT_TIME_RATIO = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +149,15 @@ def plan_dual_batch(
     _check_one_given(
         time_ratio=time_ratio, small_batch_size=small_batch_size, small_share=small_share
     )
-    to_integer: Callable[[float], int] = int if rounding == "truncate" else _round_half_up
+    to_integer: Callable[[float], int] = int if rounding == "truncate" else round_half_up
     notes: list[str] = []
     batch, published, ratio = small_batch_size, None, 1.0
     if small_workers and batch is None:
-        _check_intercepts(machines, samples, small_workers, min_batch_size)
-        ratio = _wanted_ratio(
+        check_intercepts(machines, samples, small_workers, min_batch_size)
+        ratio = wanted_ratio(
             machines, samples, small_workers, min_batch_size, time_ratio, small_share
         )
-        batch, published = _solve(
+        batch, published = solve_small_batch(
             machines, samples, small_workers, ratio, min_batch_size, to_integer
         )
         if batch < min_batch_size:
@@ -161,10 +170,10 @@ def plan_dual_batch(
                 raise NoPlanError(bound)
             notes.append(f"{bound}; taken as {min_batch_size}, samples moved to finish together")
             batch, published = min_batch_size, None
-    sizes = _sizes(machines.limits, small_workers, batch, notes)
+    sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:
-        as_published = _published_shares(published, workers, small_workers, samples)
+        as_published = published_shares(published, workers, small_workers, samples)
         times = machines.times(as_published, sizes, rounds)
         if times.max() - times.min() <= rounds * float(machines.step_times(sizes).max()):
             shares = as_published
@@ -173,8 +182,8 @@ def plan_dual_batch(
             published = None
     if machines.equal:
         given = small_batch_size is not None
-        _check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
-    shares, sizes = _fit_rounds(machines, samples, shares, sizes, rounds, notes)
+        check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
+    shares, sizes = fit_rounds(machines, samples, shares, sizes, rounds, notes)
 
     time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
     large, small, f = None, None, None  # where workers differ, no one value holds for all
@@ -230,7 +239,7 @@ def count_workers(
             what = "processes less the dedicated server" if dedicated_server else "processes"
             raise ValueError(f"workers must equal the number of {what} ({total}), got {workers}")
     if small_workers is None:
-        small_workers = max(1, _round_half_up(small_ratio * total)) if small_ratio > 0 else 0
+        small_workers = max(1, round_half_up(small_ratio * total)) if small_ratio > 0 else 0
     if small_workers > total:
         raise ValueError(
             f"small_workers must be at most the workers ({total}), got {small_workers}"
@@ -278,10 +287,6 @@ def plan_with_fallback(
         )
 
 
-def _round_half_up(value: float) -> int:
-    return math.floor(value + 0.5)
-
-
 def _check_counts(samples: int, workers: int, small_workers: int, rounds: int) -> None:
     if samples < workers:
         raise ValueError(
@@ -300,169 +305,6 @@ def _check_one_given(**goals: float | None) -> None:
             f"time_ratio, small_batch_size and small_share must not be given together: the others "
             f"follow from one, got {' and '.join(given)}"
         )
-
-
-def _check_intercepts(
-    machines: Machines, samples: int, small_workers: int, min_batch_size: int
-) -> None:
-    if (machines.intercepts[:small_workers] <= 0).all():
-        eighth = max(min_batch_size, int(machines.limits[0]) // 8)
-        raise NoPlanError(
-            "intercept must be above 0 s for a small batch to exist, got "
-            f"{machines.intercepts[0]:g}{_nearest(machines, samples, small_workers, eighth)}"
-        )
-
-
-def _wanted_ratio(
-    machines: Machines,
-    samples: int,
-    small_workers: int,
-    min_batch_size: int,
-    time_ratio: float | None,
-    small_share: float | None,
-) -> float:
-    """Return k as given, or as the share of small batches implies it, within its bounds."""
-    speeds = machines.speeds(machines.limits)
-    large_part = float(speeds[small_workers:].sum() / speeds.sum())
-    if small_share is not None:
-        if large_part == 0:
-            raise ValueError("small_share must leave some workers large, got only small ones")
-        if not 0 < small_share < 1 - large_part:
-            raise ValueError(
-                f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers would "
-                f"take in large batches), got {small_share:g}"
-            )
-        return (1 - small_share) / large_part
-    ratio = DEFAULT_TIME_RATIO if time_ratio is None else time_ratio
-    if not (math.isfinite(ratio) and ratio > 1):
-        raise ValueError(f"time_ratio must be above 1, got {ratio}")
-    if ratio * large_part >= 1:
-        raise ValueError(
-            f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take all "
-            f"samples), got {ratio}"
-            f"{_nearest(machines, samples, small_workers, min_batch_size)}"
-        )
-    return ratio
-
-
-def _nearest(machines: Machines, samples: int, small_workers: int, batch: int) -> str:
-    """Return what a plan with this small batch would be, for the end of an error."""
-    sizes = machines.limits.copy()
-    sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
-    try:
-        ratio = machines.balanced_time(samples, sizes) / machines.balanced_time(
-            samples, machines.limits
-        )
-    except NoPlanError:
-        return ""
-    return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
-
-
-def _solve(
-    machines: Machines,
-    samples: int,
-    small_workers: int,
-    ratio: float,
-    min_batch_size: int,
-    to_integer: Callable[[float], int],
-) -> tuple[int, tuple[int, int] | None]:
-    """Return B_S; for equal workers also d_L and d_S by the published chain of rounded results."""
-    workers, large_workers = len(machines.limits), len(machines.limits) - small_workers
-    if not machines.equal:
-        time_s = ratio * machines.balanced_time(samples, machines.limits)
-        large_speeds = machines.speeds(machines.limits)[small_workers:]
-        rest = samples - time_s * float(large_speeds.sum())
-        return to_integer(machines.common_batch(small_workers, time_s, rest)), None
-    model, limit = machines.model(0), int(machines.limits[0])
-    large = to_integer(ratio * samples / workers)
-    rest = samples - large * large_workers
-    if rest < small_workers:
-        raise ValueError(
-            f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
-            f"{_nearest(machines, samples, small_workers, min_batch_size)}"
-        )
-    small = to_integer(rest / small_workers)
-    exact = model.intercept / (model.sample_time(limit) * large / small - model.slope)
-    # Whole samples may use up a ratio close to 1: then the small batch is as large as the large.
-    return (to_integer(exact) if 0 < exact <= limit else limit), (large, small)
-
-
-def _published_shares(
-    published: tuple[int, int], workers: int, small: int, total: int
-) -> np.ndarray:
-    shares = np.full(workers, published[0], dtype=np.int64)
-    rest = total - published[0] * (workers - small)
-    shares[:small] = largest_remainder(np.ones(small), rest)
-    return shares
-
-
-def _fit_rounds(
-    machines: Machines,
-    samples: int,
-    shares: np.ndarray,
-    sizes: np.ndarray,
-    rounds: int,
-    notes: list[str],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Lower batch sizes that exceed a round of their worker's share; shares follow."""
-    lowered = np.zeros(len(sizes), dtype=bool)
-    for _ in range(32):
-        over = sizes > shares // rounds
-        if not over.any():
-            break
-        lowered |= over
-        sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
-        shares = largest_remainder(machines.speeds(sizes), samples)
-    if shares.min() < rounds or (sizes > shares // rounds).any():
-        slowest = int(shares.argmin())
-        raise ValueError(
-            f"samples must leave each worker at least one per round ({rounds} a worker and epoch), "
-            f"got {samples} over {len(shares)} workers, {shares[slowest]} for worker {slowest}"
-        )
-    if lowered.any():
-        first = int(lowered.argmax())
-        notes.append(
-            f"batches of {lowered.sum()} workers lowered to their samples of a round (worker "
-            f"{first}: {sizes[first]})"
-        )
-    return shares, sizes
-
-
-def _sizes(
-    limits: np.ndarray, small_workers: int, batch: int | None, notes: list[str]
-) -> np.ndarray:
-    """Return every worker's batch size, small ones held to their limits."""
-    sizes = limits.copy()
-    if small_workers:
-        highest = int(limits[:small_workers].max())
-        if not 1 <= batch <= highest:
-            raise ValueError(
-                f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
-            )
-        sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
-        held = int((limits[:small_workers] < batch).sum())
-        if held:
-            notes.append(f"{held} small workers hold fewer than {batch} samples and take those")
-    return sizes
-
-
-def _check_fits(
-    large: int, small: int | None, shares: np.ndarray, small_workers: int, rounds: int, given: bool
-) -> None:
-    """Refuse batches above what an equal worker has in a round; a solved one is then no plan."""
-    checks = []
-    if small_workers < len(shares):
-        checks.append(("large_batch_size", large, shares[-1], ValueError))
-    if small_workers:
-        kind = ValueError if given else NoPlanError
-        checks.append(("small_batch_size", small, shares[small_workers - 1], kind))
-    for name, batch, share, kind in checks:
-        limit = int(share) // rounds
-        if batch > limit:
-            raise kind(
-                f"{name} must be at most {limit}, the samples of such a worker in a round, "
-                f"got {batch}"
-            )
 
 
 def _worker_plans(

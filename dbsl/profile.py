@@ -10,6 +10,7 @@ the shell::
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import sys
 import time
@@ -138,9 +139,11 @@ def profile_steps(
     """
     step.accelerator.wait_for_everyone()
     sizes = sorted(set(batch_sizes))
-    memory = profile_memory(step, sizes, reserve_bytes=reserve_bytes)
     beside = sorted(set(held_out) - set(sizes))
-    times, errors = measure_step_times(step, [*sizes, *beside], seconds=seconds)
+    began = time.perf_counter()
+    memory = profile_memory(step, sizes, reserve_bytes=reserve_bytes)
+    left = seconds - (time.perf_counter() - began)
+    times, errors = measure_step_times(step, [*sizes, *beside], seconds=left)
     count = len(sizes)
     profile = fit_profile(step.resolution, sizes, times[:count], errors[:count], memory)
     return replace(profile, held_out_sizes=tuple(beside), held_out_times_s=tuple(times[count:]))
@@ -223,9 +226,10 @@ def measure_step_times(
 ) -> tuple[list[float], list[float]]:
     """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
 
-    Warm-up is left out. Sizes take turns, so that a slow spell of the machine falls on all of them.
-    It ends when the standard error of every median is small enough, or when time is up, but
-    repeats each at least 3 times.
+    Sizes take turns, so that a slow spell of the machine falls on all of them. In its turn each
+    takes a step that warms up and is left out, and then steps for about a quarter of the longest
+    step's time. It ends when the standard error of every median is small enough, or when time is
+    up, after 2 turns at least.
     """
     timers = [
         Timer(
@@ -235,16 +239,18 @@ def measure_step_times(
         )
         for size in batch_sizes
     ]
-    deadline = time.perf_counter() + seconds
-    for timer in timers:
-        timer.timeit(2)
+    began = time.perf_counter()
+    step(max(batch_sizes))
+    block_s = max(0.25 * (time.perf_counter() - began), 1e-3)
     samples: list[list[float]] = [[] for _ in timers]
-    while len(samples[0]) < 3 or time.perf_counter() < deadline:
+    for turn in itertools.count(1):
         for timer, taken in zip(timers, samples, strict=True):
-            taken.append(timer.timeit(1).median)  # the timer waits for the device
-        if len(samples[0]) >= 5 and max(map(_median_error, samples)) < relative_error:
-            break
-    return [statistics.median(taken) for taken in samples], [_median_error(s) for s in samples]
+            taken += timer.blocked_autorange(min_run_time=block_s).times  # waits for the device
+        if turn == 1:
+            continue
+        errors = [_median_error(taken) for taken in samples]
+        if max(errors) < relative_error or time.perf_counter() - began > seconds:
+            return [statistics.median(taken) for taken in samples], errors
 
 
 def _median_error(times_s: Sequence[float]) -> float:

@@ -73,6 +73,8 @@ class RunLog:
         self._off: set[int] = set()  # resolutions whose predictions were said to be off
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
+        self._samples = 0  # trained on so far
+        self._evaluations: list[Evaluation] = []
         self._epoch = 0  # the last that ended
         # Line buffering: a killed run leaves whole lines.
         self._file = open(folder / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -110,6 +112,7 @@ class RunLog:
         virtual = _given({"virtual_time_s": virtual_time_s})
         self._write("round", asdict(report) | predicted | virtual)
         self._rounds[report.epoch].append(report)
+        self._samples += report.samples
         self._bar.set_postfix_str(
             f"epoch {report.epoch + 1}/{self._stages[-1].end_epoch}, {report.resolution} px, "
             f"loss {report.loss:.3f}",
@@ -160,6 +163,7 @@ class RunLog:
         }
         result = ""
         if evaluation is not None:
+            self._evaluations.append(evaluation)
             so_far = {"train_time_s": train_time_s, "virtual_time_s": virtual_time_s}
             training = {"learning_rate": learning_rate, "train_resolution": resolution}
             self._write("eval", {"epoch": epoch} | asdict(evaluation) | _given(so_far) | training)
@@ -234,6 +238,17 @@ class RunLog:
                 with Image.open(file) as image:
                     pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
                 tracker.log_images({name: pixels}, step=self._step(tracker), **layout)
+
+    def results(self) -> dict[str, float]:
+        """Return what the run came to so far: accuracies, loss, seconds and samples of training."""
+        return {
+            "final_accuracy": self._evaluations[-1].accuracy,
+            "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
+            "final_loss": self._evaluations[-1].loss,
+            "train_time_s": self._train_time_s,
+            "images_per_s": self._samples / max(self._train_time_s, 1e-9),
+            "samples_seen": self._samples,
+        }
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json in one go, hand the values to the trackers and print the result."""

@@ -43,28 +43,40 @@ def test_measured_sizes_are_geometric_up_to_the_large_batch(large, sizes):
     assert batch_sizes_to_measure(large) == sizes
 
 
-def test_step_times_are_medians_after_warm_up(monkeypatch):
-    calls, clock = [], [0.0]
+def test_step_times_are_medians_of_turns_until_time_is_up(monkeypatch):
+    clock, turns = [0.0], []
 
     class FakeTimer:
         def __init__(self, statement, globals, num_threads):
             self.size = globals["batch_size"]
 
-        def timeit(self, number):
-            for _ in range(number):
-                calls.append(self.size)
-                outlier = calls.count(self.size) in (1, 2, 5)  # warm-up, and once later
-                taken = 9.0 if outlier else 0.001 * self.size
-                clock[0] += taken
-            return type("Measurement", (), {"median": taken})
+        def blocked_autorange(self, min_run_time):
+            turns.append(self.size)
+            outlier = 9.0 if turns.count(self.size) == 2 else 0.0
+            clock[0] += 1.0
+            return type("Measurement", (), {"times": [0.001 * self.size, outlier + 0.002]})
 
     monkeypatch.setattr(profile, "Timer", FakeTimer)
     monkeypatch.setattr(profile.time, "perf_counter", lambda: clock[0])
-    times, errors = measure_step_times(None, [2, 8], seconds=60.0)
+    warmed = []
+    times, errors = measure_step_times(warmed.append, [2, 8], seconds=9.0)
+    assert turns == [2, 8] * 5  # the outliers keep the errors large, so that it goes on
     assert times == [0.002, 0.008]
-    assert all(error > 0.02 for error in errors)  # of the outlier
-    assert calls.count(2) == calls.count(8) > 5  # so that it went on until time was up
-    assert clock[0] < 70
+    assert all(error > 0.1 for error in errors)
+    assert warmed == [8]
+
+
+def test_step_times_stop_as_soon_as_they_are_precise(monkeypatch):
+    calls = []
+
+    def step(batch_size):
+        calls.append(batch_size)
+
+    monkeypatch.setattr(profile, "_median_error", lambda taken: 0.01)
+    times, errors = measure_step_times(step, [2, 8], seconds=1e9)
+    assert errors == [0.01, 0.01]
+    assert len(times) == 2
+    assert {*calls} == {2, 8}
 
 
 def test_profile_says_from_which_batch_the_line_holds():

@@ -371,3 +371,19 @@ def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
     assert len(warnings) == 2  # at each resolution once, and not for the epoch that warms up
     assert all(x.endswith("to measure again: measure --again") for x in warnings)
     assert "4 of 4 workers" in warnings[0]
+
+
+def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, accelerator):
+    with RunLog(tmp_path, accelerator, STAGES, make_plans(), "measure") as log:
+        for epoch, accuracy in ((0, 0.8), (1, 0.6)):
+            play(log, make_plans(), epochs=[epoch], evaluate=())
+            evaluation = Evaluation(32, accuracy, 1.0 - accuracy, 90, 0.25)
+            log.epoch_end(epoch, evaluation, train_time_s=20.0, learning_rate=0.1)
+        assert log.results() == {
+            "final_accuracy": 0.6,
+            "best_accuracy": 0.8,
+            "final_loss": 0.4,
+            "train_time_s": 20.0,
+            "images_per_s": 40.0,  # 400 samples an epoch
+            "samples_seen": 800,
+        }
