@@ -163,7 +163,10 @@ def batch_sizes(
         sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
         held = int((limits[:small_workers] < batch).sum())
         if held:
-            notes.append(f"{held} small workers hold fewer than {batch} samples and take those")
+            notes.append(
+                f"{held} of {small_workers} small workers hold fewer than {batch} samples and take "
+                "what they hold"
+            )
     return sizes
 
 

@@ -243,7 +243,7 @@ def test_a_small_worker_stays_at_what_it_can_hold():
     plan = plan_dual_batch(50000, 4, 2, [8, 500, 500, 500], machines)
     assert plan.workers[0].local_batch_size == 8
     assert plan.workers[1].local_batch_size == plan.small_batch_size > 8
-    assert "1 small workers hold fewer than" in plan.notes[0]
+    assert "1 of 2 small workers hold fewer than" in plan.notes[0]
 
 
 def test_impossible_ratio_names_the_nearest_plan_and_that_plan_works():
