@@ -25,28 +25,18 @@ from accelerate.utils import InitProcessGroupKwargs
 from dbsl.checkpoint import make_run_folder
 from dbsl.config import check_run, one_line_errors, parse_config
 from dbsl.cores import cores_of_process
-from dbsl.data import load_data
-from dbsl.model import build_model, build_optimizer, check_optimizer, save_model, set_dropout
-from dbsl.plan import Rounding, UpdateFactor, count_workers
+from dbsl.model import build_optimizer, check_optimizer, save_model, set_dropout
+from dbsl.plan import Rounding, UpdateFactor
 from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
 from dbsl.runlog import Evaluation, RunLog
-from dbsl.sampler import EpochSampler, evaluation_batches
+from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Round, RoundReport, Sync
-from dbsl.setup import make_plans, print_run, profile_command
-from dbsl.stages import (
-    LrSchedule,
-    Schedule,
-    default_milestones,
-    default_resolutions,
-    default_warmup,
-    learning_rate_at,
-    make_stages,
-    stage_at,
-)
+from dbsl.setup import prepare, print_run, profile_command
+from dbsl.stages import LrSchedule, Schedule, learning_rate_at, stage_at
 from dbsl.sync import connect
 from dbsl.trackers import ReportTo, check_tracker, start_trackers
-from dbsl.transforms import Augment, Transform
+from dbsl.transforms import Augment
 from dbsl.weights import FlatWeights
 
 
@@ -174,67 +164,18 @@ def main(config: Config) -> None:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.worker_timeout))],
     )
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    workers, small_workers = count_workers(
-        world_size,
-        workers=config.workers,
-        small_ratio=config.small_ratio,
-        small_workers=config.small_workers,
-        dedicated_server=config.dedicated_server,
-    )
-    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
-        data = load_data(
-            config.dataset,
-            image_column=config.image_column,
-            label_column=config.label_column,
-            train_samples=config.train_samples,
-            eval_samples=config.eval_samples,
-            seed=config.seed,
-            loader_workers=config.loader_workers,
-            device=accelerator.device,
-        )
-    resolutions = config.resolutions or default_resolutions(data.image_side)
-    milestones, warmup = config.lr_milestones, config.warmup_epochs
-    stages = make_stages(
-        config.epochs,
-        resolutions,
-        schedule=config.schedule,
-        dropout=config.dropout,
-        learning_rate=config.lr,
-        milestones=default_milestones(config.epochs) if milestones is None else milestones,
-        gamma=config.lr_gamma,
-    )
-    model = build_model(
-        config.model,
-        data.num_classes,
-        final_resolution=resolutions[-1],
-        pretrained=config.pretrained,
-        seed=config.seed,
-    ).to(accelerator.device, memory_format=torch.channels_last)
-    plans, config = make_plans(
-        config, model, data, resolutions, workers, small_workers, accelerator
-    )
-    rounds = config.rounds_per_epoch
-    samplers = {
-        resolution: EpochSampler([w.samples for w in plan.workers], rounds=rounds, seed=config.seed)
-        for resolution, plan in plans.items()
-    }
-    transforms = {
-        resolution: Transform(
-            resolution, config.augment, data.mirror, data.mean, data.std, config.seed
-        )
-        for resolution in resolutions
-    }
-
+    run = prepare(config, accelerator)
+    config, data, stages, model = run.config, run.data, run.stages, run.model
     if config.plan_only:
-        print_run(accelerator, config, data, stages, plans, None)
+        print_run(run, None, accelerator)
         accelerator.end_training()
         return
-    folder = make_run_folder(config, plans, accelerator)
-    print_run(accelerator, config, data, stages, plans, folder)
+    folder = make_run_folder(config, run.plans, accelerator)
+    print_run(run, folder, accelerator)
     start_trackers(accelerator, config.report_to, folder, folder.name, asdict(config))
-    log = RunLog(folder, accelerator, stages, plans, profile_command(config, data, world_size))
+    log = RunLog(folder, accelerator, stages, run.plans, profile_command(run, world_size))
     if accelerator.is_main_process:
-        plan_timeline(stages, plans, rounds, folder / "plots/plan.png")
+        plan_timeline(stages, run.plans, config.rounds_per_epoch, folder / "plots/plan.png")
         log.images({"plots/plan": folder / "plots/plan.png"})
     cluster = connect(
         FlatWeights(model),  # from here on one vector: what workers push and pull
@@ -242,8 +183,8 @@ def main(config: Config) -> None:
         merge=config.merge,
         staleness=config.staleness,
         epochs=config.epochs,
-        rounds_per_epoch=rounds,
-        plan_of=lambda epoch: plans[stage_at(stages, epoch).resolution],
+        rounds_per_epoch=config.rounds_per_epoch,
+        plan_of=run.plan_at,
         timeout_s=config.worker_timeout,
         dedicated_server=config.dedicated_server,
     )
@@ -265,21 +206,24 @@ def main(config: Config) -> None:
         stages=stages,
         base=config.lr,
         schedule=config.lr_schedule,
-        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
+        warmup_epochs=config.warmup_epochs,
     )
+    final_resolution = config.resolutions[-1]
     eval_time_s, loop_began = 0.0, time.perf_counter()
 
     for turn in cluster.turns():
         stage = stage_at(stages, turn.epoch)
 
         if isinstance(turn, Round):  # a worker's turn: pull, train on its share, push
-            mine = plans[stage.resolution].workers[turn.worker]
-            indices = samplers[stage.resolution].batches(
+            mine = run.plan_at(turn.epoch).workers[turn.worker]
+            indices = run.samplers[stage.resolution].batches(
                 turn.worker, turn.epoch, turn.round, mine.local_batch_size
             )
+            steps = len(indices)
+            begins = turn.epoch + turn.round / config.rounds_per_epoch
             rates = [
-                learning_rate(turn.epoch + (turn.round + step / len(indices)) / rounds)
-                for step in range(len(indices))
+                learning_rate(begins + step / steps / config.rounds_per_epoch)
+                for step in range(steps)
             ]
             optimizer = optimizers[turn.worker]
             if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
@@ -288,14 +232,14 @@ def main(config: Config) -> None:
             torch.manual_seed(stream_seed(config.seed, "dropout", *astuple(turn)))
             cluster.pull(turn.worker)
             started = time.perf_counter()
-            images = data.train.batches(indices, transforms[stage.resolution], turn.epoch)
+            images = data.train.batches(indices, run.transforms[stage.resolution], turn.epoch)
             loss = train_round(model, images, optimizer, rates, accelerator, config.label_smoothing)
             report = RoundReport(
                 *astuple(turn),
                 resolution=stage.resolution,
                 local_batch_size=mine.local_batch_size,
                 samples=sum(map(len, indices)),
-                steps=len(indices),
+                steps=steps,
                 time_s=time.perf_counter() - started,
                 loss=loss,
                 merge_weight=mine.merge_weight,
@@ -311,17 +255,17 @@ def main(config: Config) -> None:
             epochs_done, evaluation, started = turn.epoch + 1, None, time.perf_counter()
             cluster.load(turn)
             if epochs_done % config.eval_every == 0 or epochs_done == config.epochs:
-                eval_transform = replace(transforms[resolutions[-1]], augment="none")
+                eval_transform = replace(run.transforms[final_resolution], augment="none")
                 images = data.evaluation.batches(eval_batches, eval_transform)
                 accuracy, loss, samples = evaluate(model, images, accelerator, together=together)
                 took = time.perf_counter() - started
-                evaluation = Evaluation(resolutions[-1], accuracy, loss, samples, took)
+                evaluation = Evaluation(final_resolution, accuracy, loss, samples, took)
             if accelerator.is_main_process:
                 if config.checkpoint_every and epochs_done % config.checkpoint_every == 0:
                     checkpoint = folder / f"checkpoints/epoch-{epochs_done:04d}"
-                    save_model(model, checkpoint, resolutions[-1], data)
+                    save_model(model, checkpoint, final_resolution, data)
                 if epochs_done == config.epochs:
-                    save_model(model, folder, resolutions[-1], data)
+                    save_model(model, folder, final_resolution, data)
             eval_time_s += time.perf_counter() - started
             log.epoch_end(
                 turn.epoch,
@@ -341,8 +285,8 @@ def main(config: Config) -> None:
                 "total_time_s": time.perf_counter() - began,
                 "epochs": config.epochs,
                 "seed": config.seed,
-                "workers": workers,
-                "small_workers": small_workers,
+                "workers": config.workers,
+                "small_workers": config.small_workers,
                 "sync": config.sync,
             }
         )

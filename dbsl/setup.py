@@ -1,31 +1,135 @@
-"""From a config to what its run trains with: plans by resolution, on times given or measured."""
+"""From a config to what its run trains with: data, stages, model and a plan per resolution."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from dbsl.config import for_workers, from_workers
-from dbsl.data import Data
+from dbsl.data import Data, load_data
 from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
 from dbsl.memory import GIB
-from dbsl.plan import Plan, plan_with_fallback
+from dbsl.model import build_model
+from dbsl.plan import Plan, count_workers, plan_with_fallback
 from dbsl.profile_cache import Profiler, Setup
-from dbsl.stages import Stage
+from dbsl.sampler import EpochSampler
+from dbsl.stages import (
+    Stage,
+    default_milestones,
+    default_resolutions,
+    default_warmup,
+    make_stages,
+    stage_at,
+)
+from dbsl.transforms import Transform
 
-if TYPE_CHECKING:
-    from train import Config  # for readers and type checkers alone: dbsl never imports train
+Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 
 SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run trains with: its config, complete, and what the config describes.
+
+    Attributes:
+        config: The config with everything that was found or measured filled in, so that it repeats
+            the run.
+        data: Training and evaluation images.
+        stages: Which epochs have which resolution and learning rate.
+        model: The model, on its device; nothing is wrapped around it.
+        plans: Every worker's batches and share, by resolution.
+        samplers: Which samples each worker takes, by resolution.
+        transforms: Augmentation, by resolution.
+    """
+
+    config: Config
+    data: Data
+    stages: tuple[Stage, ...]
+    model: nn.Module
+    plans: dict[int, Plan]
+    samplers: dict[int, EpochSampler]
+    transforms: dict[int, Transform]
+
+    def plan_at(self, epoch: int) -> Plan:
+        """Return the plan of an epoch."""
+        return self.plans[stage_at(self.stages, epoch).resolution]
+
+
+def prepare(config: Config, accelerator: Accelerator) -> Setting:
+    """Load the data, build the model, measure step times unless given, and plan the run."""
+    workers, small_workers = count_workers(
+        accelerator.num_processes,
+        workers=config.workers,
+        small_ratio=config.small_ratio,
+        small_workers=config.small_workers,
+        dedicated_server=config.dedicated_server,
+    )
+    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
+        data = load_data(
+            config.dataset,
+            image_column=config.image_column,
+            label_column=config.label_column,
+            train_samples=config.train_samples,
+            eval_samples=config.eval_samples,
+            seed=config.seed,
+            loader_workers=config.loader_workers,
+            device=accelerator.device,
+        )
+    resolutions = config.resolutions or default_resolutions(data.image_side)
+    milestones, warmup = config.lr_milestones, config.warmup_epochs
+    milestones = default_milestones(config.epochs) if milestones is None else milestones
+    config = replace(
+        config,
+        resolutions=tuple(resolutions),
+        lr_milestones=tuple(
+            default_milestones(config.epochs) if milestones is None else milestones
+        ),
+        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
+    )
+    stages = make_stages(
+        config.epochs,
+        resolutions,
+        schedule=config.schedule,
+        dropout=config.dropout,
+        learning_rate=config.lr,
+        milestones=config.lr_milestones,
+        gamma=config.lr_gamma,
+    )
+    model = build_model(
+        config.model,
+        data.num_classes,
+        final_resolution=resolutions[-1],
+        pretrained=config.pretrained,
+        seed=config.seed,
+    ).to(accelerator.device, memory_format=torch.channels_last)
+    plans, config = make_plans(
+        config, model, data, resolutions, workers, small_workers, accelerator
+    )
+    samplers = {
+        resolution: EpochSampler(
+            [worker.samples for worker in plan.workers],
+            rounds=config.rounds_per_epoch,
+            seed=config.seed,
+        )
+        for resolution, plan in plans.items()
+    }
+    transforms = {
+        resolution: Transform(
+            resolution, config.augment, data.mirror, data.mean, data.std, config.seed
+        )
+        for resolution in resolutions
+    }
+    return Setting(config, data, tuple(stages), model, plans, samplers, transforms)
 
 
 def default_large_batch_size(round_samples: int) -> int:
@@ -117,7 +221,6 @@ def make_plans(
         config,
         workers=workers,
         small_workers=small_workers,
-        resolutions=tuple(resolutions),
         large_batch_size=from_workers(large),
         small_batch_size=(
             from_workers([[size or 0 for size in row] for row in small])
@@ -158,31 +261,26 @@ def _reserve_bytes(model: nn.Module, workers: int, processes: int) -> float:
     return float(weights * (2 * here + 1))  # pulled weights and momentum of each, global weights
 
 
-def profile_command(config: Config, data: Data, processes: int) -> str:
+def profile_command(run: Setting, processes: int) -> str:
     """Return the command that measures a run's step times anew."""
+    config = run.config
     launch = "python" if processes == 1 else "accelerate launch (as this run)"
     return (
-        f"{launch} -m dbsl.profile --model {config.model} --num-classes {data.num_classes} "
+        f"{launch} -m dbsl.profile --model {config.model} --num-classes {run.data.num_classes} "
         f"--resolutions {','.join(map(str, config.resolutions))} "
         f"--large-batch-size {max(config.large_batch_size)} "
         f"--mixed-precision {config.mixed_precision} --profile-refresh"
     )
 
 
-def print_run(
-    accelerator: Accelerator,
-    config: Config,
-    data: Data,
-    stages: Sequence[Stage],
-    plans: Mapping[int, Plan],
-    folder: Path | None,
-) -> None:
+def print_run(run: Setting, folder: Path | None, accelerator: Accelerator) -> None:
     """Print what the run will do: the device, the data, each stage and each resolution's plan.
 
     Without a folder it is the plan alone that was asked for: then with timelines.
     """
-    processes = accelerator.num_processes
+    config, data, processes = run.config, run.data, accelerator.num_processes
     where = "simulated in one process" if processes == 1 else f"in {processes} processes"
+    plans = format_run(run.stages, run.plans, config.rounds_per_epoch, timelines=folder is None)
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training images, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
@@ -190,6 +288,8 @@ def print_run(
         f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
         f"precision {accelerator.mixed_precision}",
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
+        "",
+        plans,
+        "",
     ]
-    lines += ["", format_run(stages, plans, config.rounds_per_epoch, timelines=folder is None), ""]
     accelerator.print("\n".join(lines))
