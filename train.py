@@ -12,7 +12,8 @@ process all workers live in it (a simulated cluster); with several, each process
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, astuple, dataclass, replace
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -22,22 +23,23 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
+from dbsl.balance import Balance
 from dbsl.checkpoint import make_run_folder
 from dbsl.config import check_run, one_line_errors, parse_config
+from dbsl.connect import connect
 from dbsl.cores import cores_of_process
-from dbsl.model import build_optimizer, check_optimizer, save_model, set_dropout
+from dbsl.model import check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
 from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
+from dbsl.reports import make_reports
 from dbsl.runlog import Evaluation, RunLog
 from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
-from dbsl.server import EpochEnd, Merge, Round, RoundReport, Sync
+from dbsl.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.setup import prepare, print_run, profile_command
 from dbsl.stages import LrSchedule, Schedule, learning_rate_at, stage_at
-from dbsl.sync import connect
 from dbsl.trackers import ReportTo, check_tracker, start_trackers
 from dbsl.transforms import Augment
-from dbsl.weights import FlatWeights
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Config:
     small_share: float | None = None  # of the samples, in (0, 1); decides instead of time_ratio
     # one, or one per resolution (and worker); auto: the largest that fits; unset: up to 128
     large_batch_size: tuple[int, ...] | Literal["auto"] | None = None
+    local_batch_sizes: tuple[int, ...] | None = None  # by hand, one per worker (and resolution)
+    global_batch_size: int | None = None  # of joint steps; unset: the sum over workers
     small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
     min_batch_size: int = 2  # smallest small batch to accept from the solution
     memory_limit: float | None = None  # GiB, for large_batch_size auto; unset: what is free
@@ -76,13 +80,24 @@ class Config:
     plan_only: bool = False  # print the plan and its timeline, train nothing
     update_factor: UpdateFactor = "data"  # merge weight of small workers: d_S/d_L, its root, 1
     rounding: Rounding = "round"  # of plan results: as the journal, or truncate as the conference
+    balance: Balance = "none"  # dynamic: plans follow measured times; dbs: the published rule
+    balance_every: int | None = None  # rounds from one chance to the next; unset: an epoch
     # --- how workers meet
-    sync: Sync = "bsp"  # barrier each round; ssp: bounded lead; asp: nobody waits
+    sync: Sync = "bsp"  # barrier each round; ssp: bounded lead; asp: no wait; step: every step
+    push: Push = "weights"  # or gradients: the server has the optimizer, workers share each batch
+    push_every: int = 1  # push gradients: steps whose gradients are summed in a push
+    damp_stale: bool = False  # push gradients: scale a push by 1/(1 + staleness)
+    drop_last: bool = False  # joint steps: leave out an epoch's last, shorter global batch
+    sync_batch_norm: bool = False  # sync step on GPUs: statistics of the global batch
     staleness: int = 1  # ssp: rounds that the leader may be ahead of the slowest
     merge: Merge | None = None  # unset: mean with bsp, ratio with ssp and asp
     rounds_per_epoch: int = 1  # pushes per worker and epoch
     dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
     worker_timeout: float = 1800.0  # seconds of silence after which a peer counts as lost
+    # --- emulation of uneven machines
+    slowdown: tuple[str, ...] | None = None  # worker:factor on its compute time, 0:2.0,3:1.5
+    disturb: str | None = None  # probability:epochs[:factor] of slow spells, 0.1:4-20
+    time_noise: float = 0.0  # relative sd of a simulated round's time
     # --- schedule
     epochs: int = 14  # passes over the training data, all workers' shares together
     resolutions: tuple[int, ...] | None = None  # image sides, ascending; unset: 3/4 and 1 of own
@@ -111,22 +126,26 @@ class Config:
         check_run(self)
 
 
-def train_round(model, batches, optimizer, learning_rates, accelerator, label_smoothing) -> float:
-    """Take one optimizer step per batch and return the mean training loss of the round."""
-    model.train()
-    total_loss, samples = torch.zeros((), device=accelerator.device), 0
-    for (images, labels), learning_rate in zip(batches, learning_rates, strict=True):
-        # images [B, 3, R, R], labels [B]: B comes from this worker's plan, R from the stage
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        with accelerator.autocast():
-            loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        total_loss += loss.detach() * len(labels)  # .item() here would wait for the device
-        samples += len(labels)
-    return total_loss.item() / samples
+def train_round(
+    stepper, batches, steps, learning_rates, accelerator, label_smoothing
+) -> dict[int, float]:
+    """Train on one round and return each worker's training loss, summed over its samples."""
+    stepper.model.train()
+    losses = defaultdict(lambda: torch.zeros((), device=accelerator.device))
+    for step, learning_rate in zip(steps, learning_rates, strict=True):
+        for part in step.parts:  # one; of joint steps in one process, one of each worker
+            if not len(part.indices):
+                continue
+            with stepper.part(step, part) as weight:
+                images, labels = next(batches)
+                # images [B, 3, R, R], labels [B]: B is the worker's batch size, R the stage's side
+                with accelerator.autocast():
+                    logits = stepper.model(images)
+                    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+                accelerator.backward(loss * weight)
+            losses[part.worker] += loss.detach() * len(labels)  # .item() would wait for the device
+        stepper.step(step, learning_rate)  # here, of all workers together, or at the server
+    return {worker: loss.item() for worker, loss in losses.items()}
 
 
 @torch.no_grad()
@@ -173,31 +192,21 @@ def main(config: Config) -> None:
     folder = make_run_folder(config, run.plans, accelerator)
     print_run(run, folder, accelerator)
     start_trackers(accelerator, config.report_to, folder, folder.name, asdict(config))
-    log = RunLog(folder, accelerator, stages, run.plans, profile_command(run, world_size))
+    log = RunLog(
+        folder,
+        accelerator,
+        stages,
+        run.plans,
+        profile_command(run, world_size) if config.balance == "none" else None,
+        pushes=config.push == "gradients",
+    )
     if accelerator.is_main_process:
         plan_timeline(stages, run.plans, config.rounds_per_epoch, folder / "plots/plan.png")
         log.images({"plots/plan": folder / "plots/plan.png"})
-    cluster = connect(
-        FlatWeights(model),  # from here on one vector: what workers push and pull
-        sync=config.sync,
-        merge=config.merge,
-        staleness=config.staleness,
-        epochs=config.epochs,
-        rounds_per_epoch=config.rounds_per_epoch,
-        plan_of=run.plan_at,
-        timeout_s=config.worker_timeout,
-        dedicated_server=config.dedicated_server,
-    )
-    optimizers = {  # one for each worker in this process; their state never travels
-        worker: accelerator.prepare_optimizer(
-            build_optimizer(
-                config.optimizer, model, config.lr, config.momentum, config.weight_decay
-            )
-        )
-        for worker in cluster.workers
-    }
-    waits = world_size == 1 or config.sync == "bsp"  # nobody trains while there is an evaluation
-    together = waits and world_size > 1  # then every process evaluates its part
+    cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
+    # Nobody trains while there is an evaluation; with several processes each evaluates its part.
+    waits = world_size == 1 or config.sync in ("bsp", "step")
+    together = waits and world_size > 1
     eval_batches = evaluation_batches(
         len(data.evaluation), config.eval_batch_size, *((rank, world_size) if together else ())
     )
@@ -214,37 +223,35 @@ def main(config: Config) -> None:
     for turn in cluster.turns():
         stage = stage_at(stages, turn.epoch)
 
-        if isinstance(turn, Round):  # a worker's turn: pull, train on its share, push
-            mine = run.plan_at(turn.epoch).workers[turn.worker]
-            indices = run.samplers[stage.resolution].batches(
-                turn.worker, turn.epoch, turn.round, mine.local_batch_size
-            )
-            steps = len(indices)
-            begins = turn.epoch + turn.round / config.rounds_per_epoch
-            rates = [
-                learning_rate(begins + step / steps / config.rounds_per_epoch)
-                for step in range(steps)
-            ]
-            optimizer = optimizers[turn.worker]
+        if isinstance(turn, Round):  # workers' turn: pull, train on their shares, push
+            segment = cluster.plan(turn)  # who trains on how much, in which batches
+            log.plan(turn.epoch, segment.plan)
+            steps = run.steps(segment, turn)
             if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
-                optimizer.state.clear()
+                for worker in stepper.optimizers.keys() & turn.workers:
+                    stepper.optimizers[worker].state.clear()
             set_dropout(model, stage.dropout)
-            torch.manual_seed(stream_seed(config.seed, "dropout", *astuple(turn)))
-            cluster.pull(turn.worker)
-            started = time.perf_counter()
-            images = data.train.batches(indices, run.transforms[stage.resolution], turn.epoch)
-            loss = train_round(model, images, optimizer, rates, accelerator, config.label_smoothing)
-            report = RoundReport(
-                *astuple(turn),
-                resolution=stage.resolution,
-                local_batch_size=mine.local_batch_size,
-                samples=sum(map(len, indices)),
-                steps=steps,
-                time_s=time.perf_counter() - started,
-                loss=loss,
-                merge_weight=mine.merge_weight,
+            torch.manual_seed(
+                stream_seed(config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
             )
-            cluster.push(report)
+            cluster.pull(turn)
+            stepper.begin(turn)
+            parts = [part for step in steps for part in step.parts if len(part.indices)]
+            images = data.train.batches(
+                [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
+            )
+            rates = [learning_rate(turn.epoch + step.progress) for step in steps]
+            losses = train_round(stepper, images, steps, rates, accelerator, config.label_smoothing)
+            reports = make_reports(
+                turn,
+                segment.plan,
+                steps,
+                resolution=stage.resolution,
+                learning_rate=rates[-1],
+                losses=losses,
+                clock=stepper.clock,
+            )
+            cluster.push(reports)
 
         for report in cluster.reports():  # of all workers, in the process that has the server
             log.round(report, virtual_time_s=getattr(cluster, "time_s", None))

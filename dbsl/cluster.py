@@ -8,10 +8,12 @@ exact and come out the same every time, whatever this machine is doing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from dbsl.balance import Planner, Segment
 from dbsl.server import EpochEnd, Round, RoundReport, Server
 from dbsl.weights import FlatWeights
 
@@ -22,8 +24,10 @@ class SimulatedCluster:
     Args:
         weights: The model's weights; a turn's worker has them to itself until it pushes.
         server: The server, with the clocks of all workers.
+        planner: Tells who trains on how much.
         epochs: Epochs that each worker runs.
         duration: Virtual seconds of a worker's round, from (worker, epoch, round).
+        outgoing: What a push hands over; None for the weights.
     """
 
     def __init__(
@@ -31,16 +35,23 @@ class SimulatedCluster:
         weights: FlatWeights,
         server: Server,
         *,
+        planner: Planner,
         epochs: int,
         duration: Callable[[int, int, int], float],
+        outgoing: Tensor | None = None,
     ) -> None:
         self.weights = weights
         self.server = server
         self.time_s = 0.0  # the virtual clock
         self.workers = range(len(server.clocks))
+        self._planner = planner
+        self._outgoing = weights.vector if outgoing is None else outgoing
         self._duration = duration
         self._rounds = epochs * server.rounds_per_epoch
         self._pulled: dict[int, Tensor] = {}
+        self._durations: dict[int, float] = {}  # of the round that a worker is in
+        self._waits: dict[int, float] = {}  # before it
+        self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []
 
     def turns(self) -> Iterator[Round | EpochEnd]:
@@ -53,19 +64,30 @@ class SimulatedCluster:
             if not self._queue:
                 return
             self.time_s, worker = heapq.heappop(self._queue)
-            yield self._round(worker)
+            yield Round((worker,), *self._clock(worker))
             if self.server.clocks[worker] < self._rounds:
                 waiting.add(worker)
             while self.server.finished:
                 yield self.server.finished.popleft()
 
-    def pull(self, worker: int) -> None:
+    def plan(self, turn: Round) -> Segment:
+        """Return the plan in force in a turn."""
+        return self._planner.at(turn.epoch, turn.round)
+
+    def pull(self, turn: Round) -> None:
         """Load the weights that the worker's round started from into the model."""
+        (worker,) = turn.workers
         self.weights.load(self._pulled.pop(worker))
 
-    def push(self, report: RoundReport) -> None:
-        """Merge the model's weights as the worker's into the global ones."""
-        self.server.push(self.weights.vector, report)
+    def push(self, reports: Sequence[RoundReport]) -> None:
+        """Hand the worker's weights, or gradients, to the server."""
+        (report,) = reports
+        worker = report.worker
+        self._ended[worker] = self.time_s
+        report = replace(
+            report, compute_time_s=self._durations[worker], wait_time_s=self._waits[worker]
+        )
+        self.server.push(self._outgoing, report)
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call."""
@@ -79,11 +101,12 @@ class SimulatedCluster:
     def close(self) -> None:
         """Nothing to release in one process."""
 
-    def _round(self, worker: int) -> Round:
-        return Round(worker, *divmod(self.server.clocks[worker], self.server.rounds_per_epoch))
+    def _clock(self, worker: int) -> tuple[int, int]:
+        return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
 
     def _start(self, worker: int) -> None:
-        turn = self._round(worker)
         self._pulled[worker] = self.server.pull(worker)
-        ends = self.time_s + self._duration(turn.worker, turn.epoch, turn.round)
-        heapq.heappush(self._queue, (ends, worker))
+        duration = self._duration(worker, *self._clock(worker))
+        self._durations[worker] = duration
+        self._waits[worker] = self.time_s - self._ended[worker]
+        heapq.heappush(self._queue, (self.time_s + duration, worker))

@@ -91,6 +91,9 @@ def check_run(config: Any) -> None:
             "eval_batch_size",
             "min_batch_size",
             "cpu_threads",
+            "global_batch_size",
+            "push_every",
+            "balance_every",
         ),
     ):
         value = getattr(config, name)
@@ -99,6 +102,9 @@ def check_run(config: Any) -> None:
     if config.large_batch_size != "auto":
         for size in config.large_batch_size or ():
             in_range("large_batch_size", size, 1)
+    for size in config.local_batch_sizes or ():
+        in_range("local_batch_sizes", size, 1)
+    in_range("time_noise", config.time_noise, 0)
     for name in ("memory_limit", "small_share"):
         value = getattr(config, name)
         if value is not None:
@@ -112,10 +118,64 @@ def check_run(config: Any) -> None:
         raise ValueError(f"{other} must be given with {given}, got {given} alone")
     if config.resolutions is not None:
         check_resolutions(config.resolutions)
+    _check_joint_steps(config)
     rules = ("mean",) if config.sync == "bsp" else ("ratio", "half")
     if config.merge is not None and config.merge not in rules:
         raise ValueError(
             f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
+        )
+
+
+def _check_joint_steps(config: Any) -> None:
+    """Check what only joint steps know: sync step, and gradients pushed to the server."""
+    joint = config.sync == "step" or config.push == "gradients"
+    if config.sync == "step" and config.push == "gradients":
+        raise ValueError("push must be weights with sync step, which averages gradients itself")
+    small = [name for name in ("small_workers", "small_ratio") if getattr(config, name)]
+    if joint and small:
+        raise ValueError(
+            f"{small[0]} must be 0 with sync step or push gradients, where all workers share each "
+            f"global batch (see local_batch_sizes), got {getattr(config, small[0])}"
+        )
+    only_joint = ["global_batch_size", "drop_last"]
+    only_step, only_gradients = ["sync_batch_norm"], ["damp_stale"]
+    for names, fits, where in (
+        (only_joint, joint, "sync step or push gradients"),
+        (only_step, config.sync == "step", "sync step"),
+        (only_gradients, config.push == "gradients", "push gradients"),
+    ):
+        for name in names if not fits else ():
+            if getattr(config, name):
+                raise ValueError(f"{name} must go with {where}, got {getattr(config, name)}")
+    if config.local_batch_sizes and config.global_batch_size is not None:
+        raise ValueError(
+            "global_batch_size must not be given with local_batch_sizes, whose sum it is, "
+            f"got {config.global_batch_size}"
+        )
+    if config.local_batch_sizes and not joint and (config.small_workers or config.small_ratio):
+        raise ValueError("local_batch_sizes must not be given with small workers, got both")
+    if config.sync == "step" and config.dedicated_server:
+        raise ValueError("dedicated_server must be false with sync step, which has no server")
+    if config.push == "gradients":
+        if config.mixed_precision == "fp16":
+            raise ValueError(
+                "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
+                "loss scale each worker would choose for itself"
+            )
+        if config.reset_momentum:
+            raise ValueError("reset_momentum must be false with push gradients, got true")
+        if config.rounds_per_epoch != 1:
+            raise ValueError(
+                f"rounds_per_epoch must be 1 with push gradients (see push_every), "
+                f"got {config.rounds_per_epoch}"
+            )
+    elif config.push_every != 1:
+        raise ValueError(f"push_every must be 1 with push weights, got {config.push_every}")
+    parts = (config.balance_every or 0) % config.rounds_per_epoch
+    if parts and config.sync in ("ssp", "asp"):
+        raise ValueError(
+            f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
+            f"{config.sync}, got {config.balance_every}"
         )
 
 

@@ -68,6 +68,12 @@ def format_plan(plan: Plan) -> str:
 
 def comparison(plan: Plan) -> str:
     """Return one line: an epoch's seconds beside those of the all-large and equal-batch plans."""
+    if plan.global_batch_size is not None:
+        return (
+            f"{_seconds(plan.time_s)} an epoch of {plan.workers[0].steps} joint steps, "
+            f"{plan.global_batch_size} samples each; split equally "
+            f"{_seconds(plan.equal_batch_time_s)}; idle {100 * plan.idle_share:.1f} %"
+        )
     return (
         f"{_seconds(plan.time_s)} an epoch; all large {_seconds(plan.all_large_time_s)}, one equal "
         f"batch {_seconds(plan.equal_batch_time_s)}; {100 * plan.small_share:.1f} % of the samples "
@@ -106,17 +112,20 @@ def format_run(
         if not own:
             continue
         rates = ", ".join(f"{s.learning_rate:g}" for s in own)
-        lines.append(
-            f"{resolution} px, {epoch_spans(own)}, lr {rates}; time ratio {plan.time_ratio:.3f}"
-        )
+        ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"
+        lines.append(f"{resolution} px, {epoch_spans(own)}, lr {rates}{ratio}")
         lines.append(format_plan(plan))
         if timelines:
             lines.append(timeline(plan, rounds))
         lines.append("")
     planned, all_large, equal = map(_seconds, total_times_s(stages, plans))
+    joint = any(plan.global_batch_size for plan in plans.values())
+    others = (
+        f"split equally {equal}" if joint else f"all large {all_large}, one equal batch {equal}"
+    )
     lines.append(
         f"predicted for all {stages[-1].end_epoch} epochs, workers side by side, without "
-        f"evaluation: {planned} (all large {all_large}, one equal batch {equal})"
+        f"evaluation: {planned} ({others})"
     )
     return "\n".join(lines)
 

@@ -53,6 +53,31 @@ def build_model(
     return model
 
 
+@torch.no_grad()
+def least_batch(model: nn.Module, resolution: int, device: torch.device) -> int:
+    """Return the fewest images that the model trains on: 2 where batch norm sees one pixel each.
+
+    A ResNet's last maps are 1x1 pixel at 8 px; the variance of a single value is no statistic.
+    """
+    least = 1
+
+    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        nonlocal least
+        if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
+            least = 2
+
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
+    training = model.training
+    parameter = next(model.parameters())
+    model.eval()
+    model(torch.zeros(1, 3, resolution, resolution, device=device, dtype=parameter.dtype))
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return least
+
+
 def set_dropout(model: nn.Module, probability: float) -> None:
     """Set the dropout before the classifier; weights and optimizer state stay as they are."""
     model.drop_rate = probability  # read at every forward pass where timm applies it as a function

@@ -70,6 +70,7 @@ class Plan:
     equal_batch_time_s: float  # predicted, had all the smallest large batch and equal shares
     notes: tuple[str, ...]  # bounds that were met, and what was done
     workers: tuple[WorkerPlan, ...]
+    global_batch_size: int | None = None  # B of joint steps; None where workers have rounds
 
     @property
     def time_s(self) -> float:
@@ -111,6 +112,7 @@ def plan_dual_batch(
     factor: UpdateFactor = "data",
     rounding: Rounding = "round",
     clamp: bool = True,
+    least: int = 1,
 ) -> Plan:
     """Plan one epoch in which some workers take small batches and all finish together.
 
@@ -139,6 +141,7 @@ def plan_dual_batch(
         factor: Rule of the model-update factor.
         rounding: ``round`` as in the journal's tables, ``truncate`` as in the conference's.
         clamp: Whether a solved B_S below `min_batch_size` is raised to it; else it is no plan.
+        least: Samples that each worker has in a round at least, however slow it is.
 
     Raises:
         ValueError: If a setting is outside its bound; the message names both.
@@ -183,7 +186,7 @@ def plan_dual_batch(
     if machines.equal:
         given = small_batch_size is not None
         check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
-    shares, sizes = fit_rounds(machines, samples, shares, sizes, rounds, notes)
+    shares, sizes = fit_rounds(machines, samples, shares, sizes, rounds, least, notes)
 
     time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
     large, small, f = None, None, None  # where workers differ, no one value holds for all

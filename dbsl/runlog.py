@@ -51,7 +51,9 @@ class RunLog:
         accelerator: Tells the main process and holds the trackers.
         stages: All stages of the run.
         plans: The plan of each resolution.
-        profile_command: What measures step times anew, for the warning that they are off.
+        profile_command: What measures step times anew, for the warning that they are off; None
+            where plans follow the times.
+        pushes: Whether rounds are single pushes: they are then recorded by epoch and worker.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class RunLog:
         accelerator: Accelerator,
         stages: Sequence[Stage],
         plans: Mapping[int, Plan],
-        profile_command: str,
+        profile_command: str | None = None,
+        *,
+        pushes: bool = False,
     ) -> None:
         self._profile_command = profile_command
         self.enabled = accelerator.is_main_process
@@ -69,7 +73,8 @@ class RunLog:
         self.folder = folder
         self._accelerator = accelerator
         self._stages = stages
-        self._plans = plans
+        self._plans = dict(plans)  # in force, by resolution
+        self._pushes = pushes
         self._off: set[int] = set()  # resolutions whose predictions were said to be off
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
@@ -108,9 +113,8 @@ class RunLog:
         """
         if not self.enabled:
             return
-        predicted = {"predicted_time_s": self._predicted_time_s(report)}
-        virtual = _given({"virtual_time_s": virtual_time_s})
-        self._write("round", asdict(report) | predicted | virtual)
+        if not self._pushes:
+            self._write("round", asdict(report) | _given({"virtual_time_s": virtual_time_s}))
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
         self._bar.set_postfix_str(
@@ -119,6 +123,20 @@ class RunLog:
             refresh=False,
         )
         self._bar.update(report.samples)
+
+    def plan(self, epoch: int, plan: Plan) -> None:
+        """Record the plan in force, if it is another than before."""
+        if not self.enabled:
+            return
+        stage = stage_at(self._stages, epoch)
+        before = self._plans[stage.resolution]
+        if plan is before:
+            return
+        self._plans[stage.resolution] = plan
+        if plan.workers == before.workers:
+            return
+        self._write("plan", _plan_row(stage, plan) | {"from_epoch": epoch})
+        self._print(f"from epoch {epoch + 1} on at {stage.resolution} px: {_changes(before, plan)}")
 
     def epoch_end(
         self,
@@ -145,11 +163,19 @@ class RunLog:
         workers = {worker: _together(list(group)) for worker, group in groups}
         total = _together(reports)
         resolution = stage_at(self._stages, epoch).resolution
-        for worker, values in workers.items():
-            own = [report for report in reports if report.worker == worker]
-            values["predicted_time_s"] = sum(map(self._predicted_time_s, own))
+        if self._pushes:
+            for worker, values in workers.items():
+                first = next(report for report in reports if report.worker == worker)
+                whole = asdict(first) | {k: v for k, v in values.items() if k in asdict(first)}
+                self._write("round", whole | {"round": 0})
+        _add_idle_shares(workers)
         means = self._mean_times(workers, self._plans[resolution])
-        self._write("times", {"epoch": epoch, "resolution": resolution} | means)
+        of_workers = {
+            f"workers_{name}": {worker: values[name] for worker, values in workers.items()}
+            for name in ("compute_time_s", "wait_time_s", "idle_time_share")
+        }
+        row = {"epoch": epoch, "resolution": resolution, **means, **of_workers}
+        self._write("times", row)
         speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
         self._train_time_s, self._epoch = train_time_s, epoch
         record = {
@@ -200,20 +226,20 @@ class RunLog:
                 means[f"predicted_{name}_workers_time_s"] = predicted
         return means
 
-    def _predicted_time_s(self, report: RoundReport) -> float:
-        """Return the planned compute time of a round, its part of the epoch's."""
-        plan = self._plans[report.resolution].workers[report.worker]
-        return plan.predicted_time_s * report.samples / plan.samples
-
     def _warn_of_predictions(
         self, epoch: int, resolution: int, workers: Mapping[int, Mapping[str, float]]
     ) -> None:
         """Say once for each resolution which workers' times the plan does not predict."""
-        if resolution in self._off or epoch == 0 < self._stages[-1].end_epoch - 1:
+        if (
+            self._profile_command is None
+            or resolution in self._off
+            or epoch == 0 < self._stages[-1].end_epoch - 1
+        ):
             return  # the first epoch warms caches and the device up
         off = {
             worker: values["time_s"] / values["predicted_time_s"] - 1
             for worker, values in workers.items()
+            if values["predicted_time_s"] > 0
         }
         off = {worker: error for worker, error in off.items() if abs(error) > PREDICTION_TOLERANCE}
         if not off:
@@ -308,13 +334,31 @@ def _together(reports: Sequence[RoundReport]) -> dict[str, float]:
     """Return what rounds come to together; the loss is the mean over their samples."""
     samples = sum(report.samples for report in reports)
     losses = sum(report.loss * report.samples for report in reports)
+    sums = ("time_s", "predicted_time_s", "compute_time_s", "wait_time_s", "steps")
     return {
         "loss": losses / samples if samples else math.nan,
-        "time_s": sum(report.time_s for report in reports),
+        **{name: sum(getattr(report, name) for report in reports) for name in sums},
         "staleness": sum(report.staleness for report in reports) / max(len(reports), 1),
         "local_batch_size": reports[-1].local_batch_size if reports else 0,
         "samples": samples,
     }
+
+
+def _add_idle_shares(workers: Mapping[int, dict[str, float]]) -> None:
+    """Add how much of an epoch each worker waits for the one that computes longest."""
+    longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
+    for values in workers.values():
+        values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
+
+
+def _changes(before: Plan, plan: Plan) -> str:
+    """Return in words what a new plan changes."""
+    if len(plan.workers) > MAX_PRINTED_WORKERS:
+        moved = sum(a != b for a, b in zip(before.workers, plan.workers, strict=True))
+        return f"new batches and shares for {moved} of {len(plan.workers)} workers"
+    batches = " ".join(str(worker.local_batch_size) for worker in plan.workers)
+    shares = " ".join(str(worker.samples) for worker in plan.workers)
+    return f"batches {batches}, samples {shares}"
 
 
 def _times(times_s: Sequence[float]) -> str:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.config import for_workers, from_workers
+from dbsl.balance import Planner, Segment
 from dbsl.data import Data, load_data
+from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
-from dbsl.memory import GIB
-from dbsl.model import build_model
-from dbsl.plan import Plan, count_workers, plan_with_fallback
-from dbsl.profile_cache import Profiler, Setup
-from dbsl.sampler import EpochSampler
+from dbsl.model import build_model, least_batch
+from dbsl.plan import Plan, count_workers
+from dbsl.planning import Planning, know_machines
+from dbsl.sampler import EpochSampler, Step, StepSampler
+from dbsl.server import Round
+from dbsl.split import bounded_split
 from dbsl.stages import (
     Stage,
     default_milestones,
@@ -34,9 +36,6 @@ from dbsl.transforms import Transform
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 
-SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
-
-
 @dataclass(frozen=True)
 class Setting:
     """What a run trains with: its config, complete, and what the config describes.
@@ -47,9 +46,13 @@ class Setting:
         data: Training and evaluation images.
         stages: Which epochs have which resolution and learning rate.
         model: The model, on its device; nothing is wrapped around it.
-        plans: Every worker's batches and share, by resolution.
-        samplers: Which samples each worker takes, by resolution.
+        plans: Every worker's batches and share at the start, by resolution.
+        planner: Gives the plan of each epoch; it may follow the machines.
+        models: Planned time models, one per worker, by resolution.
+        emulation: How much slower than these the workers are made to be.
         transforms: Augmentation, by resolution.
+        rounds: Rounds per epoch; where gradients are pushed, pushes.
+        least: Samples of a worker in a shorter global batch, unless it has none.
     """
 
     config: Config
@@ -57,12 +60,51 @@ class Setting:
     stages: tuple[Stage, ...]
     model: nn.Module
     plans: dict[int, Plan]
-    samplers: dict[int, EpochSampler]
+    planner: Planner
+    models: dict[int, list[TimeModel]]
+    emulation: Emulation
     transforms: dict[int, Transform]
+    rounds: int
+    least: int
 
-    def plan_at(self, epoch: int) -> Plan:
-        """Return the plan of an epoch."""
-        return self.plans[stage_at(self.stages, epoch).resolution]
+    def stage_at(self, epoch: int) -> Stage:
+        """Return the stage of an epoch."""
+        return stage_at(self.stages, epoch)
+
+    def steps(self, segment: Segment, turn: Round) -> list[Step]:
+        """Return the optimizer steps of a turn: whose samples, in which batches."""
+        plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
+        if plan.global_batch_size is None:
+            (worker,) = turn.workers
+            sampler = round_sampler(
+                segment, self.rounds, len(self.data.train), self.config.seed, self.least
+            )
+            return sampler.steps(worker, turn.epoch, turn.round, sizes[worker])
+        sampler = StepSampler(
+            len(self.data.train),
+            plan.global_batch_size,
+            seed=self.config.seed,
+            drop_last=self.config.drop_last,
+            least=self.least,
+        )
+        count = sampler.steps_per_epoch
+        if self.config.push == "gradients":
+            first, last = (self.config.push_every * r for r in (turn.round, turn.round + 1))
+        else:
+            first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
+        return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
+
+    def duration(self, worker: int, epoch: int, round_: int) -> float:
+        """Return the seconds that a simulated worker computes in a round."""
+        turn = Round((worker,), epoch, round_)
+        steps = self.steps(self.planner.at(epoch, round_), turn)
+        samples = sum(len(part.indices) for step in steps for part in step.parts)
+        planned = self.models[self.stage_at(epoch).resolution][worker].time(samples, len(steps))
+        return (
+            planned
+            * self.emulation.factor(worker, epoch)
+            * self.emulation.noise_factor(worker, epoch, round_)
+        )
 
 
 def prepare(config: Config, accelerator: Accelerator) -> Setting:
@@ -74,6 +116,17 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         small_workers=config.small_workers,
         dedicated_server=config.dedicated_server,
     )
+    emulation = Emulation(
+        slowdown=parse_slowdown(config.slowdown or (), workers),
+        disturbance=parse_disturb(config.disturb) if config.disturb else None,
+        noise=config.time_noise,
+        seed=config.seed,
+    )
+    if emulation.noise and accelerator.num_processes > 1:
+        raise ValueError(
+            f"time_noise must be 0 with several processes, whose times are real, "
+            f"got {config.time_noise:g}"
+        )
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
         data = load_data(
             config.dataset,
@@ -85,180 +138,111 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             loader_workers=config.loader_workers,
             device=accelerator.device,
         )
-    resolutions = config.resolutions or default_resolutions(data.image_side)
     milestones, warmup = config.lr_milestones, config.warmup_epochs
-    milestones = default_milestones(config.epochs) if milestones is None else milestones
     config = replace(
         config,
-        resolutions=tuple(resolutions),
-        lr_milestones=tuple(
-            default_milestones(config.epochs) if milestones is None else milestones
+        workers=workers,
+        small_workers=small_workers,
+        resolutions=tuple(config.resolutions or default_resolutions(data.image_side)),
+        lr_milestones=(
+            default_milestones(config.epochs) if milestones is None else tuple(milestones)
         ),
         warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
     )
-    stages = make_stages(
-        config.epochs,
-        resolutions,
-        schedule=config.schedule,
-        dropout=config.dropout,
-        learning_rate=config.lr,
-        milestones=config.lr_milestones,
-        gamma=config.lr_gamma,
+    stages = tuple(
+        make_stages(
+            config.epochs,
+            config.resolutions,
+            schedule=config.schedule,
+            dropout=config.dropout,
+            learning_rate=config.lr,
+            milestones=config.lr_milestones,
+            gamma=config.lr_gamma,
+        )
     )
     model = build_model(
         config.model,
         data.num_classes,
-        final_resolution=resolutions[-1],
+        final_resolution=config.resolutions[-1],
         pretrained=config.pretrained,
         seed=config.seed,
     ).to(accelerator.device, memory_format=torch.channels_last)
-    plans, config = make_plans(
-        config, model, data, resolutions, workers, small_workers, accelerator
-    )
-    samplers = {
-        resolution: EpochSampler(
-            [worker.samples for worker in plan.workers],
-            rounds=config.rounds_per_epoch,
-            seed=config.seed,
-        )
-        for resolution, plan in plans.items()
+    machines, config = know_machines(config, model, data, accelerator)
+    least = least_batch(model, config.resolutions[0], accelerator.device)
+    planning = Planning(config, machines, len(data.train), least)
+    plans = {
+        resolution: planning.first(resolution, accelerator.print)
+        for resolution in config.resolutions
     }
+    rounds = pushes_per_epoch(plans, config)
+    planner = Planner(
+        plans,
+        lambda epoch: stage_at(stages, epoch).resolution,
+        machines.models,
+        balance=config.balance,
+        every=config.balance_every or rounds,
+        rounds_per_epoch=rounds,
+        replan=planning.replan,
+        resize=planning.resize,
+        split_at=lambda segment, round_: round_sampler(
+            segment, rounds, len(data.train), config.seed, least
+        ).start_of(round_),
+    )
     transforms = {
         resolution: Transform(
             resolution, config.augment, data.mirror, data.mean, data.std, config.seed
         )
-        for resolution in resolutions
+        for resolution in config.resolutions
     }
-    return Setting(config, data, tuple(stages), model, plans, samplers, transforms)
-
-
-def default_large_batch_size(round_samples: int) -> int:
-    """Return the power of two in [16, 128] nearest to a tenth of a round, at most all of it.
-
-    Many fewer than ten steps a round would leave a small data set with next to no updates.
-    """
-    power = 2 ** round(math.log2(max(1, round_samples / 10)))
-    return max(1, min(max(16, power), 128, round_samples))
-
-
-def make_plans(
-    config: Config,
-    model: nn.Module,
-    data: Data,
-    resolutions: Sequence[int],
-    workers: int,
-    small_workers: int,
-    accelerator: Accelerator,
-) -> tuple[dict[int, Plan], Config]:
-    """Plan every worker's batches at each resolution, on step times given or measured.
-
-    Returns the plans by resolution, and the config with what was found filled in, so that it
-    repeats the run.
-    """
-    samples, rounds = len(data.train), config.rounds_per_epoch
-    share = max(1, samples // workers // rounds)
-    auto, measured = config.large_batch_size == "auto", config.slope is None
-    large, slopes, intercepts, small = (
-        for_workers(name, values, resolutions, workers)
-        for name, values in (
-            ("large_batch_size", None if auto else config.large_batch_size),
-            ("slope", config.slope),
-            ("intercept", config.intercept),
-            ("small_batch_size", config.small_batch_size),
-        )
-    )
-    large = [[size or default_large_batch_size(share) for size in row] for row in large]
-    if measured or auto:
-        profiler = Profiler(
-            Setup.of(config.model, model, data.num_classes, accelerator),
-            model,
-            accelerator,
-            seconds=config.profile_seconds / len(resolutions),
-            refresh=config.profile_refresh,
-            file=Path(config.profile) if config.profile else None,
-            reserve_bytes=_reserve_bytes(model, workers, accelerator.num_processes),
-        )
-    if auto:
-        limit = config.memory_limit and config.memory_limit * GIB
-        found = [profiler.largest_batch(r, limit_bytes=limit, at_most=share) for r in resolutions]
-        large = _gather(found, workers, accelerator)
-        large = [[int(size) for size in row] for row in large]
-    if measured:
-        profiles = [
-            profiler.profile(r, max(row)) for r, row in zip(resolutions, large, strict=True)
-        ]
-        for profile in profiles:
-            accelerator.print(profile.describe())
-        slopes = _gather([p.slope for p in profiles], workers, accelerator)
-        intercepts = _gather([p.intercept for p in profiles], workers, accelerator)
-        for i, row in enumerate(large):
-            slopes[i], intercepts[i] = _equal_but_for_noise(slopes[i], intercepts[i], min(row))
-
-    plans = {}
-    for i, resolution in enumerate(resolutions):
-        models = [TimeModel(a, b) for a, b in zip(slopes[i], intercepts[i], strict=True)]
-        given = small[i][0] or None
-        share_goal = config.small_share if small_workers and not given else None
-        plans[resolution], fell_back = plan_with_fallback(
-            samples,
-            workers,
-            small_workers,
-            large[i],
-            models,
-            measured=measured,
-            time_ratio=config.time_ratio if not given and share_goal is None else None,
-            small_batch_size=given if small_workers else None,
-            small_share=share_goal,
-            min_batch_size=config.min_batch_size,
-            rounds=rounds,
-            factor=config.update_factor,
-            rounding=config.rounding,
-        )
-        if fell_back:
-            small[i] = [plans[resolution].small_batch_size] * workers
-            accelerator.print(f"at {resolution} px {fell_back}")
-    return plans, replace(
-        config,
-        workers=workers,
-        small_workers=small_workers,
-        large_batch_size=from_workers(large),
-        small_batch_size=(
-            from_workers([[size or 0 for size in row] for row in small])
-            if any(row[0] for row in small)
-            else None
-        ),
-        slope=from_workers(slopes),
-        intercept=from_workers(intercepts),
-        profile=None,
-        profile_refresh=False,
+    return Setting(
+        config=replace(config, small_batch_size=planning.small_batch_size()),
+        data=data,
+        stages=stages,
+        model=model,
+        plans=plans,
+        planner=planner,
+        models=machines.models,
+        emulation=emulation,
+        transforms=transforms,
+        rounds=rounds,
+        least=least,
     )
 
 
-def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> list[list[float]]:
-    """Return this process's values, one per resolution, as [resolution][worker] of all workers."""
-    if accelerator.num_processes == 1:  # all workers are simulated on this device
-        return [[value] * workers for value in values]
-    own = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    rows = accelerator.gather(own[None])[-workers:]  # a dedicated server, rank 0, has no worker
-    return rows.T.tolist()
+def round_sampler(
+    segment: Segment, rounds: int, samples: int, seed: int, least: int = 1
+) -> EpochSampler:
+    """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+    shares = np.array([worker.samples for worker in segment.plan.workers])
+    if segment.start or segment.first_round:  # the shares of an epoch, scaled to what is left
+        left, rounds_left = samples - segment.start, rounds - segment.first_round
+        lowest = np.full(len(shares), rounds_left * least)
+        shares = bounded_split(left, shares, lowest, np.full(len(shares), left))
+    return EpochSampler(
+        shares,
+        rounds=rounds - segment.first_round,
+        seed=seed,
+        first_round=segment.first_round,
+        start=segment.start,
+        least=least,
+    )
 
 
-def _equal_but_for_noise(
-    slopes: list[float], intercepts: list[float], batch: int
-) -> tuple[list[float], list[float]]:
-    """Return the mean for all where step times at `batch` differ by no more than noise does."""
-    times = [a * batch + b for a, b in zip(slopes, intercepts, strict=True)]
-    if max(times) > (1 + SAME_MACHINE) * min(times):
-        return slopes, intercepts
-    workers = len(slopes)
-    return [sum(slopes) / workers] * workers, [sum(intercepts) / workers] * workers
+def pushes_per_epoch(plans: Mapping[int, Plan], config: Config) -> int:
+    """Return the rounds of an epoch: as configured, or a round for each push of gradients.
 
-
-def _reserve_bytes(model: nn.Module, workers: int, processes: int) -> float:
-    """Return what a run holds on the device beside one worker's step: weights and momentum."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    here = workers if processes == 1 else 1
-    return float(weights * (2 * here + 1))  # pulled weights and momentum of each, global weights
+    Raises:
+        ValueError: If resolutions differ in their steps, so that pushes do not line up.
+    """
+    if config.push != "gradients":
+        return config.rounds_per_epoch
+    steps = {plan.workers[0].steps for plan in plans.values()}
+    if len(steps) > 1:
+        sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
+        raise ValueError(
+            f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
+        )
+    return -(-steps.pop() // config.push_every)
 
 
 def profile_command(run: Setting, processes: int) -> str:

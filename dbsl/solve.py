@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dbsl.machines import Machines, NoPlanError, largest_remainder
+from dbsl.split import bounded_split
 
 DEFAULT_TIME_RATIO = 1.05
 
@@ -123,9 +124,13 @@ def fit_rounds(
     shares: np.ndarray,
     sizes: np.ndarray,
     rounds: int,
+    least: int,
     notes: list[str],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Lower batch sizes that exceed a round of their worker's share; shares follow."""
+    """Lower batch sizes that exceed a round of their worker's share; shares follow.
+
+    A worker so slow that its round would have fewer than `least` samples gets that many.
+    """
     lowered = np.zeros(len(sizes), dtype=bool)
     for _ in range(32):
         over = sizes > shares // rounds
@@ -134,6 +139,20 @@ def fit_rounds(
         lowered |= over
         sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
         shares = largest_remainder(machines.speeds(sizes), samples)
+    lowest = rounds * least
+    slow = np.flatnonzero(shares < lowest)
+    if len(slow) and lowest * len(shares) <= samples:
+        shares = bounded_split(
+            samples,
+            machines.speeds(sizes),
+            np.full(len(shares), lowest),
+            np.full(len(shares), samples),
+        )
+        sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
+        notes.append(
+            f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
+            f"{lowest} samples that each takes at least (worker {slow[0]})"
+        )
     if shares.min() < rounds or (sizes > shares // rounds).any():
         slowest = int(shares.argmin())
         raise ValueError(

@@ -8,87 +8,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, fields
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.cluster import SimulatedCluster
-from dbsl.plan import Plan
-from dbsl.server import EpochEnd, Merge, Round, RoundReport, Server, Sync
+from dbsl.balance import Planner, Segment
+from dbsl.server import EpochEnd, Round, RoundReport, Server
 from dbsl.weights import FlatWeights
+from dbsl.wire import (
+    CPU,
+    DONE,
+    PLAN,
+    PULL,
+    PUSH,
+    SERVER_RANK,
+    SharedPlans,
+    decode,
+    decode_plan,
+    encode_plan,
+    exchange_reports,
+    message,
+    plan_tensor,
+)
 
-SERVER_RANK = 0
 _GRACE_S = 5.0
 
 
 class SyncError(RuntimeError):
     """A worker or the server was lost, or stayed silent for longer than the timeout."""
-
-
-def connect(
-    weights: FlatWeights,
-    *,
-    sync: Sync,
-    merge: Merge | None,
-    staleness: int,
-    epochs: int,
-    rounds_per_epoch: int,
-    plan_of: Callable[[int], Plan],
-    timeout_s: float,
-    dedicated_server: bool = False,
-) -> SimulatedCluster | BarrierSync | ServerSync:
-    """Return the carrier that a run's processes and `sync` ask for, with the server where it lives.
-
-    Args:
-        weights: This process's model.
-        sync: How workers meet.
-        merge: Merge rule; None for `mean` with a barrier and `ratio` without.
-        staleness: Rounds that the leader may be ahead with `ssp`.
-        epochs: Epochs to run.
-        rounds_per_epoch: Rounds that make an epoch.
-        plan_of: Plan of an epoch.
-        timeout_s: Longest silence of a peer.
-        dedicated_server: Rank 0 has no worker.
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    server = None
-    if rank == SERVER_RANK:
-        server = Server(
-            weights.vector if world_size == 1 or sync == "bsp" else weights.vector.cpu(),
-            len(plan_of(0).workers),
-            rule=merge or ("mean" if sync == "bsp" else "ratio"),
-            staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
-            rounds_per_epoch=rounds_per_epoch,
-        )
-    if world_size == 1:
-        return SimulatedCluster(
-            weights,
-            server,
-            epochs=epochs,
-            duration=lambda worker, epoch, _: (
-                plan_of(epoch).workers[worker].predicted_time_s / rounds_per_epoch
-            ),
-        )
-    worker = rank - dedicated_server
-    common = {
-        "worker": worker if worker >= 0 else None,
-        "epochs": epochs,
-        "rounds_per_epoch": rounds_per_epoch,
-    }
-    if sync == "bsp":
-        return BarrierSync(
-            weights,
-            server,
-            total_weight=lambda epoch: sum(w.merge_weight for w in plan_of(epoch).workers),
-            **common,
-        )
-    return ServerSync(weights, server, timeout_s=timeout_s, **common)
 
 
 class BarrierSync:
@@ -97,10 +49,11 @@ class BarrierSync:
     Args:
         weights: This process's model.
         server: On the server rank the server, elsewhere None.
-        total_weight: Sum of all workers' merge weights in an epoch; a push is divided by it.
+        planner: Tells who trains on how much; on the server rank it may change its mind.
         worker: The worker of this process; None on a dedicated server.
         epochs: Epochs to run.
         rounds_per_epoch: Rounds that make an epoch.
+        outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
     """
 
     def __init__(
@@ -108,39 +61,50 @@ class BarrierSync:
         weights: FlatWeights,
         server: Server | None,
         *,
-        total_weight: Callable[[int], float],
+        planner: Planner,
         worker: int | None,
         epochs: int,
         rounds_per_epoch: int,
+        outgoing: Tensor | None = None,
     ) -> None:
         self.weights = weights
         self.server = server
         self.worker = worker
         self.workers = [] if worker is None else [worker]
-        self._total_weight = total_weight
+        self._plans = SharedPlans(planner)
+        self._outgoing = outgoing
         self._epochs = epochs
         self._rounds_per_epoch = rounds_per_epoch
         self._has_global = False
+        self._waited_s = 0.0
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
         for epoch in range(self._epochs):
             for round_ in range(self._rounds_per_epoch):
                 if self.worker is None:  # a dedicated server takes part in every collective
+                    self._plans.at(epoch, round_)
                     self._receive()
-                    self._meet(epoch, None)
+                    self._meet(epoch, round_, None)
                 else:
-                    yield Round(self.worker, epoch, round_)
+                    yield Round((self.worker,), epoch, round_)
             self._receive()
             yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
 
-    def pull(self, worker: int) -> None:
+    def plan(self, turn: Round) -> Segment:
+        """Return the plan in force in a turn (a collective where it may have changed)."""
+        return self._plans.at(turn.epoch, turn.round)
+
+    def pull(self, turn: Round) -> None:
         """Bring the global weights into the model (a collective: every rank is in it)."""
         self._receive()
 
-    def push(self, report: RoundReport) -> None:
+    def push(self, reports: Sequence[RoundReport]) -> None:
         """Add the model's weights to the weighted mean, which becomes the global weights."""
-        self._meet(report.epoch, report)
+        (report,) = reports
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
+        self._waited_s = 0.0
+        self._meet(report.epoch, report.round, report)
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call (on the server rank)."""
@@ -154,26 +118,34 @@ class BarrierSync:
         """Nothing to release: the process group is Accelerate's."""
 
     @torch.no_grad()
-    def _meet(self, epoch: int, report: RoundReport | None) -> None:
+    def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
+        began = time.perf_counter()
         vector = self.weights.vector
-        vector.mul_(report.merge_weight / self._total_weight(epoch) if report else 0.0)
+        if self._outgoing is not None:
+            vector = self._outgoing
+            if report is None:
+                vector.zero_()
+        else:
+            total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
+            vector.mul_(report.merge_weight / total if report else 0.0)
         dist.reduce(vector, dst=SERVER_RANK)
-        row = _encode(report, vector.device) if report else _empty_row(vector.device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row)
+        reports = exchange_reports([report] if report else [], vector.device)
         if self.server is not None:
-            self.server.push_mean(vector, [_decode(r) for r in rows if r[0] >= 0])
+            self.server.push_joined(vector, reports)
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
         self._has_global = False
+        self._waited_s += time.perf_counter() - began
 
     @torch.no_grad()
     def _receive(self) -> None:
         if self._has_global:
             return
+        began = time.perf_counter()
         if self.server is not None:
             self.weights.load(self.server.snapshot())
         dist.broadcast(self.weights.vector, src=SERVER_RANK)
         self._has_global = True
+        self._waited_s += time.perf_counter() - began
 
 
 class ServerSync:
@@ -186,10 +158,12 @@ class ServerSync:
     Args:
         weights: This process's model.
         server: On rank 0 the server (its weights in host memory), elsewhere None.
+        planner: Tells who trains on how much; that of rank 0 is asked where plans may change.
         worker: The worker of this process; None on a dedicated server.
         epochs: Epochs to run.
         rounds_per_epoch: Rounds that make an epoch.
         timeout_s: Longest silence of a peer before the run gives up.
+        outgoing: What a push hands over; None for the weights.
     """
 
     def __init__(
@@ -197,12 +171,18 @@ class ServerSync:
         weights: FlatWeights,
         server: Server | None,
         *,
+        planner: Planner,
         worker: int | None,
         epochs: int,
         rounds_per_epoch: int,
         timeout_s: float,
+        outgoing: Tensor | None = None,
     ) -> None:
         self.weights = weights
+        self._planner = planner
+        self._outgoing = weights.vector if outgoing is None else outgoing
+        self._segment: tuple[int, Segment] | None = None  # the epoch's, as the server gave it
+        self._waited_s = 0.0
         self.server = server
         self.worker = worker
         self.workers = [] if worker is None else [worker]
@@ -235,32 +215,54 @@ class ServerSync:
         """Yield this worker's rounds in order; on rank 0 also each epoch's end, as it comes."""
         if self.worker is not None:
             for clock in range(self._epochs * self._rounds_per_epoch):
-                yield Round(self.worker, *divmod(clock, self._rounds_per_epoch))
+                yield Round((self.worker,), *divmod(clock, self._rounds_per_epoch))
                 yield from self._finished(wait=False)
         yield from self._finished(wait=True)
 
-    def pull(self, worker: int) -> None:
+    def plan(self, turn: Round) -> Segment:
+        """Return the plan in force in a turn, asking the server where it may have changed."""
+        if self._planner.balance == "none":
+            return self._planner.at(turn.epoch)
+        if self.server is not None:
+            with self._changed:
+                return self._planner.at(turn.epoch)
+        if self._segment is None or self._segment[0] != turn.epoch:
+            rows = plan_tensor(len(self._planner.current_at(turn.epoch).workers), CPU)
+            with _exchange():
+                dist.send(message(PLAN, epoch=turn.epoch), SERVER_RANK, group=self._pair)
+                dist.recv(rows, SERVER_RANK, group=self._pair)
+            self._segment = turn.epoch, decode_plan(rows, self._planner.current_at(turn.epoch))
+        return self._segment[1]
+
+    def pull(self, turn: Round) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
+        (worker,) = turn.workers
+        began = time.perf_counter()
         if self.server is not None:
             with self._changed:
                 self._wait_for(lambda: self.server.may_start(worker), f"worker {worker}'s turn")
                 weights = self.server.pull(worker)
             self.weights.load(weights)
-            return
-        with _exchange():
-            dist.send(_message(_PULL), SERVER_RANK, group=self._pair)
-            dist.recv(self._staging, SERVER_RANK, group=self._pair)
-        self.weights.load(self._staging)
+        else:
+            with _exchange():
+                dist.send(message(PULL), SERVER_RANK, group=self._pair)
+                dist.recv(self._staging, SERVER_RANK, group=self._pair)
+            self.weights.load(self._staging)
+        self._waited_s += time.perf_counter() - began
 
-    def push(self, report: RoundReport) -> None:
-        """Give the model's weights to the server."""
+    def push(self, reports: Sequence[RoundReport]) -> None:
+        """Give the worker's weights, or gradients, to the server."""
+        (report,) = reports
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
+        began = time.perf_counter()
         if self.server is not None:
-            self._merge(self.weights.vector.to("cpu"), report)
-            return
-        self._staging.copy_(self.weights.vector)
-        with _exchange():
-            dist.send(_message(_PUSH, report), SERVER_RANK, group=self._pair)
-            dist.send(self._staging, SERVER_RANK, group=self._pair)
+            self._merge(self._outgoing.to("cpu"), report)
+        else:
+            self._staging.copy_(self._outgoing)
+            with _exchange():
+                dist.send(message(PUSH, report), SERVER_RANK, group=self._pair)
+                dist.send(self._staging, SERVER_RANK, group=self._pair)
+        self._waited_s = time.perf_counter() - began
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call (on the server rank)."""
@@ -275,7 +277,7 @@ class ServerSync:
         """Tell the server that this worker is done; on rank 0 wait for the serving threads."""
         if self.server is None:
             with _exchange():
-                dist.send(_message(_DONE), SERVER_RANK, group=self._pair)
+                dist.send(message(DONE), SERVER_RANK, group=self._pair)
         for thread in self._threads:
             thread.join(self._timeout_s)
 
@@ -318,16 +320,20 @@ class ServerSync:
 
     def _serve(self, rank: int, pair: dist.ProcessGroup) -> None:
         """Answer one rank's messages until it is done (runs in a thread on rank 0)."""
-        head, buffer = _message(_DONE), _host_like(self.weights.vector)
+        head, buffer = message(DONE), _host_like(self.weights.vector)
         worker = rank - (1 if self.worker is None else 0)
         try:
             while True:
                 dist.recv(head, rank, group=pair)
-                if head[0] == _DONE:
+                if head[0] == DONE:
                     return
-                if head[0] == _PUSH:
+                if head[0] == PUSH:
                     dist.recv(buffer, rank, group=pair)
-                    self._merge(buffer, _decode(head[1:]))
+                    self._merge(buffer, decode(head[1:]))
+                elif head[0] == PLAN:
+                    with self._changed:
+                        segment = self._planner.at(int(head[1]))
+                    dist.send(encode_plan(segment, CPU), rank, group=pair)
                 else:
                     with self._changed:
                         self._wait_for(lambda: self.server.may_start(worker), "a slower worker")
@@ -348,32 +354,6 @@ def _exchange() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise SyncError(f"the server (rank {SERVER_RANK}) was lost: {reason}") from error
-
-
-_DONE, _PUSH, _PULL = 0.0, 1.0, 2.0
-_FIELDS = fields(RoundReport)
-
-
-def _encode(report: RoundReport, device: torch.device) -> Tensor:
-    return torch.tensor(astuple(report), dtype=torch.float64, device=device)
-
-
-def _empty_row(device: torch.device) -> Tensor:
-    return torch.full((len(_FIELDS),), -1.0, dtype=torch.float64, device=device)
-
-
-def _decode(row: Tensor) -> RoundReport:
-    kinds = {"int": int, "float": float}
-    values = row.tolist()
-    return RoundReport(*(kinds[f.type](v) for f, v in zip(_FIELDS, values, strict=True)))
-
-
-def _message(kind: float, report: RoundReport | None = None) -> Tensor:
-    head = torch.zeros(1 + len(_FIELDS), dtype=torch.float64)
-    head[0] = kind
-    if report is not None:
-        head[1:] = _encode(report, torch.device("cpu"))
-    return head
 
 
 def _host_like(vector: Tensor) -> Tensor:

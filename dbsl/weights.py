@@ -23,6 +23,9 @@ class FlatWeights:
             )
         dtype, device = kinds.pop()
         self.vector = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=device)
+        self._parameters = list(model.parameters())
+        trained = sum(p.numel() for p in self._parameters)
+        self.buffers = self.vector[trained:]  # a view: batch norm's statistics
         offset = 0
         with torch.no_grad():
             for tensor in tensors:
@@ -36,6 +39,14 @@ class FlatWeights:
     def load(self, weights: Tensor) -> None:
         """Copy a vector of the same length, from any device, into the model."""
         self.vector.copy_(weights)
+
+    def attach_gradients(self, vector: Tensor) -> None:
+        """Make a vector in the layout of the weights hold the gradients of the parameters."""
+        offset = 0
+        for parameter in self._parameters:
+            flat = vector[offset : offset + parameter.numel()]
+            parameter.grad = _view_like(flat, parameter)
+            offset += parameter.numel()
 
 
 def _floating_tensors(model: nn.Module):

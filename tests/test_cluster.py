@@ -22,7 +22,11 @@ def make_cluster(model, durations, *, sync, epochs, rounds=1, merge=None, stalen
         rounds_per_epoch=rounds,
     )
     cluster = SimulatedCluster(
-        weights, server, epochs=epochs, duration=lambda worker, epoch, round_: durations[worker]
+        weights,
+        server,
+        planner=None,  # nothing here asks for a plan
+        epochs=epochs,
+        duration=lambda worker, epoch, round_: durations[worker],
     )
     return cluster, server
 
@@ -34,15 +38,15 @@ def play(cluster, train=lambda turn: None, weight=1.0):
         history.append((cluster.time_s, turn))
         if isinstance(turn, EpochEnd):
             continue
-        cluster.pull(turn.worker)
+        cluster.pull(turn)
         train(turn)
-        report = RoundReport(turn.worker, turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.0, weight)
-        cluster.push(report)
+        report = RoundReport(turn.workers[0], turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.0, weight)
+        cluster.push([report])
     return history
 
 
 def rounds_of(history):
-    return [(time, t.worker, t.epoch) for time, t in history if not isinstance(t, EpochEnd)]
+    return [(time, t.workers[0], t.epoch) for time, t in history if not isinstance(t, EpochEnd)]
 
 
 def test_barrier_makes_everyone_wait_for_the_slowest(tiny_model):
@@ -70,7 +74,7 @@ def test_stale_synchronous_leader_stays_within_the_bound(tiny_model, staleness):
     lead = []
 
     def observe(turn):  # the clock of a worker in its round against the slowest
-        lead.append(server.clocks[turn.worker] - min(server.clocks))
+        lead.append(server.clocks[turn.workers[0]] - min(server.clocks))
 
     play(cluster, observe)
     assert max(lead) == staleness  # reached, never passed
@@ -82,8 +86,8 @@ def test_a_round_starts_from_the_weights_pulled_when_it_began(tiny_model):
     seen = []
 
     def train(turn):
-        seen.append((turn.worker, cluster.weights.vector[0].item()))
-        cluster.weights.vector.fill_(10.0 * (turn.worker + 1))
+        seen.append((turn.workers[0], cluster.weights.vector[0].item()))
+        cluster.weights.vector.fill_(10.0 * (turn.workers[0] + 1))
 
     start = cluster.weights.vector[0].item()
     play(cluster, train)
@@ -122,7 +126,7 @@ def test_equal_workers_with_a_step_a_round_equal_one_process_on_the_joined_batch
             tiny_model,
             images,
             labels,
-            split_evenly(sampler.indices(turn.worker, turn.epoch, turn.round), share),
+            split_evenly(sampler.indices(turn.workers[0], turn.epoch, turn.round), share),
         ),
     )
     cluster.weights.load(cluster.server.snapshot())

@@ -417,7 +417,8 @@ def test_pixel_store_statistics_are_those_of_its_pixels(tmp_path):
 
 def test_pixel_store_serves_batches_of_any_sizes_and_read_only_indices(numbered):
     data = load_data(numbered)
-    batches = EpochSampler([10, 38]).batches(1, 0, 0, 9)  # views of a read-only permutation
+    steps = EpochSampler([10, 38]).steps(1, 0, 0, 9)  # views of a read-only permutation
+    batches = [step.parts[0].indices for step in steps]
     sizes = [len(images) for images, _ in data.train.batches(batches, plain(8, "crop"))]
     assert sizes == [len(batch) for batch in batches]
     images, labels = read(data.train, [np.array([5]), np.array([1, 5, 1])], plain(8))

@@ -33,6 +33,9 @@ ROUND_KEYS = {
     "merge_weight",
     "staleness",
     "predicted_time_s",
+    "learning_rate",
+    "compute_time_s",
+    "wait_time_s",
 }
 PLAN_TOTALS = {
     "time_ratio",
@@ -66,6 +69,8 @@ def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None, st
                 loss=loss + worker,
                 merge_weight=plan.merge_weight,
                 staleness=worker,
+                predicted_time_s=plan.predicted_time_s,
+                compute_time_s=1.0 + worker,
             )
             log.round(report, virtual_time_s=virtual)
         evaluation = Evaluation(32, 0.75, 0.5, 90, 0.25) if epoch in evaluate else None
@@ -267,6 +272,10 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
             "local_batch_size",
             "samples",
             "predicted_time_s",
+            "compute_time_s",
+            "wait_time_s",
+            "idle_time_share",
+            "steps",
         )
     }
     assert set(events.Tags()["scalars"]) == workers | {

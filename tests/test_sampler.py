@@ -18,7 +18,10 @@ def test_uneven_workers_cover_each_sample_once_an_epoch(workers, epoch, seed, ro
     sampler = EpochSampler(shares, rounds=rounds, seed=seed)
     seen = []
     for worker, (_, local_batch_size) in enumerate(workers):
-        of_worker = [sampler.batches(worker, epoch, r, local_batch_size) for r in range(rounds)]
+        of_worker = [
+            [step.parts[0].indices for step in sampler.steps(worker, epoch, r, local_batch_size)]
+            for r in range(rounds)
+        ]
         assert sum(len(b) for batches in of_worker for b in batches) == shares[worker]
         for batches in of_worker:
             sizes = [len(b) for b in batches]

@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 
+from dbsl.balance import Planner
 from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.server import EpochEnd, RoundReport
-from dbsl.sync import SyncError, connect
+from dbsl.server import EpochEnd, RoundReport, Server
+from dbsl.sync import BarrierSync, ServerSync, SyncError
 from dbsl.weights import FlatWeights
 
 FAST = TimeModel(0.001, 0.01)
@@ -18,33 +19,34 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
     weights = FlatWeights(torch.nn.Linear(3, 2).double())
     workers = world_size - options.get("dedicated_server", False)
     plan = plan_dual_batch(100, workers, 1, 10, FAST, time_ratio=1.05)
-    cluster = connect(
-        weights,
-        sync=sync,
-        merge=None,
-        staleness=staleness,
-        epochs=epochs,
-        rounds_per_epoch=rounds,
-        plan_of=lambda epoch: plan,
-        timeout_s=timeout_s,
-        **options,
-    )
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [FAST] * workers})
+    own = rank - options.get("dedicated_server", False)
+    server = None
+    if rank == 0:
+        server = Server(
+            weights.vector,
+            workers,
+            rule="mean" if sync == "bsp" else "ratio",
+            staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
+            rounds_per_epoch=rounds,
+        )
+    common = {
+        "planner": planner,
+        "worker": own if own >= 0 else None,
+        "epochs": epochs,
+        "rounds_per_epoch": rounds,
+    }
+    if sync == "bsp":
+        cluster = BarrierSync(weights, server, **common)
+    else:
+        cluster = ServerSync(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan
 
 
-def make_report(turn, plan):
-    return RoundReport(
-        turn.worker,
-        turn.epoch,
-        turn.round,
-        8,
-        1,
-        1,
-        1,
-        0.0,
-        0.5,
-        plan.workers[turn.worker].merge_weight,
-    )
+def make_reports(turn, plan):
+    (worker,) = turn.workers
+    weight = plan.workers[worker].merge_weight
+    return [RoundReport(worker, turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.5, weight)]
 
 
 def bsp_rank(rank, world_size, dedicated):
@@ -57,10 +59,10 @@ def bsp_rank(rank, world_size, dedicated):
         if isinstance(turn, EpochEnd):
             ends.append(weights.vector.clone())
             continue
-        cluster.pull(turn.worker)
+        cluster.pull(turn)
         pulled.append(weights.vector.clone())
-        weights.vector.add_(turn.worker + 1.0)
-        cluster.push(make_report(turn, plan))
+        weights.vector.add_(turn.workers[0] + 1.0)
+        cluster.push(make_reports(turn, plan))
     cluster.close()
     return {
         "pulled": [p.tolist() for p in pulled],
@@ -96,12 +98,12 @@ def async_rank(rank, world_size, sync, staleness, slow_s, dedicated):
             ends.append(turn.epoch)
             cluster.load(turn)
             continue
-        cluster.pull(turn.worker)
+        cluster.pull(turn)
         if cluster.server is not None:
-            leads.append(cluster.server.clocks[turn.worker] - min(cluster.server.clocks))
-        time.sleep(slow_s[turn.worker])
-        weights.vector.fill_(float(turn.worker))
-        cluster.push(make_report(turn, plan))
+            leads.append(cluster.server.clocks[turn.workers[0]] - min(cluster.server.clocks))
+        time.sleep(slow_s[turn.workers[0]])
+        weights.vector.fill_(float(turn.workers[0]))
+        cluster.push(make_reports(turn, plan))
         trained += 1
     cluster.close()
     reports += cluster.reports()
@@ -139,11 +141,11 @@ def silent_rank(rank, sync):
         for turn in cluster.turns():
             if isinstance(turn, EpochEnd):
                 continue
-            cluster.pull(turn.worker)
+            cluster.pull(turn)
             if rank == 1 and turn.epoch == 1:
                 time.sleep(6.0)  # says nothing for longer than the timeout
                 return "slept"
-            cluster.push(make_report(turn, plan))
+            cluster.push(make_reports(turn, plan))
         cluster.close()
     except SyncError as error:
         return str(error)
@@ -162,11 +164,11 @@ def dying_rank(rank, sync):
         for turn in cluster.turns():
             if isinstance(turn, EpochEnd):
                 continue
-            cluster.pull(turn.worker)
+            cluster.pull(turn)
             if rank == 2 and turn.epoch == 3:
                 raise KeyboardInterrupt  # the process ends without a word
             time.sleep(0.01)
-            cluster.push(make_report(turn, plan))
+            cluster.push(make_reports(turn, plan))
         cluster.close()
     except SyncError as error:
         return str(error)

@@ -1,0 +1,209 @@
+"""Batch sizes and shares that follow the machines: measured times -> smoothed speeds -> new plans.
+
+Pure. `dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part
+over time. It takes a step to cost nothing but its samples and believes each measurement. `dynamic`
+estimates both coefficients of a*x + b for each worker, over all measurements, and moves only where
+the prediction gains more than a dead band.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dbsl.machines import TimeModel
+from dbsl.plan import Plan
+from dbsl.server import RoundReport
+
+Balance = Literal["none", "dynamic", "dbs"]
+
+DEAD_BAND = 0.05  # relative gain in time below which a plan stays
+NOISE = 0.10  # standard deviation of a measured time, relative
+_PRIOR = 0.5  # of a planned time model's coefficients, relative
+_DRIFT = 0.01  # of both coefficients from one measurement to the next
+_JUMP = 3.0  # standard deviations from which a measurement means that the machine has changed
+_LOWEST = 1e-3
+_KEPT_EPOCHS = 16  # of plans, for asynchronous workers that are behind the first
+
+
+class SpeedEstimate:
+    """How much slower a worker is than its planned time model: a Kalman filter on two factors.
+
+    A step of x samples takes ``u*a*x + v*b`` seconds with the planned a and b of its resolution,
+    so that what is learnt at one resolution holds at the next. With measurements at one batch size
+    only their common level moves; a second size tells u from v.
+    """
+
+    def __init__(self) -> None:
+        self.factors = np.ones(2)  # u, v
+        self._covariance = np.eye(2) * _PRIOR**2
+
+    def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
+        """Take in the measured time of a step."""
+        parts = np.array([planned.slope * local_batch_size, max(planned.intercept, 0.0)])
+        expected = parts.sum()
+        direction, measured = parts / expected, step_time_s / expected
+        scale = float(direction @ self.factors)
+        noise = (NOISE * max(scale, _LOWEST)) ** 2
+        self._covariance += np.eye(2) * (_DRIFT * scale) ** 2
+        error = measured - scale
+        variance = float(direction @ self._covariance @ direction) + noise
+        if error**2 > _JUMP**2 * variance:  # no noise: forget how sure we were
+            self._covariance += np.eye(2) * error**2 / float(direction @ direction)
+            variance = float(direction @ self._covariance @ direction) + noise
+        gain = self._covariance @ direction / variance
+        self.factors = np.maximum(self.factors + gain * error, _LOWEST)
+        self._covariance -= np.outer(gain, direction @ self._covariance)
+
+    def model(self, planned: TimeModel) -> TimeModel:
+        """Return the time model as estimated, for a resolution with this planned one."""
+        u, v = self.factors
+        return TimeModel(float(u * planned.slope), float(v * max(planned.intercept, 0.0)))
+
+
+def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.ndarray:
+    """Return the published rule's new proportions, p_i <- (p_i/t_i) / sum_j(p_j/t_j), [n]."""
+    speeds = np.asarray(parts, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)
+    return speeds / speeds.sum()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A plan in force from one round of an epoch on."""
+
+    plan: Plan
+    first_round: int = 0
+    start: int = 0  # samples of the epoch that earlier rounds took
+
+
+class Planner:
+    """The plan of each epoch: one for each resolution, or one that follows the workers' times.
+
+    A plan is fixed when it is first asked for, so that workers that are not in step with each
+    other still share an epoch's samples by one plan. Call it under the server's lock.
+
+    Args:
+        plans: The first plan of each resolution.
+        resolution_at: Resolution of an epoch.
+        models: Planned time models, one per worker, by resolution.
+        balance: How plans follow measured times.
+        every: Rounds from one chance to change to the next.
+        rounds_per_epoch: Rounds per epoch.
+        replan: A resolution's plan for other time models.
+        resize: A resolution's plan with parts in other proportions, for `dbs`.
+        split_at: Samples of the epoch that rounds of a segment take before a round.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[int, Plan],
+        resolution_at: Callable[[int], int],
+        models: Mapping[int, Sequence[TimeModel]],
+        *,
+        balance: Balance = "none",
+        every: int = 1,
+        rounds_per_epoch: int = 1,
+        replan: Callable[[int, Sequence[TimeModel]], Plan] | None = None,
+        resize: Callable[[int, Plan, np.ndarray], Plan] | None = None,
+        split_at: Callable[[Segment, int], int] | None = None,
+    ) -> None:
+        self.balance: Balance = balance
+        self.current = dict(plans)
+        self.changes = 0
+        self._resolution_at = resolution_at
+        self._models = models
+        self._every = every
+        self._rounds = rounds_per_epoch
+        self._replan = replan
+        self._resize = resize
+        self._split_at = split_at
+        self._segments: dict[int, list[Segment]] = {}  # by epoch
+        self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
+        self._seen: set[int] = set()  # workers with a measurement
+        self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
+
+    def at(self, epoch: int, round_: int = 0) -> Segment:
+        """Return the plan in force in a round of an epoch."""
+        resolution = self._resolution_at(epoch)
+        if self.balance == "none":
+            return Segment(self.current[resolution])
+        if epoch not in self._segments:
+            self._segments[epoch] = [Segment(self._renewed(resolution, epoch * self._rounds))]
+            for old in [e for e in self._segments if e < epoch - _KEPT_EPOCHS]:
+                del self._segments[old]
+        segments = self._segments[epoch]
+        if round_ > segments[-1].first_round:
+            plan = self._renewed(resolution, epoch * self._rounds + round_)
+            if plan is not segments[-1].plan:
+                segments.append(Segment(plan, round_, self._split_at(segments[-1], round_)))
+        return next(s for s in reversed(segments) if s.first_round <= round_)
+
+    def current_at(self, epoch: int) -> Plan:
+        """Return the last plan of an epoch's resolution, without asking for a new one."""
+        return self.current[self._resolution_at(epoch)]
+
+    def is_boundary(self, epoch: int, round_: int) -> bool:
+        """Whether the plan may change where this round begins."""
+        clock = epoch * self._rounds + round_
+        return self.balance != "none" and (round_ == 0 or clock % self._every == 0)
+
+    def observe(self, report: RoundReport) -> None:
+        """Take in the compute time of a worker's round."""
+        if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
+            return
+        self._seen.add(report.worker)
+        if self.balance == "dbs":
+            self._since[report.worker].append(report)
+        self._speeds[report.worker].observe(
+            self._models[report.resolution][report.worker],
+            report.samples / report.steps,
+            report.compute_time_s / report.steps,
+        )
+
+    def estimates(self, resolution: int) -> list[TimeModel]:
+        """Return the workers' time models at a resolution, as estimated so far."""
+        planned = self._models[resolution]
+        return [s.model(m) for s, m in zip(self._speeds, planned, strict=True)]
+
+    def _renewed(self, resolution: int, clock: int) -> Plan:
+        current = self.current[resolution]
+        if clock % self._every or len(self._seen) < len(self._speeds):
+            return current
+        candidate = self._candidate(resolution, current)
+        if candidate is not current:
+            self.changes += 1
+            self.current[resolution] = candidate
+        return candidate
+
+    def _candidate(self, resolution: int, current: Plan) -> Plan:
+        try:
+            if self.balance == "dbs":
+                return self._proportional(resolution, current)
+            models = self.estimates(resolution)
+            candidate = self._replan(resolution, models)
+        except ValueError:  # the estimates leave no plan
+            return current
+        now, then = (predicted_time_s(plan, models) for plan in (current, candidate))
+        return candidate if now > (1 + DEAD_BAND) * then else current
+
+    def _proportional(self, resolution: int, current: Plan) -> Plan:
+        if len(self._since) < len(self._speeds):  # since the last change
+            return current
+        reports = [self._since[worker] for worker in range(len(self._speeds))]
+        self._since.clear()
+        samples = [sum(r.samples for r in own) for own in reports]
+        times = [sum(r.compute_time_s for r in own) for own in reports]
+        candidate = self._resize(resolution, current, proportional_parts(samples, times))
+        return current if candidate.workers == current.workers else candidate
+
+
+def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
+    """Return the seconds of a plan's epoch for workers with these time models."""
+    return max(
+        model.time(worker.samples, worker.steps)
+        for worker, model in zip(plan.workers, models, strict=True)
+    )

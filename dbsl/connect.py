@@ -1,0 +1,119 @@
+"""The cluster and the stepper that a run's processes, `--sync` and `--push` ask for."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from dbsl.clock import ComputeClock
+from dbsl.cluster import SimulatedCluster
+from dbsl.lockstep import Lockstep
+from dbsl.model import build_optimizer
+from dbsl.server import GradientServer, Server
+from dbsl.setup import Setting
+from dbsl.steppers import (
+    DistributedSteps,
+    JointSteps,
+    OwnSteps,
+    PushedGradients,
+    ServerOptimizer,
+)
+from dbsl.sync import BarrierSync, ServerSync
+from dbsl.weights import FlatWeights
+from dbsl.wire import CPU, SERVER_RANK
+
+Cluster = SimulatedCluster | BarrierSync | ServerSync | Lockstep
+Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
+
+
+def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
+    """Return how this process's workers meet the others, and how they step.
+
+    From here on the model's state is one vector, which is what workers push and pull.
+    """
+    config, model = run.config, run.model
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    rank = 0 if alone else dist.get_rank()
+    own = rank - config.dedicated_server
+    workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
+    clock = ComputeClock(accelerator.device, None if alone else run.emulation)
+
+    def build(module: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(
+            config.optimizer, module, config.lr, config.momentum, config.weight_decay
+        )
+
+    def prepared(module: nn.Module) -> torch.optim.Optimizer:
+        return accelerator.prepare_optimizer(build(module))  # which has the scaler for fp16
+
+    common = {
+        "planner": run.planner,
+        "epochs": config.epochs,
+        "rounds_per_epoch": run.rounds,
+    }
+    if config.sync == "step":
+        weights = FlatWeights(model)
+        if alone:
+            stepper = JointSteps(model, weights, clock, prepared, workers)
+            finish = None
+        else:
+            if config.sync_batch_norm:
+                model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            stepper = DistributedSteps(model, weights, clock, prepared, own)
+            finish = stepper.average_buffers
+        return Lockstep(
+            weights, workers=workers, duration=run.duration, finish_round=finish, **common
+        ), stepper
+
+    in_host_memory = not alone and config.sync != "bsp"
+    on_server = rank == SERVER_RANK
+    staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
+    counted = {
+        "staleness": staleness,
+        "rounds_per_epoch": run.rounds,
+        "observe": run.planner.observe,
+    }
+    server = outgoing = None
+    if config.push == "gradients":
+        if on_server:
+            device = CPU if in_host_memory else accelerator.device
+            owner = ServerOptimizer(model, device, build)
+            server = GradientServer(
+                owner.weights.vector,
+                config.workers,
+                apply=owner.apply,
+                damp=config.damp_stale,
+                **counted,
+            )
+        weights = FlatWeights(model)
+        stepper = PushedGradients(model, weights, clock)
+        outgoing = stepper.vector
+    else:
+        weights = FlatWeights(model)
+        stepper = OwnSteps(model, clock, prepared, workers)
+        if on_server:
+            server = Server(
+                weights.vector.cpu() if in_host_memory else weights.vector,
+                config.workers,
+                rule=config.merge or ("mean" if config.sync == "bsp" else "ratio"),
+                **counted,
+            )
+    if alone:
+        cluster = SimulatedCluster(
+            weights,
+            server,
+            planner=run.planner,
+            epochs=config.epochs,
+            duration=run.duration,
+            outgoing=outgoing,
+        )
+    else:
+        worker = own if own >= 0 else None
+        common |= {"worker": worker, "outgoing": outgoing}
+        if config.sync == "bsp":
+            cluster = BarrierSync(weights, server, **common)
+        else:
+            cluster = ServerSync(weights, server, timeout_s=config.worker_timeout, **common)
+    return cluster, stepper

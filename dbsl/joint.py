@@ -1,0 +1,161 @@
+"""Plans of joint steps, and plans moved to other shares: who takes how much of each global batch.
+
+Pure functions. A worker's weight is its part of the global batch, b_i/B, so that the weighted
+gradients sum to that of the joined batch (Ye, Zhou, Shi, Sun, Lv, arXiv 2007.11831).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dbsl.machines import Machines, TimeModel, largest_remainder, steps_in_shares
+from dbsl.plan import Plan, WorkerPlan
+from dbsl.sampler import StepSampler
+from dbsl.split import balanced_sizes, bounded_split
+
+
+def plan_steps(
+    samples: int,
+    sizes: Sequence[int] | np.ndarray,
+    time_models: Sequence[TimeModel],
+    *,
+    drop_last: bool = False,
+    least: int = 1,
+) -> Plan:
+    """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each.
+
+    All workers take the same number of steps. A last, shorter global batch is split in the same
+    proportions, or left out with `drop_last`.
+
+    Args:
+        samples: Training samples per epoch, d.
+        sizes: Samples per step of each worker, b_i, at least 1; their sum is the global batch B.
+        time_models: Step time of each worker.
+        drop_last: Whether only whole global batches are trained on.
+        least: Least samples of a part, but that of the shorter batch may be empty.
+
+    Raises:
+        ValueError: If sizes and workers do not match, a size is below `least` or the samples do
+            not make one global batch.
+    """
+    sizes = np.asarray(sizes, dtype=np.int64)
+    global_batch_size = int(sizes.sum())
+    if len(sizes) != len(time_models):
+        raise ValueError(
+            f"local_batch_sizes must have one value per worker ({len(time_models)}), "
+            f"got {len(sizes)}"
+        )
+    if sizes.min() < least:
+        why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
+        raise ValueError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
+    if global_batch_size > samples:
+        raise ValueError(
+            f"local_batch_sizes must sum to at most the {samples} training samples, "
+            f"got {global_batch_size}"
+        )
+    sampler = StepSampler(samples, global_batch_size, drop_last=drop_last, least=least)
+    whole, rest = divmod(samples, global_batch_size)
+    shares = whole * sizes
+    if rest and not drop_last:
+        shares = shares + np.array([len(p.indices) for p in sampler.step(0, whole, sizes).parts])
+    steps = sampler.steps_per_epoch
+    machines = Machines.of(len(sizes), sizes, list(time_models))
+    times = machines.slopes * shares + machines.intercepts * steps
+    equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
+    equal_s = float((machines.slopes * equal + machines.intercepts * steps).max())
+    columns = (
+        sizes,
+        shares,
+        np.full(len(sizes), steps),
+        sizes / global_batch_size,
+        times,
+        times,
+        np.zeros(len(sizes), dtype=bool),
+    )
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return Plan(
+        samples=int(shares.sum()),
+        time_ratio=float(times.max()) / equal_s,
+        large_batch_size=None,
+        small_batch_size=None,
+        large_samples=None,
+        small_samples=None,
+        update_factor=None,
+        all_large_time_s=equal_s,
+        equal_batch_time_s=equal_s,
+        notes=(),
+        workers=tuple(WorkerPlan(*row) for row in rows),
+        global_batch_size=global_batch_size,
+    )
+
+
+def balanced_steps(
+    global_batch_size: int,
+    time_models: Sequence[TimeModel],
+    limits: np.ndarray,
+    *,
+    samples: int,
+    drop_last: bool,
+    least: int,
+) -> Plan:
+    """Return a plan of joint steps split anew, so that workers of these speeds end together."""
+    machines = Machines.of(len(limits), limits, list(time_models))
+    sizes = balanced_sizes(global_batch_size, machines, limits, least)
+    return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
+
+
+def with_proportions(
+    plan: Plan,
+    proportions: np.ndarray,
+    time_models: Sequence[TimeModel],
+    limits: np.ndarray,
+    *,
+    samples: int,
+    rounds: int,
+    drop_last: bool,
+    least: int,
+) -> Plan:
+    """Return a plan with parts in other proportions: of the global batch, or of the epoch.
+
+    Parts sum exactly to what they are of, stay within `limits` and above 0. In a plan of rounds the
+    batch sizes stay as they are, unless a share is too small for one.
+    """
+    if plan.global_batch_size is not None:
+        lowest = np.full(len(limits), least, dtype=np.int64)
+        sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
+        return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
+    lowest = np.full(len(limits), rounds * least, dtype=np.int64)
+    most = np.full(len(limits), plan.samples, dtype=np.int64)
+    shares = bounded_split(plan.samples, proportions, lowest, most)
+    sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rounds)
+    return with_shares(plan, shares, sizes, time_models, rounds)
+
+
+def with_shares(
+    plan: Plan,
+    shares: np.ndarray,
+    sizes: np.ndarray,
+    time_models: Sequence[TimeModel],
+    rounds: int,
+) -> Plan:
+    """Return a plan of rounds with other shares and batch sizes; merge weights stay."""
+    machines = Machines.of(len(sizes), np.asarray(sizes), list(time_models))
+    times = machines.times(shares, sizes, rounds)
+    steps_each = steps_in_shares(np.asarray(shares), np.asarray(sizes), rounds)
+    workers = tuple(
+        replace(
+            worker,
+            local_batch_size=int(size),
+            samples=int(share),
+            steps=int(steps),
+            predicted_time_s=float(time_s),
+            simplified_time_s=float(model.sample_time(size) * share),
+        )
+        for worker, size, share, steps, time_s, model in zip(
+            plan.workers, sizes, shares, steps_each, times, time_models, strict=True
+        )
+    )
+    return replace(plan, workers=workers)

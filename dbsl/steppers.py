@@ -1,0 +1,260 @@
+"""What one optimizer step is: a worker's own, one of all workers together, or the server's.
+
+Each stepper has the model to call, `part` around a worker's forward and backward pass, and `step`.
+The loop that uses them is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from dbsl.clock import ComputeClock
+from dbsl.sampler import Part, Step
+from dbsl.server import Round
+from dbsl.weights import FlatWeights
+
+# The name until torch 2.14, and since.
+_SYNC_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "forward_sync_buffers"
+
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class OwnSteps:
+    """Each worker steps by itself, with an optimizer of its own; its weights are pushed later."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: ComputeClock,
+        build_optimizer: BuildOptimizer,
+        workers: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.optimizers = {worker: build_optimizer(model) for worker in workers}
+        self.clock = clock
+
+    def begin(self, turn: Round) -> None:
+        """Note which epoch it is, for emulated slowness."""
+        self.clock.epoch = turn.epoch
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        with self.clock.running((part.worker,)):
+            yield part.weight
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step."""
+        (part,) = step.parts
+        with self.clock.running((part.worker,)):
+            _take(self.optimizers[part.worker], learning_rate)
+
+
+class JointSteps:
+    """All workers of one process step together: parts are accumulated, then one step is taken.
+
+    Each part normalises by its own statistics; the running statistics become those of the parts,
+    weighted as their losses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: FlatWeights,
+        clock: ComputeClock,
+        build_optimizer: BuildOptimizer,
+        workers: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.optimizers = {0: build_optimizer(model)}
+        self._buffers = weights.buffers
+        self.clock = clock
+        self._workers = tuple(workers)
+
+    def begin(self, turn: Round) -> None:
+        """Note the statistics that all parts of the next step start from."""
+        self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        self._start = self._buffers.clone()
+        self._mean = torch.zeros_like(self._buffers)
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        self._buffers.copy_(self._start)
+        with self.clock.running((part.worker,)):
+            yield part.weight
+        self._mean.add_(self._buffers, alpha=part.weight)
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step on the sum of all parts' gradients."""
+        self._buffers.copy_(self._mean)
+        with self.clock.running(self._workers):  # in real processes each would take it
+            _take(self.optimizers[0], learning_rate)
+        self._note_buffers()
+
+
+class DistributedSteps:
+    """All processes step together: DDP sums weighted gradients while they are computed.
+
+    DDP averages, so that the loss is multiplied by the number of workers as well. The last, shorter
+    global batch of an epoch goes without DDP, which waits for a backward pass of every process: its
+    gradients are summed afterwards. Running statistics are local, and averaged with the parts'
+    weights before a short step and where a round ends (their update is linear: averaging later
+    gives the same).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: FlatWeights,
+        clock: ComputeClock,
+        build_optimizer: BuildOptimizer,
+        worker: int,
+    ) -> None:
+        self._world_size = dist.get_world_size()
+        cuda = weights.vector.is_cuda
+        self.model = DistributedDataParallel(
+            model,
+            device_ids=[weights.vector.device] if cuda else None,
+            gradient_as_bucket_view=True,
+            **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
+        )
+        self.model.register_comm_hook(clock, _timed_allreduce)
+        self.optimizers = {worker: build_optimizer(model)}
+        self._raw = model
+        self._buffers = weights.buffers
+        self.clock = clock
+        self._worker = worker
+        self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
+
+    def begin(self, turn: Round) -> None:
+        """Note which epoch it is, for emulated slowness."""
+        self.clock.epoch = turn.epoch
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        if step.short:
+            self.average_buffers()
+        self._weight = part.weight
+        with self.clock.running((part.worker,)), self._no_sync(step):
+            yield part.weight if step.short else part.weight * self._world_size
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step, the same in every process."""
+        if step.short:
+            if not len(step.parts[0].indices):  # nothing was computed here
+                self.average_buffers()
+                self._weight = 0.0
+            self._sum_gradients()
+            self.average_buffers()
+        with self.clock.running((self._worker,)):
+            _take(self.optimizers[self._worker], learning_rate)
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Average running statistics over processes, weighted as their parts."""
+        if self._buffers.numel():
+            self._buffers.mul_(self._weight)
+            dist.all_reduce(self._buffers)
+        self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
+
+    def _no_sync(self, step: Step):
+        return self.model.no_sync() if step.short else nullcontext()
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        parameters = [p for p in self._raw.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+        dist.all_reduce(flat)
+        for parameter, piece in zip(
+            parameters, flat.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad.copy_(piece.view_as(parameter))
+
+
+class PushedGradients:
+    """Workers sum weighted gradients; the step is taken by the server's optimizer.
+
+    `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
+    weighted alike.
+    """
+
+    def __init__(self, model: nn.Module, weights: FlatWeights, clock: ComputeClock) -> None:
+        self.model = model
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.vector = torch.zeros_like(weights.vector)
+        weights.attach_gradients(self.vector)
+        self._buffers = weights.buffers
+        self._changes = self.vector[len(self.vector) - len(self._buffers) :]
+        self.clock = clock
+
+    def begin(self, turn: Round) -> None:
+        """Start a push from zero."""
+        self.clock.epoch = turn.epoch
+        self.vector.zero_()
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        before = self._buffers.clone()
+        with self.clock.running((part.worker,)):
+            yield part.weight
+        self._changes.add_(self._buffers - before, alpha=part.weight)
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Leave the step to the server."""
+
+
+class ServerOptimizer:
+    """The server's copy of the model and the run's only optimizer (see `GradientServer`).
+
+    Args:
+        model: The model, before `FlatWeights` or a stepper is built on it.
+        device: Where the server keeps its weights.
+        build_optimizer: Builds the optimizer on the copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, build_optimizer: BuildOptimizer
+    ) -> None:
+        model = copy.deepcopy(model).to(device)
+        self.weights = FlatWeights(model)
+        self._optimizer = build_optimizer(model)
+
+    @torch.no_grad()
+    def apply(self, gradients: Tensor, learning_rate: float) -> None:
+        """Step with gradients in the layout of the weights; buffers take their change."""
+        self.weights.attach_gradients(gradients)
+        _take(self._optimizer, learning_rate)
+        buffers = self.weights.buffers
+        buffers.add_(gradients[len(gradients) - len(buffers) :])
+
+
+def _take(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+# Without annotations: DDP compares them with types, and here they would be strings.
+def _timed_allreduce(clock, bucket):
+    clock.mark(last=bucket.is_last())  # after the last only waiting for the others follows
+    return allreduce_hook(None, bucket)

@@ -1,0 +1,287 @@
+"""Uneven workers equal one process on the joined batch, in one process and over real ones."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dbsl.balance import Planner, Segment
+from dbsl.clock import ComputeClock
+from dbsl.cluster import SimulatedCluster
+from dbsl.joint import plan_steps
+from dbsl.lockstep import Lockstep
+from dbsl.machines import TimeModel
+from dbsl.sampler import StepSampler
+from dbsl.server import EpochEnd, GradientServer, RoundReport
+from dbsl.steppers import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
+from dbsl.sync import BarrierSync, ServerSync
+from dbsl.weights import FlatWeights
+
+CPU = torch.device("cpu")
+LR, EPOCHS = 0.1, 5
+# Sizes, samples: whole global batches, a shorter last one, one of a single sample, and one of which
+# a small worker has nothing.
+SPLITS = [
+    ((8, 2), 40),
+    ((1, 15), 77),
+    ((5, 5, 5, 1), 71),
+    ((8, 2), 41),
+    ((2, 7, 1), 43),
+]
+
+
+def make_data(samples):
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(samples, 3, 8, 8, dtype=torch.float64, generator=generator)
+    return images, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def build(model):
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=1e-3)
+
+
+def joined_weights(model, sizes, samples):
+    """One process, the joined batches, plain PyTorch."""
+    model = copy.deepcopy(model)
+    images, labels = make_data(samples)
+    optimizer, sampler = build(model), StepSampler(samples, sum(sizes), seed=1)
+    steps = 0
+    for epoch in range(EPOCHS):
+        for number in range(sampler.steps_per_epoch):
+            parts = sampler.step(epoch, number, sizes).parts
+            batch = torch.cat([torch.from_numpy(part.indices) for part in parts])
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+            steps += 1
+    assert steps >= 20  # the fewest that the promise is about
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train(cluster, stepper, sizes, samples, weighted=True):
+    """The loop of train.py, bare."""
+    images, labels = make_data(samples)
+    sampler = StepSampler(samples, sum(sizes), seed=1)
+    turns = 0
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            cluster.load(turn)
+            continue
+        turns += 1
+        cluster.pull(turn)
+        stepper.begin(turn)
+        count = sampler.steps_per_epoch
+        pushing = isinstance(stepper, PushedGradients)
+        first, last = (turn.round, turn.round + 1) if pushing else (0, count)
+        for step in sampler.steps(turn.workers, turn.epoch, first, last, sizes):
+            for part in step.parts:
+                if len(part.indices):
+                    with stepper.part(step, part) as weight:
+                        batch = torch.from_numpy(part.indices)
+                        loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
+                        (loss * (weight if weighted else 1.0)).backward()
+            stepper.step(step, LR)
+        cluster.push(
+            [
+                RoundReport(w, turn.epoch, turn.round, 8, 1, 1, 1, 0.1, 0.5, 1.0, learning_rate=LR)
+                for w in turn.workers
+            ]
+        )
+    cluster.close()
+    return cluster.weights.vector.clone()
+
+
+def make_planner(sizes, samples):
+    models = [TimeModel(0.001, 0.01)] * len(sizes)
+    plan = plan_steps(samples, sizes, models)
+    return Planner({8: plan}, lambda epoch: 8, {8: models}), plan
+
+
+def one_process(model, how, sizes, samples, weighted=True):
+    model = copy.deepcopy(model)
+    planner, plan = make_planner(sizes, samples)
+    clock, workers = ComputeClock(CPU), range(len(sizes))
+    common = {"planner": planner, "epochs": EPOCHS, "duration": lambda worker, epoch, round_: 1.0}
+    if how == "step":
+        weights = FlatWeights(model)
+        stepper = JointSteps(model, weights, clock, build, workers)
+        cluster = Lockstep(weights, workers=workers, rounds_per_epoch=1, **common)
+    else:
+        owner = ServerOptimizer(model, CPU, build)
+        server = GradientServer(
+            owner.weights.vector,
+            len(sizes),
+            apply=owner.apply,
+            staleness=0,
+            rounds_per_epoch=plan.workers[0].steps,
+        )
+        weights = FlatWeights(model)
+        stepper = PushedGradients(model, weights, clock)
+        cluster = SimulatedCluster(weights, server, outgoing=stepper.vector, **common)
+    return train(cluster, stepper, sizes, samples, weighted)
+
+
+def one_rank(rank, model, how, sizes, samples, weighted=True):
+    planner, plan = make_planner(sizes, samples)
+    clock = ComputeClock(CPU)
+    common = {"planner": planner, "epochs": EPOCHS}
+    if how == "step":
+        weights = FlatWeights(model)
+        stepper = DistributedSteps(model, weights, clock, build, rank)
+        cluster = Lockstep(
+            weights,
+            workers=[rank],
+            rounds_per_epoch=1,
+            duration=None,
+            finish_round=stepper.average_buffers,
+            **common,
+        )
+    else:
+        server, rounds = None, plan.workers[0].steps
+        common |= {"rounds_per_epoch": rounds, "worker": rank}
+        if rank == 0:
+            owner = ServerOptimizer(model, CPU, build)
+            server = GradientServer(
+                owner.weights.vector,
+                len(sizes),
+                apply=owner.apply,
+                staleness=0,
+                rounds_per_epoch=rounds,
+            )
+        weights = FlatWeights(model)
+        stepper = PushedGradients(model, weights, clock)
+        cluster = BarrierSync(weights, server, outgoing=stepper.vector, **common)
+    return train(cluster, stepper, sizes, samples, weighted).tolist()
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+@pytest.mark.parametrize(("sizes", "samples"), SPLITS)
+def test_uneven_workers_in_one_process_equal_the_joined_batch(tiny_model, how, sizes, samples):
+    expected = joined_weights(tiny_model, sizes, samples)
+    found = one_process(tiny_model, how, sizes, samples)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+@pytest.mark.parametrize(("sizes", "samples"), SPLITS)
+def test_uneven_processes_equal_the_joined_batch(run_ranks, tiny_model, how, sizes, samples):
+    expected = joined_weights(tiny_model, sizes, samples)
+    results = run_ranks(one_rank, tiny_model, how, sizes, samples, world_size=len(sizes))
+    for found in results:
+        found = torch.tensor(found, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+def test_without_the_weights_uneven_processes_are_wrong(run_ranks, tiny_model, how):
+    expected = joined_weights(tiny_model, (8, 2), 40)
+    found = run_ranks(one_rank, tiny_model, how, (8, 2), 40, False)[0]
+    difference = (torch.tensor(found, dtype=torch.float64) - expected).norm() / expected.norm()
+    assert difference > 1e-3
+
+
+class NormNet(nn.Module):
+    """Batch norm before a linear layer: its statistics are easily known."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, momentum=0.3)
+        self.head = nn.Linear(3 * 64, 3)
+
+    def forward(self, images):
+        return self.head(self.norm(images).flatten(1))
+
+
+def expected_statistics(sizes, samples):
+    """Running mean and variance from weighted statistics of the parts, by hand."""
+    images, _ = make_data(samples)
+    sampler = StepSampler(samples, sum(sizes), seed=1)
+    mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for epoch in range(EPOCHS):
+        for number in range(sampler.steps_per_epoch):
+            step = [p for p in sampler.step(epoch, number, sizes).parts if len(p.indices)]
+            batches = [images[torch.from_numpy(p.indices)] for p in step]
+            means = [p.weight * x.mean((0, 2, 3)) for p, x in zip(step, batches, strict=True)]
+            vars_ = [p.weight * x.var((0, 2, 3)) for p, x in zip(step, batches, strict=True)]
+            mean, var = 0.7 * mean + 0.3 * sum(means), 0.7 * var + 0.3 * sum(vars_)
+    return torch.cat([mean, var])
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+@pytest.mark.parametrize(("sizes", "samples"), [((8, 2), 43), ((2, 7, 1), 41)])
+def test_running_statistics_are_weighted_as_the_parts(run_ranks, how, sizes, samples):
+    torch.manual_seed(0)
+    model = NormNet().double()
+    expected = expected_statistics(sizes, samples)
+    found = one_process(model, how, sizes, samples)
+    torch.testing.assert_close(found[-6:], expected, rtol=1e-9, atol=1e-12)
+    for rank in run_ranks(one_rank, model, how, sizes, samples, world_size=len(sizes)):
+        rank = torch.tensor(rank, dtype=torch.float64)
+        torch.testing.assert_close(rank[-6:], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(rank, found, rtol=1e-9, atol=1e-12)
+
+
+def server_rank(rank, model, sync, damp):
+    """Gradients without a barrier: every push is a step of its own."""
+    sizes, samples = (6, 2), 40
+    planner, plan = make_planner(sizes, samples)
+    rounds = plan.workers[0].steps
+    server = None
+    if rank == 0:
+        owner = ServerOptimizer(model, CPU, build)
+        server = GradientServer(
+            owner.weights.vector,
+            2,
+            apply=owner.apply,
+            staleness=1 if sync == "ssp" else None,
+            rounds_per_epoch=rounds,
+            damp=damp,
+        )
+    weights = FlatWeights(model)
+    stepper = PushedGradients(model, weights, ComputeClock(CPU))
+    cluster = ServerSync(
+        weights,
+        server,
+        planner=planner,
+        worker=rank,
+        epochs=EPOCHS,
+        rounds_per_epoch=rounds,
+        timeout_s=20.0,
+        outgoing=stepper.vector,
+    )
+    train(cluster, stepper, sizes, samples)
+    return (cluster.server.version, cluster.server.snapshot().tolist()) if server else None
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp"])
+def test_pushed_gradients_without_a_barrier_are_a_step_each(run_ranks, tiny_model, sync):
+    version, weights = run_ranks(server_rank, tiny_model, sync, True)[0]
+    assert version == 2 * EPOCHS * 5  # two workers, five steps an epoch
+    before = torch.cat([p.detach().flatten() for p in tiny_model.parameters()])
+    assert (torch.tensor(weights, dtype=torch.float64) - before).norm() > 0.01
+
+
+def test_a_stale_push_is_damped_on_request():
+    steps = []
+
+    def apply(gradients, learning_rate):
+        steps.append((gradients.tolist(), learning_rate))
+
+    make = partial(GradientServer, torch.zeros(2), 2, apply=apply, rounds_per_epoch=9)
+    for damp, second in ((False, 4.0), (True, 2.0)):
+        steps.clear()
+        server = make(staleness=None, damp=damp)
+        server.pull(0), server.pull(1)
+        for worker in (0, 1):
+            report = RoundReport(worker, 0, 0, 8, 4, 4, 1, 0.1, 0.5, 0.5, learning_rate=0.3)
+            done = server.push(torch.full((2,), 4.0), report)
+        assert done.staleness == 1
+        assert steps == [([4.0, 4.0], 0.3), ([second, second], 0.3)]
+
+
+def test_a_segment_says_where_a_plan_begins():
+    planner, plan = make_planner((3, 5), 40)
+    assert planner.at(7) == Segment(plan, 0, 0)
