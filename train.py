@@ -40,6 +40,7 @@ from dbsl.setup import prepare, print_run, profile_command
 from dbsl.stages import LrSchedule, Schedule, learning_rate_at, stage_at
 from dbsl.trackers import ReportTo, check_tracker, start_trackers
 from dbsl.transforms import Augment
+from dbsl.worker_plots import worker_history
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Config:
     local_batch_sizes: tuple[int, ...] | None = None  # by hand, one per worker (and resolution)
     global_batch_size: int | None = None  # of joint steps; unset: the sum over workers
     small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
-    min_batch_size: int = 2  # smallest small batch to accept from the solution
+    min_batch_size: int = 2  # the least that a solution or a balance may give a worker
     memory_limit: float | None = None  # GiB, for large_batch_size auto; unset: what is free
     # seconds per sample: one, or one per resolution (and worker); unset: measured
     slope: tuple[float, ...] | None = None
@@ -284,8 +285,10 @@ def main(config: Config) -> None:
     cluster.close()
 
     if accelerator.is_main_process:
-        accuracy_and_loss(read_metrics(folder / "metrics.jsonl"), folder / "plots/accuracy.png")
-        log.images({"plots/accuracy": folder / "plots/accuracy.png"})
+        metrics = read_metrics(folder / "metrics.jsonl")
+        accuracy_and_loss(metrics, folder / "plots/accuracy.png")
+        worker_history(metrics, folder / "plots/workers.png")
+        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
         log.summary(
             {
                 **log.results(),

@@ -3,7 +3,8 @@
 Pure. `dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part
 over time. It takes a step to cost nothing but its samples and believes each measurement. `dynamic`
 estimates both coefficients of a*x + b for each worker, over all measurements, and moves only where
-the prediction gains more than a dead band.
+the prediction gains more than a dead band. What a first, noisy measurement has put wrong by less
+than that would stay wrong; so each doubling of the measurements gets one chance with a narrow band.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from dbsl.server import RoundReport
 Balance = Literal["none", "dynamic", "dbs"]
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
+REFINE = 0.01  # the same each time that the number of measurements has doubled
 NOISE = 0.10  # standard deviation of a measured time, relative
 _PRIOR = 0.5  # of a planned time model's coefficients, relative
-_DRIFT = 0.01  # of both coefficients from one measurement to the next
+_DRIFT = 0.005  # of both coefficients from one measurement to the next
 _JUMP = 3.0  # standard deviations from which a measurement means that the machine has changed
 _LOWEST = 1e-3
 _KEPT_EPOCHS = 16  # of plans, for asynchronous workers that are behind the first
@@ -123,7 +125,8 @@ class Planner:
         self._split_at = split_at
         self._segments: dict[int, list[Segment]] = {}  # by epoch
         self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
-        self._seen: set[int] = set()  # workers with a measurement
+        self._measured = [0] * len(self._speeds)  # rounds of each worker
+        self._refine_at = 2  # measurements of each worker
         self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
 
     def at(self, epoch: int, round_: int = 0) -> Segment:
@@ -155,7 +158,7 @@ class Planner:
         """Take in the compute time of a worker's round."""
         if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
             return
-        self._seen.add(report.worker)
+        self._measured[report.worker] += 1
         if self.balance == "dbs":
             self._since[report.worker].append(report)
         self._speeds[report.worker].observe(
@@ -171,7 +174,7 @@ class Planner:
 
     def _renewed(self, resolution: int, clock: int) -> Plan:
         current = self.current[resolution]
-        if clock % self._every or len(self._seen) < len(self._speeds):
+        if clock % self._every or min(self._measured) == 0:
             return current
         candidate = self._candidate(resolution, current)
         if candidate is not current:
@@ -188,7 +191,10 @@ class Planner:
         except ValueError:  # the estimates leave no plan
             return current
         now, then = (predicted_time_s(plan, models) for plan in (current, candidate))
-        return candidate if now > (1 + DEAD_BAND) * then else current
+        band = DEAD_BAND
+        if min(self._measured) >= self._refine_at:
+            band, self._refine_at = REFINE, 2 * min(self._measured)
+        return candidate if now > (1 + band) * then else current
 
     def _proportional(self, resolution: int, current: Plan) -> Plan:
         if len(self._since) < len(self._speeds):  # since the last change

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 import yaml
 
 from dbsl.flags import parse_flags
@@ -234,18 +235,31 @@ def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
 def one_line_errors() -> Iterator[None]:
     """End the process with status 2 and one line where this project refused what it was given.
 
-    An error raised by any other code keeps its traceback: that is a fault, not bad input.
+    An error raised by any other code keeps its traceback: that is a fault, not bad input. Either
+    way a process among several ends at once: it would else wait for the others on its way out, and
+    they for it.
     """
     try:
         yield
-    except (ValueError, SyncError) as error:
-        if not _raised_here(error):
+    except Exception as error:
+        if not isinstance(error, (ValueError, SyncError)) or not _raised_here(error):
+            if _one_of_several():
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
             raise
         # Every rank meets the same bad input, so one per machine says it; a lost peer each rank
         # sees from its own side.
         if isinstance(error, SyncError) or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        if _one_of_several():
+            sys.stdout.flush()
+            os._exit(2)
         raise SystemExit(2) from None
+
+
+def _one_of_several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _raised_here(error: BaseException) -> bool:

@@ -57,11 +57,9 @@ def plan_steps(
             f"got {global_batch_size}"
         )
     sampler = StepSampler(samples, global_batch_size, drop_last=drop_last, least=least)
-    whole, rest = divmod(samples, global_batch_size)
-    shares = whole * sizes
-    if rest and not drop_last:
-        shares = shares + np.array([len(p.indices) for p in sampler.step(0, whole, sizes).parts])
     steps = sampler.steps_per_epoch
+    last = sampler.step(0, steps - 1, sizes)
+    shares = (steps - 1) * sizes + np.array([len(part.indices) for part in last.parts])
     machines = Machines.of(len(sizes), sizes, list(time_models))
     times = machines.slopes * shares + machines.intercepts * steps
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
@@ -100,10 +98,15 @@ def balanced_steps(
     samples: int,
     drop_last: bool,
     least: int,
+    floor: int = 1,
 ) -> Plan:
-    """Return a plan of joint steps split anew, so that workers of these speeds end together."""
+    """Return a plan of joint steps split anew, so that workers of these speeds end together.
+
+    No worker gets fewer than `floor` samples a step, if there are enough.
+    """
     machines = Machines.of(len(limits), limits, list(time_models))
-    sizes = balanced_sizes(global_batch_size, machines, limits, least)
+    floor = max(least, min(floor, global_batch_size // len(limits)))
+    sizes = balanced_sizes(global_batch_size, machines, limits, floor)
     return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
 
 
@@ -117,14 +120,17 @@ def with_proportions(
     rounds: int,
     drop_last: bool,
     least: int,
+    floor: int = 1,
 ) -> Plan:
     """Return a plan with parts in other proportions: of the global batch, or of the epoch.
 
-    Parts sum exactly to what they are of, stay within `limits` and above 0. In a plan of rounds the
-    batch sizes stay as they are, unless a share is too small for one.
+    Parts sum exactly to what they are of, stay within `limits` and above 0, parts of a global
+    batch at `floor` or above. In a plan of rounds the batch sizes stay as they are, unless a share
+    is too small for one.
     """
     if plan.global_batch_size is not None:
-        lowest = np.full(len(limits), least, dtype=np.int64)
+        floor = max(least, min(floor, plan.global_batch_size // len(limits)))
+        lowest = np.minimum(np.full(len(limits), floor), limits)
         sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
         return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
     lowest = np.full(len(limits), rounds * least, dtype=np.int64)

@@ -183,6 +183,7 @@ class Planning:
                 samples=self._samples,
                 drop_last=self._config.drop_last,
                 least=self._least,
+                floor=self._config.min_batch_size,
             )
         return self._rounds(resolution, models, measured=True)[0]
 
@@ -197,6 +198,7 @@ class Planning:
             rounds=self._config.rounds_per_epoch,
             drop_last=self._config.drop_last,
             least=self._least,
+            floor=self._config.min_batch_size,
         )
 
     def small_batch_size(self) -> tuple[int, ...] | None:

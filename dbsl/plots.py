@@ -50,12 +50,12 @@ def plan_timeline(
     stages: Sequence[Stage], plans: Mapping[int, Plan], rounds_per_epoch: int, path: Path
 ) -> None:
     """Draw `timeline_figure` into a PNG."""
-    _save(timeline_figure(stages, plans, rounds_per_epoch), path)
+    save_figure(timeline_figure(stages, plans, rounds_per_epoch), path)
 
 
 def accuracy_and_loss(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw `curves_figure` into a PNG."""
-    _save(curves_figure(metrics), path)
+    save_figure(curves_figure(metrics), path)
 
 
 def timeline_figure(
@@ -117,7 +117,8 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     when an epoch was evaluated, and interpolated between.
     """
     evaluations = [row for row in metrics if row["event"] == "eval"]
-    stages = [row for row in metrics if row["event"] == "plan"]
+    # A plan that the run changed has the epoch from which it holds; stages are the others.
+    stages = [row for row in metrics if row["event"] == "plan" and "from_epoch" not in row]
     simulated = bool(evaluations) and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
@@ -246,7 +247,7 @@ def _shade(
         )
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG, whole or not at all."""
     png = io.BytesIO()
     figure.savefig(png, format="png")

@@ -34,7 +34,7 @@ class Step:
 
     parts: tuple[Part, ...]
     progress: float  # of the epoch where the step begins, in [0, 1)
-    short: bool = False  # a last, shorter global batch, of which a worker may have nothing
+    odd: bool = False  # a last global batch of another size, of which a worker may have nothing
 
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
@@ -119,7 +119,8 @@ class StepSampler:
         global_batch_size: B, samples per step over all workers.
         seed: The run's seed.
         drop_last: Leave out the last global batch of an epoch if it is shorter.
-        least: Samples that a part has at least in a shorter global batch, unless it is empty.
+        least: Samples that a part has at least in a shorter global batch, unless it is empty; fewer
+            samples than that at the end of an epoch join its last whole batch.
     """
 
     def __init__(
@@ -134,21 +135,27 @@ class StepSampler:
         self.samples = samples
         self.global_batch_size = global_batch_size
         whole, rest = divmod(samples, global_batch_size)
-        self.steps_per_epoch = whole + (rest > 0 and not drop_last)
+        self.steps_per_epoch = whole + (rest >= least and not drop_last)
+        # Too few for a step of their own join the last whole one.
+        self._joined = rest if rest < least and not drop_last else 0
         self._seed = seed
         self._least = least
 
     def step(self, epoch: int, number: int, sizes: Sequence[int]) -> Step:
         """Return every worker's part of a step; `sizes` sum to the global batch size."""
-        first = number * self.global_batch_size
-        batch = _permutation(self.samples, self._seed, epoch)[first:][: self.global_batch_size]
-        counts = np.asarray(sizes)
-        short = len(batch) < self.global_batch_size
-        if short:
+        first, size = number * self.global_batch_size, self.global_batch_size
+        if number == self.steps_per_epoch - 1:
+            size += self._joined
+        batch = _permutation(self.samples, self._seed, epoch)[first:][:size]
+        counts = np.array(sizes)
+        odd = len(batch) != self.global_batch_size
+        if len(batch) < self.global_batch_size:
             counts = split_batch(len(batch), sizes, self._least)
+        else:
+            counts[counts.argmax()] += len(batch) - self.global_batch_size
         pieces = np.split(batch.copy(), np.cumsum(counts)[:-1])
         parts = tuple(Part(w, piece, len(piece) / len(batch)) for w, piece in enumerate(pieces))
-        return Step(parts, number / self.steps_per_epoch, short)
+        return Step(parts, number / self.steps_per_epoch, odd)
 
     def steps(
         self, workers: Sequence[int], epoch: int, first: int, last: int, sizes: Sequence[int]

@@ -127,6 +127,13 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             f"time_noise must be 0 with several processes, whose times are real, "
             f"got {config.time_noise:g}"
         )
+    if config.sync_batch_norm and (
+        accelerator.num_processes == 1 or accelerator.device.type != "cuda"
+    ):
+        raise ValueError(
+            f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
+            f"true in {accelerator.num_processes} processes on {accelerator.device.type}"
+        )
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
         data = load_data(
             config.dataset,
@@ -248,11 +255,12 @@ def pushes_per_epoch(plans: Mapping[int, Plan], config: Config) -> int:
 def profile_command(run: Setting, processes: int) -> str:
     """Return the command that measures a run's step times anew."""
     config = run.config
+    largest = max(w.local_batch_size for plan in run.plans.values() for w in plan.workers)
     launch = "python" if processes == 1 else "accelerate launch (as this run)"
     return (
         f"{launch} -m dbsl.profile --model {config.model} --num-classes {run.data.num_classes} "
         f"--resolutions {','.join(map(str, config.resolutions))} "
-        f"--large-batch-size {max(config.large_batch_size)} "
+        f"--large-batch-size {largest} "
         f"--mixed-precision {config.mixed_precision} --profile-refresh"
     )
 

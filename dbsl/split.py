@@ -52,7 +52,7 @@ def bounded_split(
         # Only one side per pass: fixing parts that are too low lowers the others, and vice versa.
         lacking, exceeding = np.maximum(low - quotas, 0), np.maximum(quotas - high, 0)
         if not lacking.any() and not exceeding.any():
-            parts[free] = np.minimum(largest_remainder(quotas, left), high)
+            parts[free] = largest_remainder(weights[free], left)
             break
         side, bound = (lacking, low) if lacking.sum() >= exceeding.sum() else (exceeding, high)
         fixed = np.flatnonzero(free)[side > 0]

@@ -109,11 +109,11 @@ class JointSteps:
 class DistributedSteps:
     """All processes step together: DDP sums weighted gradients while they are computed.
 
-    DDP averages, so that the loss is multiplied by the number of workers as well. The last, shorter
-    global batch of an epoch goes without DDP, which waits for a backward pass of every process: its
-    gradients are summed afterwards. Running statistics are local, and averaged with the parts'
-    weights before a short step and where a round ends (their update is linear: averaging later
-    gives the same).
+    DDP averages, so that the loss is multiplied by the number of workers as well. The last global
+    batch of an epoch, if it has another size, goes without DDP, which waits for a backward pass of
+    every process: its gradients are summed afterwards. Running statistics are local, and averaged
+    with the parts' weights before such a step and where a round ends (their update is linear:
+    averaging later gives the same).
     """
 
     def __init__(
@@ -147,15 +147,15 @@ class DistributedSteps:
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        if step.short:
+        if step.odd:
             self.average_buffers()
         self._weight = part.weight
         with self.clock.running((part.worker,)), self._no_sync(step):
-            yield part.weight if step.short else part.weight * self._world_size
+            yield part.weight if step.odd else part.weight * self._world_size
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step, the same in every process."""
-        if step.short:
+        if step.odd:
             if not len(step.parts[0].indices):  # nothing was computed here
                 self.average_buffers()
                 self._weight = 0.0
@@ -173,7 +173,7 @@ class DistributedSteps:
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
 
     def _no_sync(self, step: Step):
-        return self.model.no_sync() if step.short else nullcontext()
+        return self.model.no_sync() if step.odd else nullcontext()
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:

@@ -73,6 +73,8 @@ def flags(folder, **settings):
     config = {**TINY, **settings, "output_dir": str(folder)}
     out = []
     for name, value in config.items():
+        if value is None:
+            continue
         values = value if isinstance(value, tuple) else (value,)
         out += [f"--{name.replace('_', '-')}", *map(str, values)]
     return out
@@ -88,7 +90,11 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
         *("model.safetensors", "config.json", "checkpoints", "plots"),
     }
-    assert {p.name for p in (folder / "plots").iterdir()} == {"plan.png", "accuracy.png"}
+    assert {p.name for p in (folder / "plots").iterdir()} == {
+        "plan.png",
+        "accuracy.png",
+        "workers.png",
+    }
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002"]
 
     summary = json.loads((folder / "summary.json").read_text())
@@ -205,6 +211,75 @@ def test_two_processes_through_the_server_finish_with_everything_counted(tmp_pat
     assert sum(e["samples"] for e in events if e["event"] == "round") == 180
 
 
+JOINT = {"small_workers": 0, "large_batch_size": None, "cpu_threads": 1, "train_samples": 63}
+
+
+def eval_losses(folder):
+    return [e["loss"] for e in metrics_of(folder) if e["event"] == "eval"]
+
+
+def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_the_server(tmp_path):
+    options = {"local_batch_sizes": (7, 3), "lr": 0.002}  # small steps: rounding grows slowly
+    for name, extra in (
+        ("one", {"sync": "step"}),
+        ("two", {"sync": "step"}),
+        ("server", {"push": "gradients"}),
+    ):
+        done = launch(2, *flags(tmp_path / name, **{**JOINT, **options, **extra}))
+        assert done.returncode == 0, done.stderr
+    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert files[0] == files[1]
+    settings = {**JOINT, "workers": 2, **options}
+    run(tmp_path / "alone", sync="step", **settings)
+    for name in ("alone", "server"):
+        assert eval_losses(tmp_path / name) == pytest.approx(eval_losses(tmp_path / "one"), 1e-3)
+    rounds = [e for e in metrics_of(tmp_path / "server") if e["event"] == "round"]
+    # Six global batches of 10, and one of 3: too few for two workers with batch norm.
+    assert [e["samples"] for e in rounds[:2]] == [45, 18]
+
+
+def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys):
+    for name in ("one", "two"):
+        run(
+            tmp_path / name,
+            slowdown=("3:2.5",),
+            time_noise=0.05,
+            balance="dynamic",
+            epochs=4,
+            train_samples=200,
+        )
+    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
+    assert "from epoch 2 on at 32 px: batches" in capsys.readouterr().out
+    events = metrics_of(tmp_path / "one")
+    changed = [e for e in events if e["event"] == "plan" and "from_epoch" in e]
+    assert changed[0]["workers"][3]["samples"] < changed[0]["workers"][2]["samples"] / 2
+    for epoch in range(4):
+        rounds = [e for e in events if e["event"] == "round" and e["epoch"] == epoch]
+        assert sum(e["samples"] for e in rounds) == 200
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train_samples": 41, "local_batch_sizes": (30, 10)},  # one more than the global batch
+        {"train_samples": 80, "slowdown": "1:400", "global_batch_size": 20, "balance": "dynamic"},
+        {"train_samples": 80, "slowdown": "1:400", "global_batch_size": 20, "balance": "dbs"},
+        {"train_samples": 80, "push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)},
+    ],
+    ids=["one-sample-more", "400-times-slower", "400-times-slower-dbs", "ssp-gradients"],
+)
+def test_no_joint_step_hangs(tmp_path, settings):
+    if "slowdown" in settings:  # real waiting would take long: 0.2 ms of compute become 80
+        settings = {**settings, "epochs": 2, "lr_milestones": 1, "resolutions": 16}
+    options = {"sync": "step", **settings}
+    done = launch(2, *flags(tmp_path / "run", **{**JOINT, **options}), timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    rounds = [e for e in metrics_of(tmp_path / "run") if e["event"] == "round"]
+    epochs = 1 + max(e["epoch"] for e in rounds)
+    assert sum(e["samples"] for e in rounds) == epochs * settings["train_samples"]
+
+
 def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("kept")
@@ -213,6 +288,9 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
     assert "error: output_dir must be a new folder" in done.stderr
     assert 'train.py", line' not in done.stderr  # the launcher's own traceback is all there is
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
+STEP = ("--sync", "step", "--small-workers", "0")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +325,20 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
             "memory_limit must be at least",
         ),
         (["--slope", "0"], "slope must be above 0"),
+        ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
+        ([*STEP, "--local-batch-sizes", "2,0,2,2"], "local_batch_sizes must be at least 1, got 0"),
+        ([*STEP, "--local-batch-sizes", "20,-4,2,2"], "local_batch_sizes must be at least 1, got"),
+        ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
+        ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
+        ([*STEP, "--global-batch-size", "3"], "global_batch_size must be in [8, 12], 2 a worker"),
+        ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
+        ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false but with a process per"),
+        (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
+        (["--push-every", "2"], "push_every must be 1 with push weights, got 2"),
+        (["--slowdown", "0:0.5"], "slowdown must be a factor of at least 1, got 0.5"),
+        (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
+        (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
+        (["--balance-every", "0"], "balance_every must be at least 1, got 0"),
         (["--dropout", "1.0"], "dropout must be in [0, 1), got 1"),
         (["--report-to", "trackio"], "report_to must name an installed tracker, got 'trackio'"),
         (["--output-dir", "/proc/no/such"], "output_dir must be a folder that can be written"),

@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+
+from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
+
+
+def test_factors_are_those_given_and_repeat():
+    emulation = Emulation(parse_slowdown(["0:2.0", "3:1.5"], 4))
+    assert [emulation.factor(worker, 7) for worker in range(4)] == [2.0, 1.0, 1.0, 1.5]
+    noisy = Emulation(noise=0.1, seed=3)
+    assert noisy.noise_factor(1, 2, 0) == Emulation(noise=0.1, seed=3).noise_factor(1, 2, 0)
+    factors = [noisy.noise_factor(0, epoch, 0) for epoch in range(4000)]
+    assert np.mean(factors) == pytest.approx(1.0, abs=0.01)
+    assert np.std(factors) == pytest.approx(0.1, rel=0.1)
+
+
+def test_disturbances_start_and_last_as_the_paper_says():
+    emulation = Emulation(disturbance=parse_disturb("0.1:4-20:3"), seed=5)
+    lengths, gaps = [], []
+    for worker in range(40):
+        slow = [emulation.factor(worker, epoch) for epoch in range(400)]
+        assert set(slow) == {1.0, 3.0}
+        edges = np.flatnonzero(np.diff([1.0, *slow, 1.0]))
+        starts, ends = edges[::2], edges[1::2]
+        lengths += (ends - starts)[:-1].tolist()
+        gaps += (starts[1:] - ends[:-1]).tolist()
+    # Two spells may meet: a worker that has just recovered is idle again.
+    assert min(lengths) >= 4
+    assert np.median(lengths) == pytest.approx(12, abs=2)
+    assert np.mean(gaps) == pytest.approx(1 / 0.1, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0", "worker:factor"),
+        ("2.0", "in quotes"),
+        ("a:2", "worker:factor"),
+        ("4:2", r"a worker in \[0, 3\], got 4"),
+        ("1:0.5", "at least 1, got 0.5 for worker 1"),
+        ("1:nan", "worker:factor"),
+        ("1:inf", "at least 1, got inf"),
+    ],
+)
+def test_slowdowns_that_are_none_are_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        parse_slowdown([value], 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("0.1", "probability:epochs"),
+        ("x:4-20", "probability:epochs"),
+        ("1.5:4-20", r"probability in \[0, 1\]"),
+        ("0.1:20-4", "ascending"),
+        ("0.1:0-4", "from 1 on"),
+        ("0.1:4-20:0.5", "factor of at least 1, got 0.5"),
+    ],
+)
+def test_disturbances_that_are_none_are_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        parse_disturb(value)

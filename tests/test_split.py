@@ -1,0 +1,174 @@
+"""Global batches: sums exact, bounds kept, every sample once, and the split that ends soonest."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbsl.joint import plan_steps, with_proportions
+from dbsl.machines import Machines, TimeModel
+from dbsl.plan import plan_dual_batch
+from dbsl.sampler import StepSampler
+from dbsl.split import balanced_sizes, bounded_split, split_batch
+
+sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+@settings(max_examples=1000)
+@given(sizes_lists, sizes_lists, st.integers(0, 400), st.integers(0, 9), st.booleans())
+def test_each_sample_once_an_epoch_whatever_the_sizes_and_their_changes(
+    sizes, others, extra, seed, drop_last
+):
+    samples = sum(sizes) + extra
+    sampler = StepSampler(samples, sum(sizes), seed=seed, drop_last=drop_last)
+    # From the middle of the epoch on, the same global batch is split otherwise.
+    changed = bounded_split(
+        sum(sizes),
+        np.resize(others, len(sizes)),
+        np.ones(len(sizes), dtype=int),
+        np.full(len(sizes), sum(sizes)),
+    )
+    seen = []
+    for number in range(sampler.steps_per_epoch):
+        now = sizes if number < sampler.steps_per_epoch // 2 else changed
+        step = sampler.step(3, number, now)
+        total = sum(len(part.indices) for part in step.parts)
+        assert sum(part.weight for part in step.parts) == pytest.approx(1.0)
+        for part, size in zip(step.parts, now, strict=True):
+            assert len(part.indices) <= size
+            assert part.weight == pytest.approx(len(part.indices) / total)
+        assert step.odd == (total < sum(sizes))
+        seen += [part.indices for part in step.parts]
+    seen = np.sort(np.concatenate(seen))
+    kept = samples - samples % sum(sizes) if drop_last else samples
+    assert len(seen) == kept
+    assert len(np.unique(seen)) == kept
+
+
+def test_a_single_sample_at_the_end_joins_the_last_batch_where_it_cannot_stand_alone():
+    alone = StepSampler(41, 20).step(0, 2, (12, 8))
+    assert [len(part.indices) for part in alone.parts] == [1, 0]
+    sampler = StepSampler(41, 20, least=2)
+    assert sampler.steps_per_epoch == 2
+    steps = [sampler.step(0, number, (12, 8)) for number in (0, 1)]
+    assert [[len(p.indices) for p in step.parts] for step in steps] == [[12, 8], [13, 8]]
+    assert [p.weight for p in steps[1].parts] == [13 / 21, 8 / 21]
+    seen = np.concatenate([p.indices for step in steps for p in step.parts])
+    assert sorted(seen) == list(range(41))
+    assert plan_steps(41, (12, 8), MODELS[:2], least=2).samples == 41
+
+
+def test_the_global_batches_do_not_depend_on_the_split():
+    sampler = StepSampler(103, 20, seed=4)
+    for number in range(sampler.steps_per_epoch):
+        one, two = (sampler.step(1, number, sizes) for sizes in ((20,), (3, 16, 1)))
+        assert np.concatenate([p.indices for p in two.parts]).tolist() == list(one.parts[0].indices)
+        assert one.progress == two.progress
+
+
+@given(sizes_lists, st.data(), st.integers(1, 3))
+def test_a_short_batch_leaves_parts_empty_or_large_enough(sizes, data, least):
+    samples = data.draw(st.integers(1, sum(sizes)))
+    parts = split_batch(samples, sizes, least)
+    assert parts.sum() == samples
+    assert (parts <= sizes).all()
+    small = (parts > 0) & (parts < np.minimum(least, sizes))
+    assert not small.any() or samples < least
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=8),
+    st.integers(0, 300),
+    st.integers(0, 5),
+)
+def test_bounded_parts_sum_exactly_and_keep_their_bounds(weights, extra, low):
+    lowest = np.full(len(weights), low)
+    highest = lowest + np.arange(len(weights)) * 7 + extra
+    total = int(lowest.sum() + extra)
+    parts = bounded_split(total, np.array(weights), lowest, highest)
+    assert parts.sum() == total
+    assert (parts >= lowest).all()
+    assert (parts <= highest).all()
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 0.2), st.integers(1, 60)),
+        min_size=2,
+        max_size=4,
+    ),
+    st.data(),
+)
+def test_no_exchange_of_one_sample_makes_a_balanced_step_faster(workers, data):
+    machines = Machines.of(
+        len(workers), [w[2] for w in workers], [TimeModel(a, b) for a, b, _ in workers]
+    )
+    total = data.draw(st.integers(len(workers), int(machines.limits.sum())))
+    sizes = balanced_sizes(total, machines, machines.limits)
+    assert sizes.sum() == total
+    assert (sizes >= 1).all()
+    assert (sizes <= machines.limits).all()
+    slowest = machines.step_times(sizes).max()
+    for giver in range(len(workers)):
+        for taker in range(len(workers)):
+            moved = sizes.copy()
+            moved[giver] -= 1
+            moved[taker] += 1
+            if giver != taker and moved[giver] >= 1 and moved[taker] <= machines.limits[taker]:
+                assert machines.step_times(moved).max() >= slowest * (1 - 1e-9)
+
+
+def test_a_worker_400_times_slower_keeps_one_sample_a_step():
+    machines = Machines.of(3, 100, [TimeModel(0.4, 0.1), *[TimeModel(0.001, 0.01)] * 2])
+    assert balanced_sizes(100, machines).tolist() == [1, 50, 49]
+
+
+def test_a_global_batch_that_nobody_can_hold_is_refused():
+    machines = Machines.of(2, 8, TimeModel(0.001, 0.01))
+    with pytest.raises(ValueError, match=r"global_batch_size must be in \[2, 16\].*, got 17"):
+        balanced_sizes(17, machines, machines.limits)
+    with pytest.raises(ValueError, match=r"global_batch_size must be in \[2, 16\].*, got 1$"):
+        balanced_sizes(1, machines, machines.limits)
+
+
+MODELS = [TimeModel(0.001, 0.01)] * 3
+
+
+def test_a_plan_of_joint_steps_counts_what_the_sampler_gives():
+    plan = plan_steps(103, (12, 6, 2), MODELS)
+    sampler = StepSampler(103, 20)
+    steps = [sampler.step(0, number, (12, 6, 2)) for number in range(6)]
+    for worker, mine in enumerate(plan.workers):
+        assert mine.samples == sum(len(step.parts[worker].indices) for step in steps)
+        assert mine.steps == 6
+    assert [w.merge_weight for w in plan.workers] == [0.6, 0.3, 0.1]
+    assert plan.global_batch_size == 20
+    assert plan_steps(103, (12, 6, 2), MODELS, drop_last=True).samples == 100
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((4, 4), r"one value per worker \(3\), got 2"),
+        ((4, 0, 4), "at least 1, got 0"),
+        ((40, 40, 40), "at most the 103 training samples, got 120"),
+    ],
+)
+def test_sizes_that_make_no_step_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        plan_steps(103, sizes, MODELS)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3), st.integers(1, 3))
+def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
+    options = {"samples": 103, "rounds": rounds, "drop_last": False, "least": 1}
+    joint = plan_steps(103, (12, 6, 2), MODELS)
+    limits = np.full(3, 20)
+    moved = with_proportions(joint, np.array(proportions), MODELS, limits, **options)
+    assert sum(w.local_batch_size for w in moved.workers) == 20
+    assert min(w.local_batch_size for w in moved.workers) >= 1
+    of_rounds = plan_dual_batch(103, 3, 1, 8, MODELS[0], rounds=rounds)
+    moved = with_proportions(of_rounds, np.array(proportions), MODELS, limits, **options)
+    assert sum(w.samples for w in moved.workers) == 103
+    assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
