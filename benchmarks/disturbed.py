@@ -3,8 +3,8 @@
 Four simulated workers with ``--sync step``; each is slowed three times with probability 0.1 an
 epoch, for 4 to 20 epochs (the test of Ye et al.), 10 % noise on top. The split must change the time
 and not the result: digits at 16 px, 16 samples a worker at first, 3 seeds, last-epoch loss. timm's
-``test_convnext`` normalises each sample by itself; ``test_resnet`` has batch norm, which sees what
-its worker has. About six minutes on two cores.
+``test_efficientnet_gn`` normalises each sample by itself; ``test_resnet`` has batch norm, which
+sees what its worker has. About six minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from statistics import mean, stdev
 SEEDS, EPOCHS = 3, 16
 T_95 = 4.303  # Student's t for two degrees of freedom
 ARMS = (
-    ("test_convnext", "none"),
-    ("test_convnext", "dbs"),
-    ("test_convnext", "dynamic"),
+    ("test_efficientnet_gn", "none"),
+    ("test_efficientnet_gn", "dbs"),
+    ("test_efficientnet_gn", "dynamic"),
     ("test_resnet", "none"),
     ("test_resnet", "dynamic"),
 )

@@ -9,6 +9,7 @@ than that would stay wrong; so each doubling of the measurements gets one chance
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ REFINE = 0.01  # the same each time that the number of measurements has doubled
 NOISE = 0.10  # standard deviation of a measured time, relative
 _PRIOR = 0.5  # of a planned time model's coefficients, relative
 _DRIFT = 0.005  # of both coefficients from one measurement to the next
-_JUMP = 3.0  # standard deviations from which a measurement means that the machine has changed
+_OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
+_JUMP = 4.5  # standard deviations: so does one such measurement
 _LOWEST = 1e-3
 _KEPT_EPOCHS = 16  # of plans, for asynchronous workers that are behind the first
 
@@ -43,6 +45,8 @@ class SpeedEstimate:
     def __init__(self) -> None:
         self.factors = np.ones(2)  # u, v
         self._covariance = np.eye(2) * _PRIOR**2
+        self._known = False  # before the first measurement all is plan
+        self._outlier = 0.0  # the last measurement's deviation, if it was set aside
 
     def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
         """Take in the measured time of a step."""
@@ -54,9 +58,16 @@ class SpeedEstimate:
         self._covariance += np.eye(2) * (_DRIFT * scale) ** 2
         error = measured - scale
         variance = float(direction @ self._covariance @ direction) + noise
-        if error**2 > _JUMP**2 * variance:  # no noise: forget how sure we were
+        deviation = error / math.sqrt(variance)
+        before, self._outlier = self._outlier, 0.0
+        if abs(deviation) > _OUTLIER:
+            if self._known and abs(deviation) < _JUMP and before * deviation <= 0:
+                self._outlier = deviation  # wait for the next to tell
+                return
+            # No noise: forget how sure we were.
             self._covariance += np.eye(2) * error**2 / float(direction @ direction)
             variance = float(direction @ self._covariance @ direction) + noise
+        self._known = True
         gain = self._covariance @ direction / variance
         self.factors = np.maximum(self.factors + gain * error, _LOWEST)
         self._covariance -= np.outer(gain, direction @ self._covariance)

@@ -18,11 +18,11 @@ from dbsl.plots import DPI, save_figure
 MAX_LINES = 10  # more workers are drawn as a median and a range
 
 _PANELS = (
-    ("local_batch_size", "batch size [samples]"),
-    ("share", "share of the epoch [%]"),
-    ("compute_time_s", "computing [s per epoch]"),
-    ("wait_time_s", "waiting, transfers [s per epoch]"),
-    ("idle", "idle: waiting for the slowest [%]"),
+    ("local_batch_size", "batch size\n[samples]"),
+    ("share", "share of the\nepoch [%]"),
+    ("compute_time_s", "computing\n[s per epoch]"),
+    ("wait_time_s", "waiting, transfers\n[s per epoch]"),
+    ("idle", "done before the\nslowest by [%]"),
 )
 
 
