@@ -37,7 +37,7 @@ from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.setup import prepare, print_run, profile_command
-from dbsl.stages import LrSchedule, Schedule, learning_rate_at, stage_at
+from dbsl.stages import LrSchedule, Schedule, learning_rate_at
 from dbsl.trackers import ReportTo, check_tracker, start_trackers
 from dbsl.transforms import Augment
 from dbsl.worker_plots import worker_history
@@ -127,10 +127,41 @@ class Config:
         check_run(self)
 
 
-def train_round(
+def train_round(run, turn, cluster, stepper, learning_rate, accelerator, log) -> None:
+    """Give the workers of a turn their round: pull, train on their shares, push."""
+    config, stage = run.config, run.stage_at(turn.epoch)
+    segment = cluster.plan(turn)  # who trains on how much, in which batches
+    log.plan(turn.epoch, segment.plan)
+    steps = run.steps(segment, turn)
+    if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
+        for worker in stepper.optimizers.keys() & turn.workers:
+            stepper.optimizers[worker].state.clear()
+    set_dropout(run.model, stage.dropout)
+    torch.manual_seed(stream_seed(config.seed, "dropout", turn.workers[0], turn.epoch, turn.round))
+    cluster.pull(turn)
+    stepper.begin(turn)
+    parts = [part for step in steps for part in step.parts if len(part.indices)]
+    images = run.data.train.batches(
+        [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
+    )
+    rates = [learning_rate(turn.epoch + step.progress) for step in steps]
+    losses = train_steps(stepper, images, steps, rates, accelerator, config.label_smoothing)
+    reports = make_reports(
+        turn,
+        segment.plan,
+        steps,
+        resolution=stage.resolution,
+        learning_rate=rates[-1],
+        losses=losses,
+        clock=stepper.clock,
+    )
+    cluster.push(reports)
+
+
+def train_steps(
     stepper, batches, steps, learning_rates, accelerator, label_smoothing
 ) -> dict[int, float]:
-    """Train on one round and return each worker's training loss, summed over its samples."""
+    """Take optimizer steps and return each worker's training loss, summed over its samples."""
     stepper.model.train()
     losses = defaultdict(lambda: torch.zeros((), device=accelerator.device))
     for step, learning_rate in zip(steps, learning_rates, strict=True):
@@ -185,7 +216,7 @@ def main(config: Config) -> None:
     )
     rank, world_size = accelerator.process_index, accelerator.num_processes
     run = prepare(config, accelerator)
-    config, data, stages, model = run.config, run.data, run.stages, run.model
+    config, data, model = run.config, run.data, run.model
     if config.plan_only:
         print_run(run, None, accelerator)
         accelerator.end_training()
@@ -196,13 +227,13 @@ def main(config: Config) -> None:
     log = RunLog(
         folder,
         accelerator,
-        stages,
+        run.stages,
         run.plans,
         profile_command(run, world_size) if config.balance == "none" else None,
         pushes=config.push == "gradients",
     )
     if accelerator.is_main_process:
-        plan_timeline(stages, run.plans, config.rounds_per_epoch, folder / "plots/plan.png")
+        plan_timeline(run.stages, run.plans, config.rounds_per_epoch, folder / "plots/plan.png")
         log.images({"plots/plan": folder / "plots/plan.png"})
     cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
@@ -213,7 +244,7 @@ def main(config: Config) -> None:
     )
     learning_rate = partial(  # of a moment, in epochs since the start
         learning_rate_at,
-        stages=stages,
+        stages=run.stages,
         base=config.lr,
         schedule=config.lr_schedule,
         warmup_epochs=config.warmup_epochs,
@@ -221,38 +252,9 @@ def main(config: Config) -> None:
     final_resolution = config.resolutions[-1]
     eval_time_s, loop_began = 0.0, time.perf_counter()
 
-    for turn in cluster.turns():
-        stage = stage_at(stages, turn.epoch)
-
-        if isinstance(turn, Round):  # workers' turn: pull, train on their shares, push
-            segment = cluster.plan(turn)  # who trains on how much, in which batches
-            log.plan(turn.epoch, segment.plan)
-            steps = run.steps(segment, turn)
-            if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
-                for worker in stepper.optimizers.keys() & turn.workers:
-                    stepper.optimizers[worker].state.clear()
-            set_dropout(model, stage.dropout)
-            torch.manual_seed(
-                stream_seed(config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
-            )
-            cluster.pull(turn)
-            stepper.begin(turn)
-            parts = [part for step in steps for part in step.parts if len(part.indices)]
-            images = data.train.batches(
-                [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
-            )
-            rates = [learning_rate(turn.epoch + step.progress) for step in steps]
-            losses = train_round(stepper, images, steps, rates, accelerator, config.label_smoothing)
-            reports = make_reports(
-                turn,
-                segment.plan,
-                steps,
-                resolution=stage.resolution,
-                learning_rate=rates[-1],
-                losses=losses,
-                clock=stepper.clock,
-            )
-            cluster.push(reports)
+    for turn in cluster.turns():  # of this process's workers, and the ends of epochs
+        if isinstance(turn, Round):
+            train_round(run, turn, cluster, stepper, learning_rate, accelerator, log)
 
         for report in cluster.reports():  # of all workers, in the process that has the server
             log.round(report, virtual_time_s=getattr(cluster, "time_s", None))

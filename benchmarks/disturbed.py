@@ -19,20 +19,22 @@ from statistics import mean, stdev
 SEEDS, EPOCHS = 3, 16
 T_95 = 4.303  # Student's t for two degrees of freedom
 ARMS = (
-    ("test_efficientnet_gn", "none"),
-    ("test_efficientnet_gn", "dbs"),
-    ("test_efficientnet_gn", "dynamic"),
-    ("test_resnet", "none"),
-    ("test_resnet", "dynamic"),
-)
+    ("test_efficientnet_gn", "none", 2),
+    ("test_efficientnet_gn", "dbs", 2),
+    ("test_efficientnet_gn", "dynamic", 2),
+    ("test_resnet", "none", 2),
+    ("test_resnet", "dynamic", 2),
+    ("test_resnet", "dynamic", 8),
+)  # model, balance, the least that a worker may get (min_batch_size)
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(folder: Path, model: str, balance: str, seed: int) -> dict[str, float]:
+def run(folder: Path, model: str, balance: str, least: int, seed: int) -> dict[str, float]:
     """Train once and return the last loss, the virtual seconds and the utilisation."""
     flags = f"""--model {model} --resolutions 16 --epochs {EPOCHS} --lr-milestones 10,14
         --sync step --balance {balance} --disturb 0.1:4-20:3 --time-noise 0.1 --large-batch-size 16
-        --slope 0.001 --intercept 0.01 --lr 0.05 --seed {seed} --report-to none --eval-every 4"""
+        --slope 0.001 --intercept 0.01 --lr 0.05 --seed {seed}
+        --min-batch-size {least} --report-to none --eval-every 4"""
     command = [sys.executable, "train.py", "--output-dir", str(folder), *flags.split()]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -52,9 +54,9 @@ def main() -> None:
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for model, balance in ARMS:
-            name = f"{folder}/{model}-{balance}"
-            runs = [run(Path(f"{name}-{s}"), model, balance, s) for s in range(SEEDS)]
+        for model, balance, least in ARMS:
+            name = f"{folder}/{model}-{balance}-{least}"
+            runs = [run(Path(f"{name}-{s}"), model, balance, least, s) for s in range(SEEDS)]
             if balance == "none":
                 equal = runs
             ratios = [a["virtual_s"] / b["virtual_s"] for a, b in zip(runs, equal, strict=True)]
@@ -64,6 +66,7 @@ def main() -> None:
                 {
                     "model": model,
                     "balance": balance,
+                    "min_batch_size": least,
                     "seeds": SEEDS,
                     "time_to_equal_split": f"{mean(ratios):.3f}",
                     "utilisation": f"{mean(r['utilisation'] for r in runs):.3f}",

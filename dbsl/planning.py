@@ -140,7 +140,7 @@ class Planning:
         self._config = config
         self._known = known
         self._samples = samples
-        self._least = least
+        self.least = least
         resolutions, workers = config.resolutions, config.workers
         small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
         self._small = {
@@ -165,7 +165,7 @@ class Planning:
                 self._first_sizes(resolution),
                 models,
                 drop_last=self._config.drop_last,
-                least=self._least,
+                least=self.least,
             )
         plan, fell_back = self._rounds(resolution, models, measured=self._known.measured)
         if fell_back:
@@ -182,7 +182,7 @@ class Planning:
                 self._limits(resolution),
                 samples=self._samples,
                 drop_last=self._config.drop_last,
-                least=self._least,
+                least=self.least,
                 floor=self._config.min_batch_size,
             )
         return self._rounds(resolution, models, measured=True)[0]
@@ -197,7 +197,7 @@ class Planning:
             samples=self._samples,
             rounds=self._config.rounds_per_epoch,
             drop_last=self._config.drop_last,
-            least=self._least,
+            least=self.least,
             floor=self._config.min_batch_size,
         )
 
@@ -226,7 +226,7 @@ class Planning:
             rounds=config.rounds_per_epoch,
             factor=config.update_factor,
             rounding=config.rounding,
-            least=self._least,
+            least=self.least,
         )
 
     def _first_sizes(self, resolution: int) -> np.ndarray:
@@ -237,7 +237,7 @@ class Planning:
         models = self._known.models[resolution]
         total = config.global_batch_size or sum(self._known.large_batch_sizes[resolution])
         limits = self._limits(resolution, total)
-        check_global_batch(total, workers, limits, self._least)
+        check_global_batch(total, workers, limits, self.least)
         if total > self._samples:
             raise ValueError(
                 f"global_batch_size must be at most the {self._samples} training samples, "
@@ -245,7 +245,7 @@ class Planning:
             )
         if len(set(models)) == 1 and total <= int(limits.min()) * workers:
             return largest_remainder(np.ones(workers), total)
-        return balanced_sizes(total, Machines.of(workers, limits, models), limits, self._least)
+        return balanced_sizes(total, Machines.of(workers, limits, models), limits, self.least)
 
     def _limits(self, resolution: int, total: int | None = None) -> np.ndarray:
         """Return the most that each worker may take of a global batch, int64 [n]."""

@@ -74,6 +74,7 @@ class RunLog:
         self._accelerator = accelerator
         self._stages = stages
         self._plans = dict(plans)  # in force, by resolution
+        self._planned_epoch = dict.fromkeys(plans, 0)  # from which it is in force
         self._pushes = pushes
         self._off: set[int] = set()  # resolutions whose predictions were said to be off
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
@@ -130,9 +131,11 @@ class RunLog:
             return
         stage = stage_at(self._stages, epoch)
         before = self._plans[stage.resolution]
-        if plan is before:
+        # Without a barrier, a slow worker may still be in an epoch with an earlier plan.
+        if plan is before or epoch < self._planned_epoch[stage.resolution]:
             return
         self._plans[stage.resolution] = plan
+        self._planned_epoch[stage.resolution] = epoch
         if plan.workers == before.workers:
             return
         self._write("plan", _plan_row(stage, plan) | {"from_epoch": epoch})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -181,20 +181,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         resolution: planning.first(resolution, accelerator.print)
         for resolution in config.resolutions
     }
-    rounds = pushes_per_epoch(plans, config)
-    planner = Planner(
-        plans,
-        lambda epoch: stage_at(stages, epoch).resolution,
-        machines.models,
-        balance=config.balance,
-        every=config.balance_every or rounds,
-        rounds_per_epoch=rounds,
-        replan=planning.replan,
-        resize=planning.resize,
-        split_at=lambda segment, round_: round_sampler(
-            segment, rounds, len(data.train), config.seed, least
-        ).start_of(round_),
-    )
+    rounds = rounds_of_epoch(plans, config)
     transforms = {
         resolution: Transform(
             resolution, config.augment, data.mirror, data.mean, data.std, config.seed
@@ -207,12 +194,40 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         stages=stages,
         model=model,
         plans=plans,
-        planner=planner,
+        planner=_planner(config, planning, plans, stages, machines.models, rounds, len(data.train)),
         models=machines.models,
         emulation=emulation,
         transforms=transforms,
         rounds=rounds,
         least=least,
+    )
+
+
+def _planner(
+    config: Config,
+    planning: Planning,
+    plans: Mapping[int, Plan],
+    stages: Sequence[Stage],
+    models: Mapping[int, Sequence[TimeModel]],
+    rounds: int,
+    samples: int,
+) -> Planner:
+    def split_at(segment: Segment, round_: int) -> int:
+        if segment.plan.global_batch_size is not None:
+            return 0  # which samples a joint step has does not depend on the plan
+        sampler = round_sampler(segment, rounds, samples, config.seed, planning.least)
+        return sampler.start_of(round_)
+
+    return Planner(
+        plans,
+        lambda epoch: stage_at(stages, epoch).resolution,
+        models,
+        balance=config.balance,
+        every=config.balance_every or rounds,
+        rounds_per_epoch=rounds,
+        replan=planning.replan,
+        resize=planning.resize,
+        split_at=split_at,
     )
 
 
@@ -235,15 +250,21 @@ def round_sampler(
     )
 
 
-def pushes_per_epoch(plans: Mapping[int, Plan], config: Config) -> int:
+def rounds_of_epoch(plans: Mapping[int, Plan], config: Config) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients.
 
     Raises:
-        ValueError: If resolutions differ in their steps, so that pushes do not line up.
+        ValueError: If an epoch has fewer joint steps than rounds, or resolutions differ in their
+            steps, so that pushes do not line up.
     """
+    steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
     if config.push != "gradients":
+        if steps and config.rounds_per_epoch > min(steps):
+            raise ValueError(
+                f"rounds_per_epoch must be at most the {min(steps)} joint steps of an epoch, "
+                f"got {config.rounds_per_epoch}"
+            )
         return config.rounds_per_epoch
-    steps = {plan.workers[0].steps for plan in plans.values()}
     if len(steps) > 1:
         sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
         raise ValueError(

@@ -22,7 +22,7 @@ from dbsl.sampler import Part, Step
 from dbsl.server import Round
 from dbsl.weights import FlatWeights
 
-# The name until torch 2.14, and since.
+# Older and newer versions of torch name it differently.
 _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "forward_sync_buffers"

@@ -382,6 +382,46 @@ def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
     assert "4 of 4 workers" in warnings[0]
 
 
+def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accelerator, capsys):
+    plans, stages = make_plans(), make_stages(4, [24, 32])
+    slower = TimeModel(2e-3, 0.02)
+    moved = plan_dual_batch(400, 4, 1, 50, [slower, *[TimeModel(1e-3, 0.02)] * 3])
+    with RunLog(tmp_path, accelerator, stages, plans) as log:
+        log.plan(0, plans[24])
+        log.plan(1, moved)  # epochs 0 and 1 have 24 px
+        log.plan(0, plans[24])  # a slow worker's turn
+        log.plan(1, moved)
+        play(log, plans, stages=stages)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    changed = [row for row in rows if "from_epoch" in row]
+    assert [(row["event"], row["from_epoch"], row["resolution"]) for row in changed] == [
+        ("plan", 1, 24)
+    ]
+    assert changed[0]["workers"][0]["samples"] == moved.workers[0].samples
+    printed = capsys.readouterr().out
+    assert printed.count("from epoch 2 on at 24 px: batches") == 1
+    assert "warning" not in printed  # nobody plans by times that the run follows itself
+
+
+def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans, pushes=True) as log:
+        for number in range(3):
+            for worker in (1, 0):
+                log.round(
+                    RoundReport(worker, 0, number, 24, 8, 10, 2, 0.5, float(number), 0.25, number)
+                )
+        log.epoch_end(0, train_time_s=1.0, learning_rate=0.1)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    rounds = [row for row in rows if row["event"] == "round"]
+    assert [(r["worker"], r["round"], r["samples"], r["steps"]) for r in rounds] == [
+        (0, 0, 30, 6),
+        (1, 0, 30, 6),
+    ]
+    assert (rounds[0]["loss"], rounds[0]["time_s"], rounds[0]["staleness"]) == (1.0, 1.5, 1.0)
+    assert set(rounds[0]) == ROUND_KEYS
+
+
 def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, accelerator):
     with RunLog(tmp_path, accelerator, STAGES, make_plans(), "measure") as log:
         for epoch, accuracy in ((0, 0.8), (1, 0.6)):

@@ -239,21 +239,34 @@ def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_th
     assert [e["samples"] for e in rounds[:2]] == [45, 18]
 
 
-def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"balance": "dynamic"},
+        {"balance": "dbs", "rounds_per_epoch": 2, "balance_every": 1},
+        {"balance": "dynamic", "sync": "step", "rounds_per_epoch": 3, "balance_every": 1},
+        {"balance": "dbs", "push": "gradients", "balance_every": 2},
+        {"balance": "dynamic", "sync": "asp"},
+    ],
+    ids=["rounds", "rounds-dbs-half-epochs", "step-thirds-of-epochs", "pushes-dbs", "asp"],
+)
+def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, how):
+    joint = how.get("sync") == "step" or "push" in how
     for name in ("one", "two"):
         run(
             tmp_path / name,
             slowdown=("3:2.5",),
             time_noise=0.05,
-            balance="dynamic",
             epochs=4,
             train_samples=200,
+            small_workers=0 if joint else 1,
+            **how,
         )
     assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
-    assert "from epoch 2 on at 32 px: batches" in capsys.readouterr().out
+    assert " px: batches " in capsys.readouterr().out
     events = metrics_of(tmp_path / "one")
     changed = [e for e in events if e["event"] == "plan" and "from_epoch" in e]
-    assert changed[0]["workers"][3]["samples"] < changed[0]["workers"][2]["samples"] / 2
+    assert changed[-1]["workers"][3]["samples"] < changed[-1]["workers"][2]["samples"] * 0.6
     for epoch in range(4):
         rounds = [e for e in events if e["event"] == "round" and e["epoch"] == epoch]
         assert sum(e["samples"] for e in rounds) == 200
@@ -331,6 +344,7 @@ STEP = ("--sync", "step", "--small-workers", "0")
         ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
         ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
         ([*STEP, "--global-batch-size", "3"], "global_batch_size must be in [8, 12], 2 a worker"),
+        ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false but with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
