@@ -171,7 +171,7 @@ class RunLog:
                 first = next(report for report in reports if report.worker == worker)
                 whole = asdict(first) | {k: v for k, v in values.items() if k in asdict(first)}
                 self._write("round", whole | {"round": 0})
-        _add_idle_shares(workers)
+        _add_shares(workers)
         means = self._mean_times(workers, self._plans[resolution])
         of_workers = {
             f"workers_{name}": {worker: values[name] for worker, values in workers.items()}
@@ -347,10 +347,12 @@ def _together(reports: Sequence[RoundReport]) -> dict[str, float]:
     }
 
 
-def _add_idle_shares(workers: Mapping[int, dict[str, float]]) -> None:
-    """Add how much of an epoch each worker waits for the one that computes longest."""
+def _add_shares(workers: Mapping[int, dict[str, float]]) -> None:
+    """Add each worker's share of the samples, and of the time, waiting for the slowest."""
     longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
+    samples = sum(values["samples"] for values in workers.values())
     for values in workers.values():
+        values["share"] = values["samples"] / max(samples, 1)
         values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
 
 

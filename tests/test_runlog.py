@@ -275,6 +275,7 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
             "compute_time_s",
             "wait_time_s",
             "idle_time_share",
+            "share",
             "steps",
         )
     }
