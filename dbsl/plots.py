@@ -25,6 +25,7 @@ from dbsl.stages import Stage
 
 DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
+_KINDS = ((SMALL, "small"), (LARGE, "large"))
 TRAIN, EVAL = "#0072b2", "#d55e00"
 
 
@@ -75,10 +76,13 @@ def timeline_figure(
     heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows.values()]
     figure = Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), dpi=DPI, layout="constrained")
     planned, all_large, equal = total_times_s(stages, plans)
+    joint = any(plan.global_batch_size for plan in plans.values())
+    others = f"with all batches large {all_large:.3g} s, with one equal batch {equal:.3g} s"
+    if joint:
+        others = f"with each global batch split equally {equal:.3g} s"
     figure.suptitle(
         "Predicted time of one epoch: how long each worker computes, how long it waits\n"
-        f"all {stages[-1].end_epoch} epochs: {planned:.3g} s; with all batches large "
-        f"{all_large:.3g} s, with one equal batch {equal:.3g} s",
+        f"all {stages[-1].end_epoch} epochs: {planned:.3g} s; {others}",
         fontsize=13,
     )
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)
@@ -97,12 +101,11 @@ def timeline_figure(
             f"{resolution} px images, {epochs}: {comparison(plan)}{rest}", loc="left", fontsize=11
         )
     panels[-1, 0].set_xlabel("seconds since the epoch began")
+    small, large = (Patch(color=c, label=f"computes on {n} batches") for c, n in _KINDS)
+    part = Patch(color=LARGE, label="computes on its part of each global batch")
+    waits = Patch(fc=IDLE, ec="white", hatch="///", label="waits for the slowest worker")
     figure.legend(
-        handles=[
-            Patch(color=SMALL, label="computes on small batches"),
-            Patch(color=LARGE, label="computes on large batches"),
-            Patch(fc=IDLE, ec="white", hatch="///", label="waits for the slowest worker"),
-        ],
+        handles=[part, waits] if joint else [small, large, waits],
         loc="outside lower center",
         ncols=3,
         frameon=False,

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dbsl import plots
+from dbsl.joint import plan_steps
 from dbsl.plan import Plan, TimeModel, WorkerPlan, plan_dual_batch
 from dbsl.stages import default_milestones, make_stages
 
@@ -249,3 +250,12 @@ def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
     assert plots.read_metrics(path) == rows
     plots.accuracy_and_loss(plots.read_metrics(path), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_plan_of_joint_steps_speaks_of_global_batches():
+    plan = plan_steps(1000, (60, 20), [TimeModel(1e-3, 0.02), TimeModel(3e-3, 0.02)])
+    figure = plots.timeline_figure(make_stages(2, [24]), {24: plan}, 1)
+    assert "split equally" in figure.get_suptitle()
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["computes on its part of each global batch", "waits for the slowest worker"]
+    assert "13 joint steps, 80 samples each" in figure.axes[0].get_title(loc="left")
