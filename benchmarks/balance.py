@@ -22,7 +22,9 @@ from dbsl.joint import balanced_steps, plan_steps, with_proportions
 from dbsl.machines import TimeModel
 from dbsl.server import RoundReport
 
-SAMPLES, PER_WORKER, SEEDS = 50_000, 128, 100
+SAMPLES, PER_WORKER = 50_000, 128
+# Not the seeds 0 to 99, on which the rule's constants were chosen.
+SEEDS = range(1000, 1100)
 PLANNED = TimeModel(0.0005, 0.015)
 
 
@@ -71,7 +73,7 @@ def uneven(balance: Balance, noise: float) -> dict[str, object]:
     true = [TimeModel(PLANNED.slope * 4 / speed, PLANNED.intercept) for speed in (1, 2, 4)]
     runs = [
         play(true, balance, 50, Emulation(noise=noise, seed=seed))
-        for seed in range(SEEDS if noise else 1)
+        for seed in (SEEDS if noise else SEEDS[:1])
     ]
     late = [max(run["imbalance"][10:]) for run in runs]
     mean = [statistics.mean(run["imbalance"][10:]) for run in runs]
@@ -98,8 +100,7 @@ def _share_below(runs: list[dict[str, list[float]]], first: int) -> float:
 def disturbed(balance: Balance) -> dict[str, object]:
     """Return a row on equal workers that are disturbed."""
     emulations = [
-        Emulation(disturbance=parse_disturb("0.1:4-20:2"), noise=0.02, seed=seed)
-        for seed in range(SEEDS)
+        Emulation(disturbance=parse_disturb("0.1:4-20:2"), noise=0.02, seed=seed) for seed in SEEDS
     ]
     true = [PLANNED] * 4
     runs = [play(true, balance, 200, emulation) for emulation in emulations]
