@@ -4,6 +4,7 @@
     accelerate launch train.py --dataset uoft-cs/cifar100 --small-workers 3 --epochs 140
     accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
+    accelerate launch train.py --resume runs/first            # after it was stopped, or killed
 
 The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
 process all workers live in it (a simulated cluster); with several, each process is one worker.
@@ -12,7 +13,6 @@ process all workers live in it (a simulated cluster); with several, each process
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,23 +24,27 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from dbsl.balance import Balance
-from dbsl.checkpoint import make_run_folder
-from dbsl.config import check_run, one_line_errors, parse_config
+from dbsl.config import check_run, parse_config
 from dbsl.connect import connect
 from dbsl.cores import cores_of_process
+from dbsl.errors import one_line_errors
+from dbsl.keeper import Keeper
 from dbsl.model import check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
-from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
-from dbsl.reports import make_reports
+from dbsl.reports import is_finite, make_reports
+from dbsl.results import plan_pictures, sum_up
+from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
+from dbsl.rollcall import join_processes
+from dbsl.runfolder import RunFolder, folder_of
 from dbsl.runlog import Evaluation, RunLog
 from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.setup import prepare, print_run, profile_command
 from dbsl.stages import LrSchedule, Schedule, learning_rate_at
+from dbsl.stopping import Stopping, deadline_of
 from dbsl.trackers import ReportTo, check_tracker, start_trackers
 from dbsl.transforms import Augment
-from dbsl.worker_plots import worker_history
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,13 @@ class Config:
     # --- run
     eval_every: int = 1  # epochs; the last is always evaluated
     eval_batch_size: int = 256  # samples
-    checkpoint_every: int = 0  # epochs; 0: the final model only
+    checkpoint_every: int | str = "10m"  # epochs (2) or minutes (10m); 0: only when stopped
+    keep_checkpoints: int = 2  # the newest so many
+    resume: str | None = None  # a run folder or checkpoint, or auto: output_dir's, if it has any
+    allow_config_change: bool = False  # resume with settings that change what is trained
+    max_minutes: float | None = None  # then save and stop with status 75, as after SIGTERM
+    max_bad_rounds: int = 10  # rounds refused because loss or weights are not finite
+    max_bad_images: int = 16  # left out because they cannot be decoded, of each split
     cpu_threads: int | None = None  # of torch; unset: the process's part of the cores
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast of the forward pass
     seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
@@ -127,44 +137,55 @@ class Config:
         check_run(self)
 
 
-def train_round(run, turn, cluster, stepper, learning_rate, accelerator, log) -> None:
+def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator, log) -> None:
     """Give the workers of a turn their round: pull, train on their shares, push."""
     config, stage = run.config, run.stage_at(turn.epoch)
     segment = cluster.plan(turn)  # who trains on how much, in which batches
     log.plan(turn.epoch, segment.plan)
     steps = run.steps(segment, turn)
-    if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
-        for worker in stepper.optimizers.keys() & turn.workers:
-            stepper.optimizers[worker].state.clear()
     set_dropout(run.model, stage.dropout)
     torch.manual_seed(stream_seed(config.seed, "dropout", turn.workers[0], turn.epoch, turn.round))
-    cluster.pull(turn)
-    stepper.begin(turn)
-    parts = [part for step in steps for part in step.parts if len(part.indices)]
+    progress = keeper.progress()  # none, unless a resumed run was stopped inside this round
+    if not progress.steps:
+        cluster.pull(turn)
+        if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
+            for worker in turn.workers:
+                stepper.forget(worker)
+    stepper.begin(turn, anew=not progress.steps)
+    steps_left = steps[progress.steps :]
+    parts = [part for step in steps_left for part in step.parts if len(part.indices)]
     images = run.data.train.batches(
         [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
     )
     rates = [learning_rate(turn.epoch + step.progress) for step in steps]
-    losses = train_steps(stepper, images, steps, rates, accelerator, config.label_smoothing)
+    rates_left = rates[progress.steps :]
+    smoothing = config.label_smoothing
+    train_steps(stepper, images, steps_left, rates_left, accelerator, keeper, progress, smoothing)
+    losses = {worker: loss.item() for worker, loss in progress.losses.items()}
     reports = make_reports(
         turn,
         segment.plan,
-        steps,
+        len(steps),
+        progress.samples,
         resolution=stage.resolution,
         learning_rate=rates[-1],
         losses=losses,
         clock=stepper.clock,
+        refused=not is_finite(losses, cluster.outgoing),
     )
-    cluster.push(reports)
+    if cluster.push(reports):  # not finite, and not merged: the next pull brings good weights
+        for worker in turn.workers:
+            stepper.forget(worker)
+    keeper.round_over()
 
 
 def train_steps(
-    stepper, batches, steps, learning_rates, accelerator, label_smoothing
-) -> dict[int, float]:
-    """Take optimizer steps and return each worker's training loss, summed over its samples."""
+    stepper, batches, steps, learning_rates, accelerator, keeper, progress, label_smoothing
+) -> None:
+    """Take optimizer steps, adding each worker's loss, summed over its samples, to `progress`."""
     stepper.model.train()
-    losses = defaultdict(lambda: torch.zeros((), device=accelerator.device))
-    for step, learning_rate in zip(steps, learning_rates, strict=True):
+    zero = torch.zeros((), device=accelerator.device)
+    for number, (step, learning_rate) in enumerate(zip(steps, learning_rates, strict=True), 1):
         for part in step.parts:  # one; of joint steps in one process, one of each worker
             if not len(part.indices):
                 continue
@@ -175,9 +196,13 @@ def train_steps(
                     logits = stepper.model(images)
                     loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
                 accelerator.backward(loss * weight)
-            losses[part.worker] += loss.detach() * len(labels)  # .item() would wait for the device
+            # .item() would wait for the device
+            so_far = progress.losses.get(part.worker, zero)
+            progress.losses[part.worker] = so_far + loss.detach() * len(labels)
+            progress.samples[part.worker] = progress.samples.get(part.worker, 0) + len(labels)
         stepper.step(step, learning_rate)  # here, of all workers together, or at the server
-    return {worker: loss.item() for worker, loss in losses.items()}
+        progress.steps += 1
+        keeper.after_step(round_over=number == len(steps))  # saves, or stops, if it is time to
 
 
 @torch.no_grad()
@@ -201,27 +226,43 @@ def evaluate(model, batches, accelerator, *, together: bool) -> tuple[float, flo
 
 
 def main(config: Config) -> None:
-    """Train, evaluate and save one run."""
-    began = time.perf_counter()
+    """Train, evaluate and save one run, or go on with one."""
+    deadline = deadline_of(config.max_minutes)
     check_tracker(config.report_to)
     check_optimizer(config.optimizer)
     # Part of the config, because the bits depend on it; accelerate launch would set it to 1.
     config = replace(config, cpu_threads=config.cpu_threads or cores_of_process())
     torch.set_num_threads(config.cpu_threads)
+    join_processes(config.worker_timeout)
     accelerator = Accelerator(
         # Without cpu=True, processes on a machine that has no accelerator would train alone.
         cpu=not torch.accelerator.is_available(),
         mixed_precision=config.mixed_precision,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.worker_timeout))],
     )
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    found = find_checkpoint(config, accelerator)
+    if found and is_finished(found, config):
+        accelerator.print(f"{found.run_folder} is finished: nothing to resume")
+        accelerator.end_training()
+        return
+    config = adapt_to_processes(config, found, accelerator.num_processes)
     run = prepare(config, accelerator)
-    config, data, model = run.config, run.data, run.model
     if config.plan_only:
         print_run(run, None, accelerator)
         accelerator.end_training()
         return
-    folder = make_run_folder(config, run.plans, accelerator)
+    path = found.run_folder if found else folder_of(config, accelerator)
+    with RunFolder(path, accelerator, new=found is None) as folder, Stopping(deadline) as stopping:
+        resumed = read_resumed(found, run, accelerator) if found else None
+        folder.write_settings(run.config, run.plans)
+        train(run, folder.path, stopping, resumed, accelerator)
+    accelerator.end_training()
+
+
+def train(run, folder, stopping, resumed, accelerator) -> None:
+    """Train a run from its start, or from where it was saved, to its end."""
+    config, data, model = run.config, run.data, run.model
+    rank, world_size = accelerator.process_index, accelerator.num_processes
     print_run(run, folder, accelerator)
     start_trackers(accelerator, config.report_to, folder, folder.name, asdict(config))
     log = RunLog(
@@ -231,10 +272,9 @@ def main(config: Config) -> None:
         run.plans,
         profile_command(run, world_size) if config.balance == "none" else None,
         pushes=config.push == "gradients",
+        state=resumed and resumed.state["log"],
     )
-    if accelerator.is_main_process:
-        plan_timeline(run.stages, run.plans, config.rounds_per_epoch, folder / "plots/plan.png")
-        log.images({"plots/plan": folder / "plots/plan.png"})
+    plan_pictures(run, folder, log)
     cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
     waits = world_size == 1 or config.sync in ("bsp", "step")
@@ -249,61 +289,41 @@ def main(config: Config) -> None:
         schedule=config.lr_schedule,
         warmup_epochs=config.warmup_epochs,
     )
-    final_resolution = config.resolutions[-1]
-    eval_time_s, loop_began = 0.0, time.perf_counter()
+    eval_transform = replace(run.transforms[config.resolutions[-1]], augment="none")
 
-    for turn in cluster.turns():  # of this process's workers, and the ends of epochs
-        if isinstance(turn, Round):
-            train_round(run, turn, cluster, stepper, learning_rate, accelerator, log)
+    with Keeper(run, folder, cluster, stepper, log, accelerator, stopping, resumed) as keeper:
+        for turn in cluster.turns():  # of this process's workers, and the ends of epochs
+            if isinstance(turn, Round):
+                train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator, log)
 
-        for report in cluster.reports():  # of all workers, in the process that has the server
-            log.round(report, virtual_time_s=getattr(cluster, "time_s", None))
+            for report in cluster.reports():  # of all workers, in the process that has the server
+                log.round(report, virtual_time_s=getattr(cluster, "time_s", None))
 
-        if isinstance(turn, EpochEnd):  # all workers have pushed: evaluate the merge, log, save
-            # Evaluation holds all workers up where they meet at a barrier; else training goes on.
-            train_time_s = turn.ended_at - loop_began - (eval_time_s if waits else 0.0)
-            epochs_done, evaluation, started = turn.epoch + 1, None, time.perf_counter()
-            cluster.load(turn)
-            if epochs_done % config.eval_every == 0 or epochs_done == config.epochs:
-                eval_transform = replace(run.transforms[final_resolution], augment="none")
-                images = data.evaluation.batches(eval_batches, eval_transform)
-                accuracy, loss, samples = evaluate(model, images, accelerator, together=together)
-                took = time.perf_counter() - started
-                evaluation = Evaluation(final_resolution, accuracy, loss, samples, took)
-            if accelerator.is_main_process:
-                if config.checkpoint_every and epochs_done % config.checkpoint_every == 0:
-                    checkpoint = folder / f"checkpoints/epoch-{epochs_done:04d}"
-                    save_model(model, checkpoint, final_resolution, data)
-                if epochs_done == config.epochs:
-                    save_model(model, folder, final_resolution, data)
-            eval_time_s += time.perf_counter() - started
-            log.epoch_end(
-                turn.epoch,
-                evaluation,
-                train_time_s=train_time_s,
-                learning_rate=learning_rate(turn.epoch),
-                virtual_time_s=getattr(cluster, "time_s", None),
-            )
-    cluster.close()
-
-    if accelerator.is_main_process:
-        metrics = read_metrics(folder / "metrics.jsonl")
-        accuracy_and_loss(metrics, folder / "plots/accuracy.png")
-        worker_history(metrics, folder / "plots/workers.png")
-        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
-        log.summary(
-            {
-                **log.results(),
-                "total_time_s": time.perf_counter() - began,
-                "epochs": config.epochs,
-                "seed": config.seed,
-                "workers": config.workers,
-                "small_workers": config.small_workers,
-                "sync": config.sync,
-            }
-        )
-    log.close()
-    accelerator.end_training()
+            if isinstance(turn, EpochEnd):  # all workers have pushed: evaluate the merge, log, save
+                epochs_done, evaluation, started = turn.epoch + 1, None, time.perf_counter()
+                train_time_s = keeper.train_time_s(turn, without_evaluation=waits)
+                cluster.load(turn)
+                if epochs_done % config.eval_every == 0 or epochs_done == config.epochs:
+                    images = data.evaluation.batches(eval_batches, eval_transform)
+                    accuracy, loss, samples = evaluate(
+                        model, images, accelerator, together=together
+                    )
+                    took = time.perf_counter() - started
+                    side = eval_transform.resolution
+                    evaluation = Evaluation(side, accuracy, loss, samples, took)
+                if accelerator.is_main_process and epochs_done == config.epochs:
+                    save_model(model, folder, eval_transform.resolution, data)
+                keeper.eval_time_s += time.perf_counter() - started
+                log.epoch_end(
+                    turn.epoch,
+                    evaluation,
+                    train_time_s=train_time_s,
+                    learning_rate=learning_rate(turn.epoch),
+                    virtual_time_s=getattr(cluster, "time_s", None),
+                )
+                keeper.epoch_over(turn)
+        cluster.close()
+    sum_up(run, folder, log, keeper)
 
 
 if __name__ == "__main__":

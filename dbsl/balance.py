@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from dbsl.machines import TimeModel
-from dbsl.plan import Plan
+from dbsl.plan import Plan, WorkerPlan
 from dbsl.server import RoundReport
 
 Balance = Literal["none", "dynamic", "dbs"]
@@ -72,6 +72,22 @@ class SpeedEstimate:
         self.factors = np.maximum(self.factors + gain * error, _LOWEST)
         self._covariance -= np.outer(gain, direction @ self._covariance)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimate in plain numbers."""
+        return {
+            "factors": self.factors.tolist(),
+            "covariance": self._covariance.tolist(),
+            "known": self._known,
+            "outlier": self._outlier,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.factors = np.array(state["factors"])
+        self._covariance = np.array(state["covariance"])
+        self._known = state["known"]
+        self._outlier = state["outlier"]
+
     def model(self, planned: TimeModel) -> TimeModel:
         """Return the time model as estimated, for a resolution with this planned one."""
         u, v = self.factors
@@ -91,6 +107,8 @@ class Segment:
     plan: Plan
     first_round: int = 0
     start: int = 0  # samples of the epoch that earlier rounds took
+    # Or what earlier rounds left, where that is not all that follows: places in the epoch's order.
+    left: tuple[tuple[int, int], ...] = ()
 
 
 class Planner:
@@ -109,6 +127,9 @@ class Planner:
         replan: A resolution's plan for other time models.
         resize: A resolution's plan with parts in other proportions, for `dbs`.
         split_at: Samples of the epoch that rounds of a segment take before a round.
+        without: A resolution's plan for the workers that are left.
+        samples_of: Samples of a worker in a round of a segment, from (segment, epoch, worker,
+            round).
     """
 
     def __init__(
@@ -123,6 +144,8 @@ class Planner:
         replan: Callable[[int, Sequence[TimeModel]], Plan] | None = None,
         resize: Callable[[int, Plan, np.ndarray], Plan] | None = None,
         split_at: Callable[[Segment, int], int] | None = None,
+        without: Callable[[int, Collection[int]], Plan] | None = None,
+        samples_of: Callable[[Segment, int, int, int], int] | None = None,
     ) -> None:
         self.balance: Balance = balance
         self.current = dict(plans)
@@ -134,6 +157,9 @@ class Planner:
         self._replan = replan
         self._resize = resize
         self._split_at = split_at
+        self._without = without
+        self._samples_of = samples_of
+        self.fixed: dict[int, list[Segment]] = {}  # by epoch; they change no more
         self._segments: dict[int, list[Segment]] = {}  # by epoch
         self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
         self._measured = [0] * len(self._speeds)  # rounds of each worker
@@ -143,6 +169,8 @@ class Planner:
     def at(self, epoch: int, round_: int = 0) -> Segment:
         """Return the plan in force in a round of an epoch."""
         resolution = self._resolution_at(epoch)
+        if epoch in self.fixed:
+            return next(s for s in reversed(self.fixed[epoch]) if s.first_round <= round_)
         if self.balance == "none":
             return Segment(self.current[resolution])
         if epoch not in self._segments:
@@ -177,6 +205,65 @@ class Planner:
             report.samples / report.steps,
             report.compute_time_s / report.steps,
         )
+
+    def drop(self, worker: int, clocks: Mapping[int, int], active: Collection[int]) -> int:
+        """Plan without a worker from the first round on that none of the others has begun.
+
+        Args:
+            worker: The one that was lost.
+            clocks: Rounds that each worker had pushed.
+            active: Those that are left.
+
+        Returns:
+            Its samples of rounds under way, which nobody trains on in these epochs.
+
+        Raises:
+            ValueError: If there is no plan without it.
+        """
+        others = {r: self._without(r, active) for r in self.current}
+        rounds, lost = self._rounds, 0
+        begun = max(clocks[w] for w in active) + 1  # rounds, by the first of the others
+        for epoch in range(min(clocks.values()) // rounds, (begun - 1) // rounds + 1):
+            whole = [Segment(self.current[self._resolution_at(epoch)])]
+            segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)
+            first = begun - epoch * rounds
+            for round_ in range(max(clocks[worker] - epoch * rounds, 0), min(first, rounds)):
+                segment = next(s for s in reversed(segments) if s.first_round <= round_)
+                lost += self._samples_of(segment, epoch, worker, round_)
+            last = segments[-1]
+            if last.first_round < first < rounds and not last.left:
+                plan = others[self._resolution_at(epoch)]
+                segments.append(Segment(plan, first, self._split_at(last, first)))
+            self.fixed[epoch] = segments
+        self.current = others
+        return lost
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plans and estimates in plain values."""
+        return {
+            "current": {resolution: asdict(plan) for resolution, plan in self.current.items()},
+            "changes": self.changes,
+            "fixed": _segments_to_plain(self.fixed),
+            "segments": _segments_to_plain(self._segments),
+            "speeds": [speed.state_dict() for speed in self._speeds],
+            "measured": list(self._measured),
+            "refine_at": self._refine_at,
+            "since": {w: [asdict(r) for r in reports] for w, reports in self._since.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, for as many workers."""
+        self.current = {r: plan_from_plain(plan) for r, plan in state["current"].items()}
+        self.changes = state["changes"]
+        self.fixed = segments_from_plain(state["fixed"])
+        self._segments = segments_from_plain(state["segments"])
+        for speed, saved in zip(self._speeds, state["speeds"], strict=True):
+            speed.load_state_dict(saved)
+        self._measured = list(state["measured"])
+        self._refine_at = state["refine_at"]
+        self._since.clear()
+        for worker, reports in state["since"].items():
+            self._since[worker] = [RoundReport(**report) for report in reports]
 
     def estimates(self, resolution: int) -> list[TimeModel]:
         """Return the workers' time models at a resolution, as estimated so far."""
@@ -224,3 +311,21 @@ def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
         model.time(worker.samples, worker.steps)
         for worker, model in zip(plan.workers, models, strict=True)
     )
+
+
+def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
+    """Return the plan of which `asdict` was taken."""
+    workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
+    return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
+
+
+def segments_from_plain(segments: Mapping[int, Any]) -> dict[int, list[Segment]]:
+    """Return the segments, by epoch, that a planner's state holds."""
+    return {
+        epoch: [Segment(**{**row, "plan": plan_from_plain(row["plan"])}) for row in rows]
+        for epoch, rows in segments.items()
+    }
+
+
+def _segments_to_plain(segments: Mapping[int, Sequence[Segment]]) -> dict[int, Any]:
+    return {epoch: [asdict(segment) for segment in rows] for epoch, rows in segments.items()}

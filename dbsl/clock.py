@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,7 @@ class ComputeClock:
         self._emulation = emulation
         self._spans: defaultdict[int, list[tuple]] = defaultdict(list)
         self._slept_s: defaultdict[int, float] = defaultdict(float)
+        self._before_s: dict[int, float] = {}  # of the round that a stopped run was in
         self._mark = None
 
     @contextmanager
@@ -56,10 +57,27 @@ class ComputeClock:
 
     def seconds(self, worker: int) -> float:
         """Return the worker's compute time so far and start anew; waits for the device."""
-        spans, slept = self._spans.pop(worker, []), self._slept_s.pop(worker, 0.0)
+        spent = self._so_far(worker)
+        self._spans.pop(worker, None)
+        self._slept_s.pop(worker, None)
+        self._before_s.pop(worker, None)
+        return spent
+
+    def state_dict(self) -> dict[int, float]:
+        """Return the workers' seconds so far; waits for the device."""
+        workers = {*self._spans, *self._before_s}
+        return {worker: self._so_far(worker) for worker in sorted(workers)}
+
+    def load_state_dict(self, state: Mapping[int, float]) -> None:
+        """Count on from what `state_dict` returned."""
+        self._before_s = dict(state)
+
+    def _so_far(self, worker: int) -> float:
+        spans = self._spans.get(worker, [])
         if self._cuda and spans:
             torch.cuda.synchronize(self._device)
-        return sum(self._between(start, end) for start, end in spans) + slept
+        spent = sum(self._between(start, end) for start, end in spans)
+        return spent + self._slept_s.get(worker, 0.0) + self._before_s.get(worker, 0.0)
 
     def _sleep(self, start, end) -> None:
         for worker in self._workers if self._emulation else ():

@@ -8,13 +8,15 @@ exact and come out the same every time, whatever this machine is doing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from dbsl.balance import Planner, Segment
-from dbsl.server import EpochEnd, Round, RoundReport, Server
+from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
+from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
 
 
@@ -45,7 +47,7 @@ class SimulatedCluster:
         self.time_s = 0.0  # the virtual clock
         self.workers = range(len(server.clocks))
         self._planner = planner
-        self._outgoing = weights.vector if outgoing is None else outgoing
+        self.outgoing = weights.vector if outgoing is None else outgoing
         self._duration = duration
         self._rounds = epochs * server.rounds_per_epoch
         self._pulled: dict[int, Tensor] = {}
@@ -53,22 +55,26 @@ class SimulatedCluster:
         self._waits: dict[int, float] = {}  # before it
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []
+        self._turn: int | None = None  # the worker whose turn it is
+
+    @property
+    def refused(self) -> int:
+        """Rounds that were not finite, so far."""
+        return self.server.refused
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
-        waiting = set(self.workers)
         while True:
-            for worker in sorted(w for w in waiting if self.server.may_start(w)):
-                waiting.discard(worker)
-                self._start(worker)
-            if not self._queue:
-                return
-            self.time_s, worker = heapq.heappop(self._queue)
-            yield Round((worker,), *self._clock(worker))
-            if self.server.clocks[worker] < self._rounds:
-                waiting.add(worker)
             while self.server.finished:
                 yield self.server.finished.popleft()
+            if self._turn is None:
+                for worker in self._waiting():
+                    self._start(worker)
+                if not self._queue:
+                    return
+                self.time_s, self._turn = heapq.heappop(self._queue)
+            yield Round((self._turn,), *self._clock(self._turn))
+            self._turn = None
 
     def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn."""
@@ -79,15 +85,16 @@ class SimulatedCluster:
         (worker,) = turn.workers
         self.weights.load(self._pulled.pop(worker))
 
-    def push(self, reports: Sequence[RoundReport]) -> None:
-        """Hand the worker's weights, or gradients, to the server."""
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Hand the worker's weights, or gradients, to the server; True: they were refused."""
         (report,) = reports
         worker = report.worker
         self._ended[worker] = self.time_s
         report = replace(
             report, compute_time_s=self._durations[worker], wait_time_s=self._waits[worker]
         )
-        self.server.push(self._outgoing, report)
+        self.server.push(self.outgoing, report)
+        return report.refused
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call."""
@@ -98,8 +105,57 @@ class SimulatedCluster:
         """Load the global weights of an epoch's end into the model."""
         self.weights.load(end.weights)
 
+    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+        """Return what all processes do now: in one process, what it wishes."""
+        return wish
+
     def close(self) -> None:
         """Nothing to release in one process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where every worker is, to go on from in `load_state_dict`.
+
+        In the middle of a turn its worker's weights are the model's; they are not in here.
+        """
+        return {
+            "server": self.server.state_dict(),
+            "time_s": self.time_s,
+            "turn": self._turn,
+            "pulled": dict(self._pulled),
+            "durations": dict(self._durations),
+            "waits": dict(self._waits),
+            "ended": list(self._ended),
+            "queue": list(self._queue),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.server.load_state_dict(state["server"])
+        self.time_s = state["time_s"]
+        self._turn = state["turn"]
+        device = self.weights.vector.device
+        self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
+        self._durations = dict(state["durations"])
+        self._waits = dict(state["waits"])
+        self._ended = list(state["ended"])
+        self._queue = list(state["queue"])
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on where workers of another number stopped."""
+        self.server.take_over(handover)
+        self.time_s = handover.time_s
+        self._ended = [handover.time_s] * len(self._ended)
+
+    def _waiting(self) -> list[int]:
+        """Return the workers that are in no round and may start one, in order."""
+        inside = {worker for _, worker in self._queue}
+        return [
+            worker
+            for worker in self.workers
+            if worker not in inside
+            and self.server.clocks[worker] < self._rounds
+            and self.server.may_start(worker)
+        ]
 
     def _clock(self, worker: int) -> tuple[int, int]:
         return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 import yaml
 
+from dbsl.checkpoint import FOLDER as CHECKPOINTS
 from dbsl.flags import parse_flags
+from dbsl.rollcall import recall
 from dbsl.stages import check_resolutions
-from dbsl.sync import SyncError
 
 T = TypeVar("T")
+
+RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
 def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
@@ -27,17 +27,33 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     File and flags meet the same checks, since the file is read as flags. Lists may be separated by
     commas or spaces.
 
+    A run that is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A
+    process that torchrun or accelerate has restarted resumes what it was doing.
+
     Raises:
-        ValueError: If the file cannot be read or is no mapping of settings.
+        ValueError: If the file cannot be read or is no mapping of settings, or there is no such
+            run to resume.
         SystemExit: If a flag is unknown or its value has the wrong type (status 2).
     """
-    file_flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file_flag.add_argument("--config", type=Path)
-    known, flags = file_flag.parse_known_args(argv)
-    if known.config:
-        flags = yaml_to_argv(_read_yaml(known.config)) + flags
+    file_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--config", "--resume", "--output-dir", "--output_dir"):
+        file_flags.add_argument(name)
+    known, flags = file_flags.parse_known_args(argv)
+    settings = _read_yaml(Path(known.config)) if known.config else {}
+    given = yaml_to_argv(settings)
+    resume = known.resume or settings.get("resume")
+    output_dir = known.output_dir or settings.get("output_dir")
+    if resume is None and (unfinished := recall(RUN_FOLDER)):
+        resume, output_dir = "auto", unfinished
+    for name, value in (("resume", resume), ("output_dir", output_dir)):
+        if value is not None:
+            flags += yaml_to_argv({name: value})
+    if resume is not None:
+        folder = run_folder_of(str(resume), output_dir)
+        if (folder / "config.yaml").is_file():
+            given = yaml_to_argv(_read_yaml(folder / "config.yaml")) + given
 
-    return parse_flags(cls, flags)
+    return parse_flags(cls, given + flags)
 
 
 def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
@@ -66,6 +82,28 @@ def config_to_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
 
 
+def run_folder_of(resume: str, output_dir: str | None) -> Path:
+    """Return the run folder that `--resume` means.
+
+    Raises:
+        ValueError: If it means no folder, or another one than `output_dir`.
+    """
+    if resume == "auto":
+        if output_dir is None:
+            raise ValueError("resume auto must go with output_dir, the run folder to look into")
+        return Path(output_dir)
+    folder = Path(resume)
+    if folder.parent.name == CHECKPOINTS:
+        folder = folder.parent.parent
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"resume must be auto, a run folder or a checkpoint in one, got {resume}")
+    if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
+        raise ValueError(
+            f"output_dir must be left out or {folder}, where the run goes on, got {output_dir}"
+        )
+    return folder
+
+
 def check_run(config: Any) -> None:
     """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
     in_range("small_ratio", config.small_ratio, 0, 1)
@@ -81,8 +119,11 @@ def check_run(config: Any) -> None:
         in_range(name, getattr(config, name), 0, 1, open_high=True)
     for probability in config.dropout:
         in_range("dropout", probability, 0, 1, open_high=True)
-    for name in ("staleness", "checkpoint_every", "seed"):
+    for name in ("staleness", "seed", "max_bad_rounds", "max_bad_images"):
         in_range(name, getattr(config, name), 0)
+    parse_interval(config.checkpoint_every)
+    if config.max_minutes is not None:
+        in_range("max_minutes", config.max_minutes, 0, open_low=True)
     for name in (
         *("workers", "small_workers", "train_samples", "eval_samples", "loader_workers"),
         *(
@@ -95,6 +136,7 @@ def check_run(config: Any) -> None:
             "global_batch_size",
             "push_every",
             "balance_every",
+            "keep_checkpoints",
         ),
     ):
         value = getattr(config, name)
@@ -180,6 +222,34 @@ def _check_joint_steps(config: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Interval:
+    """How often to save: every so many epochs, or minutes; 0 of both is never."""
+
+    epochs: int = 0
+    minutes: float = 0.0
+
+
+def parse_interval(value: int | str) -> Interval:
+    """Return the interval of ``2`` (epochs) or ``10m`` (minutes).
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    text = str(value).strip()
+    if text.isdecimal():
+        return Interval(epochs=int(text))
+    try:
+        minutes = float(text.removesuffix("m")) if text.endswith("m") else math.nan
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        raise ValueError(
+            f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"
+        )
+    return Interval(minutes=minutes)
+
+
 def in_range(
     name: str,
     value: float,
@@ -229,43 +299,6 @@ def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
     if all(len(set(row)) == 1 for row in values):
         return tuple(row[0] for row in values)
     return tuple(value for row in values for value in row)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """End the process with status 2 and one line where this project refused what it was given.
-
-    An error raised by any other code keeps its traceback: that is a fault, not bad input. Either
-    way a process among several ends at once: it would else wait for the others on its way out, and
-    they for it.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, (ValueError, SyncError)) or not _raised_here(error):
-            if _one_of_several():
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            raise
-        # Every rank meets the same bad input, so one per machine says it; a lost peer each rank
-        # sees from its own side.
-        if isinstance(error, SyncError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        if _one_of_several():
-            sys.stdout.flush()
-            os._exit(2)
-        raise SystemExit(2) from None
-
-
-def _one_of_several() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _raised_here(error: BaseException) -> bool:
-    package = Path(__file__).resolve().parent
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return package in raised_in.parents or raised_in == package.parent / "train.py"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

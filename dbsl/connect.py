@@ -11,6 +11,7 @@ from dbsl.clock import ComputeClock
 from dbsl.cluster import SimulatedCluster
 from dbsl.lockstep import Lockstep
 from dbsl.model import build_optimizer
+from dbsl.rollcall import RollCall
 from dbsl.server import GradientServer, Server
 from dbsl.setup import Setting
 from dbsl.steppers import (
@@ -22,7 +23,7 @@ from dbsl.steppers import (
 )
 from dbsl.sync import BarrierSync, ServerSync
 from dbsl.weights import FlatWeights
-from dbsl.wire import CPU, SERVER_RANK
+from dbsl.wire import CPU, SERVER_RANK, ControlGroup
 
 Cluster = SimulatedCluster | BarrierSync | ServerSync | Lockstep
 Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
@@ -39,6 +40,12 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
     clock = ComputeClock(accelerator.device, None if alone else run.emulation)
+
+    meets = not alone and config.sync in ("bsp", "step")
+    control = None
+    if meets:
+        rollcall = RollCall(rank, dist.get_world_size(), config.worker_timeout)
+        control = ControlGroup(config.worker_timeout, rollcall)
 
     def build(module: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(
@@ -61,11 +68,21 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         else:
             if config.sync_batch_norm:
                 model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-            stepper = DistributedSteps(model, weights, clock, prepared, own)
+            side = config.resolutions[0]
+            example = torch.zeros(2, 3, side, side)
+            stepper = DistributedSteps(
+                model, weights, clock, prepared, own, example, on_exchange=control.enter
+            )
             finish = stepper.average_buffers
-        return Lockstep(
-            weights, workers=workers, duration=run.duration, finish_round=finish, **common
-        ), stepper
+        cluster = Lockstep(
+            weights,
+            workers=workers,
+            duration=run.duration,
+            finish_round=finish,
+            control=control,
+            **common,
+        )
+        return cluster, stepper
 
     in_host_memory = not alone and config.sync != "bsp"
     on_server = rank == SERVER_RANK
@@ -81,9 +98,8 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
             device = CPU if in_host_memory else accelerator.device
             owner = ServerOptimizer(model, device, build)
             server = GradientServer(
-                owner.weights.vector,
+                owner,
                 config.workers,
-                apply=owner.apply,
                 damp=config.damp_stale,
                 **counted,
             )
@@ -113,7 +129,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         worker = own if own >= 0 else None
         common |= {"worker": worker, "outgoing": outgoing}
         if config.sync == "bsp":
-            cluster = BarrierSync(weights, server, **common)
+            cluster = BarrierSync(weights, server, control=control, **common)
         else:
             cluster = ServerSync(weights, server, timeout_s=config.worker_timeout, **common)
     return cluster, stepper

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
+import os
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
@@ -18,7 +20,7 @@ from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from dbsl.cores import cores_of_process
-from dbsl.images import ImageLoader, ImageSource, ImageSplit, PixelStore
+from dbsl.images import ImageLoader, ImageSource, ImageSplit, PixelStore, check_bad
 from dbsl.plan import largest_remainder
 from dbsl.seeds import generator
 
@@ -77,6 +79,7 @@ def load_data(
     seed: int = 0,
     loader_workers: int | None = None,
     device: torch.device | str = "cpu",
+    max_bad_images: int = 0,
     max_store_bytes: int = 2 * 2**30,
 ) -> Data:
     """Open a dataset and make its training and evaluation samples readable by number.
@@ -97,6 +100,7 @@ def load_data(
         loader_workers: Loader processes per split; 0 decodes in this process; unset: this
             process's part of the cores, at most 8.
         device: Where batches are made.
+        max_bad_images: Most images of a split that may be left out since they cannot be decoded.
         max_store_bytes: Most bytes of decoded pixels to keep.
 
     Raises:
@@ -113,16 +117,18 @@ def load_data(
     evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
 
     side = _common_side((train, evaluation))
-    pixels = _decode_splits((train, evaluation), side, max_store_bytes)
-    if pixels:
+    decoded = _decode_splits((train, evaluation), side, max_store_bytes, max_bad_images)
+    if decoded:
         sources = [
-            PixelStore(decoded, split.labels, device)
-            for decoded, split in zip(pixels, (train, evaluation), strict=True)
+            PixelStore(pixels, split.labels[good], device, bad)
+            for (pixels, good, bad), split in zip(decoded, (train, evaluation), strict=True)
         ]
-        mean, std = _channel_statistics(pixels[0])
+        mean, std = _channel_statistics(decoded[0][0])
     else:
         workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
-        sources = [ImageLoader(split, device, workers) for split in (train, evaluation)]
+        sources = [
+            ImageLoader(split, device, workers, max_bad_images) for split in (train, evaluation)
+        ]
         mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     return Data(
         *sources,
@@ -209,6 +215,7 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
         if kind == "file":
             found = datasets.load_dataset("parquet", data_files=str(path))
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+            _check_saved(path)
             found = datasets.load_from_disk(path)
         else:
             found = datasets.load_dataset(str(path) if path.exists() else dataset)
@@ -224,6 +231,20 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
             f"got {dataset!r} ({reason})"
         ) from error
     return tables
+
+
+def _check_saved(folder: Path) -> None:
+    """Refuse a folder of `save_to_disk` whose files name data outside of it."""
+    splits = [folder]
+    if (folder / "dataset_dict.json").exists():
+        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = [folder / name for name in names]
+    inside = os.path.join(os.path.abspath(folder), "")
+    for split in splits:
+        state = json.loads((split / "state.json").read_text(encoding="utf-8"))
+        for file in [split / entry["filename"] for entry in state["_data_files"]]:
+            if not os.path.abspath(file).startswith(inside):
+                raise ValueError(f"its data files must lie inside the folder, got {file}")
 
 
 def _digits() -> datasets.Dataset:
@@ -318,47 +339,64 @@ def _common_side(splits: Iterable[ImageSplit]) -> int | None:
     sizes = set()
     for split in splits:
         probes = np.unique(np.linspace(0, len(split) - 1, _PROBES).astype(np.int64))
-        sizes.update(image.size for image in split.decode(probes))
-    width, height = sizes.pop()
-    return width if width == height and not sizes else None
+        images = split.decode(probes)
+        sizes.update(image.size for image in images if not isinstance(image, str))
+    if len(sizes) != 1:
+        return None
+    ((width, height),) = sizes
+    return width if width == height else None
+
+
+_Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
 
 
 def _decode_splits(
-    splits: Sequence[ImageSplit], side: int | None, max_bytes: int
-) -> list[np.ndarray] | None:
+    splits: Sequence[ImageSplit], side: int | None, max_bytes: int, max_bad: int
+) -> list[_Decoded] | None:
     """Return each split's pixels, uint8 [N, S, S, 3], or None if they are not for a store."""
     if side is None or side > _STORE_UP_TO:
         return None
     if sum(len(split) for split in splits) * side * side * 3 > max_bytes:
         return None
-    pixels = []
+    found = []
     for split in splits:
-        decoded = _decode_cached(split, side)
+        decoded = _decode_cached(split, side, max_bad)
         if decoded is None:
             return None
-        pixels.append(decoded)
-    return pixels
+        found.append(decoded)
+    return found
 
 
-def _decode_cached(split: ImageSplit, side: int) -> np.ndarray | None:
+def _decode_cached(split: ImageSplit, side: int, max_bad: int) -> _Decoded | None:
     """Return a split's pixels, read from the cache if possible; None if an image has another size.
 
     On the CPU, processes that read the cache share its memory.
     """
     cache, shape = _cache_file(split), (len(split), side, side, 3)
+    everything = np.arange(len(split))
     with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
         pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
         if pixels.shape == shape and pixels.dtype == np.uint8:
-            return pixels
-    pixels = np.empty(shape, np.uint8)
+            return pixels, everything, {}
+    pixels, bad = np.empty(shape, np.uint8), {}
     for start in range(0, len(split), _CHUNK):
         samples = np.arange(start, min(start + _CHUNK, len(split)))
         for sample, image in zip(samples, split.decode(samples), strict=True):
-            if image.size != (side, side):
+            if isinstance(image, str):
+                bad[int(sample)] = image
+            elif image.size != (side, side):
                 return None
-            pixels[sample] = image
-    _write_cache(cache, pixels)
-    return pixels
+            else:
+                pixels[sample] = image
+    if not bad:
+        _write_cache(cache, pixels)
+        return pixels, everything, {}
+    rows = {int(split.rows[sample]): reason for sample, reason in bad.items()}
+    check_bad(rows, max_bad, split)
+    for row, reason in rows.items():
+        logger.warning("left out: %s", split.describe_bad(row, reason))
+    good = np.delete(everything, list(bad))
+    return pixels[good], good, rows
 
 
 def _cache_file(split: ImageSplit) -> Path:

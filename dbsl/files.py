@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -12,10 +13,33 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one go, under a name of this process's own until it is whole."""
+    """Write a file in one go."""
+    write_with(path, lambda temporary: temporary.write_bytes(content))
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` write a file under a temporary name; it gets its own once it is on the disk.
+
+    A power cut after this has returned finds the file whole.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        write(temporary)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Give a file that was written under a temporary name its own, once it is on the disk."""
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)  # the name, too
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -6,12 +6,14 @@ No source here may pass through `accelerator.prepare`, which would shard its bat
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -22,20 +24,26 @@ from torch.utils.data import DataLoader
 from dbsl.seeds import sample_seeds, stream_seed
 from dbsl.transforms import Transform, to_device
 
+logger = logging.getLogger(__name__)
+
 _Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 
 
 class ImageSource(ABC):
     """Images and labels of one split, read by sample number.
 
+    Images that cannot be decoded are missing from their batches.
+
     Attributes:
         labels: Class of each sample, int64 [N], on the host.
         device: Where batches are made.
+        bad: Images that could not be decoded: their rows in the split, and why.
     """
 
     def __init__(self, labels: np.ndarray, device: torch.device) -> None:
         self.labels = labels
         self.device = device
+        self.bad: dict[int, str] = {}  # rows of images that were left out, and why
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,9 +64,16 @@ class ImageSource(ABC):
 class PixelStore(ImageSource):
     """Small images of one size, decoded and kept on the device: a batch is one gather."""
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self,
+        pixels: np.ndarray,
+        labels: np.ndarray,
+        device: torch.device,
+        bad: Mapping[int, str] | None = None,
+    ) -> None:
         """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
         super().__init__(labels, device)
+        self.bad = dict(bad or {})
         self._pixels = torch.from_numpy(pixels).to(device)
 
     def batches(
@@ -77,10 +92,20 @@ class ImageLoader(ImageSource):
     The processes start with the first batch and stay until this object goes. A fork server makes
     them, because the fork of a process that has CUDA or gloo threads may hang. Each therefore
     imports the main script, which needs its ``if __name__ == "__main__":``.
+
+    Args:
+        split: The images.
+        device: Where batches are made.
+        loader_workers: Processes; 0: this one.
+        max_bad: Most images that may fail to be decoded before that is an error.
     """
 
-    def __init__(self, split: ImageSplit, device: torch.device, loader_workers: int) -> None:
+    def __init__(
+        self, split: ImageSplit, device: torch.device, loader_workers: int, max_bad: int = 0
+    ) -> None:
         super().__init__(split.labels, device)
+        self._split = split
+        self._max_bad = max_bad
         self._calls = 0  # of `batches`
         self._requests: list[_Request] = []  # of the latest call
         self._loader = DataLoader(
@@ -103,14 +128,50 @@ class ImageLoader(ImageSource):
         call = self._calls
         requests = [(samples, transform, epoch) for samples in index_batches]
         self._requests[:] = requests
-        for (samples, _, _), images in zip(requests, self._loader, strict=True):
-            if isinstance(images, str):
-                raise ValueError(images)
+        for (wanted, _, _), (images, decoded, errors) in zip(requests, self._loader, strict=True):
+            samples = wanted[decoded.numpy()]
+            if errors:
+                self._note_bad(errors)
+                samples, images = _without_gaps(wanted, samples, images)
             images = images.to(self.device, non_blocking=True)
             images = transform(images, samples, epoch, prepared=True)
             yield images, to_device(self.labels[samples], self.device)
             if call != self._calls:
                 raise RuntimeError("a later call of batches() took over the loader processes")
+
+    def _note_bad(self, errors: Mapping[int, str]) -> None:
+        for row, reason in errors.items():
+            if row not in self.bad:
+                self.bad[row] = reason
+                logger.warning("left out: %s", self._split.describe_bad(row, reason))
+        check_bad(self.bad, self._max_bad, self._split)
+
+
+def check_bad(bad: Mapping[int, str], most: int, split: ImageSplit) -> None:
+    """Raise ``ValueError`` if more images of a split are bad than may be."""
+    if len(bad) > most:
+        row, reason = next(reversed(bad.items()))
+        rows = ", ".join(map(str, sorted(bad)[:20])) + (", ..." if len(bad) > 20 else "")
+        raise ValueError(
+            f"max_bad_images must be at least the images that cannot be decoded, got {most} and "
+            f"{len(bad)} such in split {split.name!r} so far (rows {rows}; "
+            f"{split.describe_bad(row, reason)})"
+        )
+
+
+def _without_gaps(
+    wanted: np.ndarray, samples: np.ndarray, images: torch.Tensor
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Return what was decoded of a batch; a single image is repeated, for the sake of batch norm.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not len(samples):
+        raise ValueError(f"a batch must have an image that can be decoded, got {len(wanted)} bad")
+    if len(samples) == 1 < len(wanted):
+        return samples.repeat(2), images.repeat(2, 1, 1, 1)
+    return samples, images
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,36 +203,56 @@ class ImageSplit:
         """Return the split of these samples."""
         return replace(self, rows=self.rows[samples], labels=self.labels[samples])
 
-    def decode(self, samples: np.ndarray) -> Iterator[Image.Image]:
-        """Yield the RGB images of these samples."""
+    def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
+        """Yield the RGB images of these samples, or why one cannot be decoded."""
         feature = datasets.Image(mode="RGB")  # which also applies EXIF orientation
         rows = self.rows[samples]
-        for row, value in zip(rows, self.table[rows][self.image_column], strict=True):
+        for value in self.table[rows][self.image_column]:
             try:
+                self._check_path(value)
                 yield feature.decode_example(value)
             except Exception as error:  # Pillow raises OSError, SyntaxError, its own and more
-                where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
-                raise ValueError(f"{where} cannot be decoded ({error})") from error
+                yield " ".join(str(error).split()) or type(error).__name__
 
-    def __getitem__(self, request: _Request) -> torch.Tensor | str:
-        """Return a whole batch, uint8 [B, 3, R, R], or which image it failed on.
+    def describe_bad(self, row: int, reason: str) -> str:
+        """Return which image cannot be decoded, and why."""
+        where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
+        return f"{where} cannot be decoded ({reason})"
 
-        An exception would reach the trainer as a loader process's traceback in a message.
+    def _check_path(self, value: object) -> None:
+        """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
+        if not isinstance(value, dict) or value.get("bytes") is not None:
+            return
+        path = str(value.get("path"))
+        here = Path(self.dataset).expanduser()
+        roots = [here.parent if here.is_file() else here] if here.exists() else []
+        roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
+        place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
+        if not any(place.startswith(os.path.join(os.path.abspath(r), "")) for r in roots):
+            raise ValueError(f"path must lie inside the dataset's folder, got {path}")
+
+    def __getitem__(self, request: _Request) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+        """Return a whole batch: images, uint8 [b, 3, R, R], which they are, int64 [b], the others.
+
+        The others are rows that cannot be decoded, and why. An exception would reach the trainer as
+        a loader process's traceback in a message.
         """
-        try:
-            return self._prepare(*request)
-        except ValueError as error:
-            return str(error)
-
-    def _prepare(self, samples: np.ndarray, transform: Transform, epoch: int) -> torch.Tensor:
+        samples, transform, epoch = request
         host_transform = transform.host_transform()
         seeds = sample_seeds(stream_seed(transform.seed, "host augment", epoch), samples)
-        images = []
+        images, places, errors = [], [], {}
         with torch.random.fork_rng(devices=[]):  # without loader processes this is the trainer's
-            for image, seed in zip(self.decode(samples), seeds.tolist(), strict=True):
+            decoded = zip(self.decode(samples), seeds.tolist(), strict=True)
+            for place, (image, seed) in enumerate(decoded):
+                if isinstance(image, str):
+                    errors[int(self.rows[samples[place]])] = image
+                    continue
                 torch.default_generator.manual_seed(seed)  # torch.manual_seed is the GPUs' as well
                 images.append(host_transform(image))
-        return torch.stack(images)
+                places.append(place)
+        side = transform.resolution
+        stacked = torch.stack(images) if images else torch.empty(0, 3, side, side).byte()
+        return stacked, torch.tensor(places, dtype=torch.int64), errors
 
 
 def _process_context() -> multiprocessing.context.BaseContext:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from dbsl.data import Data
+from dbsl.files import put_in_place
 from dbsl.seeds import stream_seed
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
@@ -102,9 +103,31 @@ def build_optimizer(
     return create_optimizer_v2(model, opt=name, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def save_model(model: nn.Module, folder: Path, resolution: int, data: Data) -> None:
-    """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all."""
+def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the model's state in host memory."""
+    # Cloned: the model's tensors are views into one vector, which safetensors does not take.
+    return {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+
+
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    resolution: int,
+    data: Data,
+    *,
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
+
+    Args:
+        model: The model.
+        folder: Where to; made if it is not there.
+        resolution: Image side that it is meant for, pixels.
+        data: Names the classes and the channels' statistics.
+        state: What `copy_model_state` returned earlier; None: as the model is now.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    state = copy_model_state(model) if state is None else state
     config, weights = folder / "config.json.tmp", folder / "model.safetensors.tmp"
     save_config_for_hf(
         model,
@@ -124,12 +147,10 @@ def save_model(model: nn.Module, folder: Path, resolution: int, data: Data) -> N
         },
         model_args={"drop_rate": 0.0},
     )
-    # Cloned: the model's tensors are views into one vector, which safetensors does not take.
-    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
-    save_file(state, weights, metadata={"format": "pt"})
+    save_file(dict(state), weights, metadata={"format": "pt"})
     shutil.copymode(config, weights)  # safetensors leaves it to the owner alone
-    os.replace(config, folder / "config.json")
-    os.replace(weights, folder / "model.safetensors")
+    for temporary in (config, weights):
+        put_in_place(temporary, temporary.with_suffix(""))
 
 
 def load_model(folder: str | Path) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from dbsl.data import Data
 from dbsl.joint import balanced_steps, plan_steps, with_proportions
 from dbsl.machines import Machines, TimeModel, largest_remainder
 from dbsl.memory import GIB
-from dbsl.plan import Plan, plan_with_fallback
+from dbsl.plan import Plan, WorkerPlan, plan_with_fallback
 from dbsl.profile_cache import Profiler, Setup
 from dbsl.split import balanced_sizes, check_global_batch
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
+
+_NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 
 SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 
@@ -141,6 +143,7 @@ class Planning:
         self._known = known
         self._samples = samples
         self.least = least
+        self._active = list(range(config.workers))  # but for workers that were lost
         resolutions, workers = config.resolutions, config.workers
         small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
         self._small = {
@@ -175,17 +178,34 @@ class Planning:
 
     def replan(self, resolution: int, models: Sequence[TimeModel]) -> Plan:
         """Return a resolution's plan for workers with other time models."""
+        models = [models[worker] for worker in self._active]
         if takes_joint_steps(self._config):
-            return balanced_steps(
+            plan = balanced_steps(
                 int(self._first_sizes(resolution).sum()),
                 models,
-                self._limits(resolution),
+                self._limits(resolution)[self._active],
                 samples=self._samples,
                 drop_last=self._config.drop_last,
                 least=self.least,
                 floor=self._config.min_batch_size,
             )
-        return self._rounds(resolution, models, measured=True)[0]
+        else:
+            plan = self._rounds(resolution, models, measured=True)[0]
+        if len(self._active) == self._config.workers:
+            return plan
+        rows = [_NO_PART] * self._config.workers
+        for worker, row in zip(self._active, plan.workers, strict=True):
+            rows[worker] = row
+        return replace(plan, workers=tuple(rows))
+
+    def without(self, resolution: int, active: Collection[int]) -> Plan:
+        """Return a resolution's plan for the workers that are left; the others get nothing.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        self._active = sorted(active)
+        return self.replan(resolution, self._known.models[resolution])
 
     def resize(self, resolution: int, plan: Plan, proportions: np.ndarray) -> Plan:
         """Return a resolution's plan with its workers' parts in other proportions."""
@@ -209,14 +229,16 @@ class Planning:
     def _rounds(
         self, resolution: int, models: Sequence[TimeModel], *, measured: bool
     ) -> tuple[Plan, str | None]:
-        config = self._config
-        small_workers, given = config.small_workers, self._small[resolution][0] or None
+        config, active = self._config, self._active
+        small_workers = sum(worker < config.small_workers for worker in active)
+        given = self._small[resolution][0] or None
+        large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
         share_goal = config.small_share if small_workers and not given else None
         return plan_with_fallback(
             self._samples,
-            config.workers,
+            len(active),
             small_workers,
-            self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution],
+            [large[worker] for worker in active],
             models,
             measured=measured,
             time_ratio=config.time_ratio if not given and share_goal is None else None,

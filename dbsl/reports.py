@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from dbsl.clock import ComputeClock
 from dbsl.plan import Plan
-from dbsl.sampler import Step
 from dbsl.server import Round, RoundReport
+
+
+def is_finite(losses: Mapping[int, float], vector: Tensor) -> bool:
+    """Whether losses and every number of a vector are finite."""
+    # One pass and one number to read: a sum of finite weights does not overflow.
+    return all(map(math.isfinite, losses.values())) and math.isfinite(vector.sum().item())
 
 
 def make_reports(
     turn: Round,
     plan: Plan,
-    steps: Sequence[Step],
+    steps: int,
+    samples: Mapping[int, int],
     *,
     resolution: int,
     learning_rate: float,
     losses: Mapping[int, float],
     clock: ComputeClock,
+    refused: bool = False,
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
     Args:
         turn: The turn.
         plan: The plan in force in it.
-        steps: Its steps.
+        steps: Optimizer steps that it took.
+        samples: Images that each worker trained on; none for a worker without any.
         resolution: Image side, pixels.
         learning_rate: Of its last step.
         losses: Training loss by worker, summed over the samples; none for a worker without any.
         clock: Has measured what each worker computed.
+        refused: Whether the round is not to be merged, since it is not finite.
     """
     reports = []
-    for position, worker in enumerate(turn.workers):
-        mine = plan.workers[worker]
-        samples = sum(len(step.parts[position].indices) for step in steps)
+    for worker in turn.workers:
+        mine, count = plan.workers[worker], samples.get(worker, 0)
         reports.append(
             RoundReport(
                 worker,
@@ -42,13 +53,14 @@ def make_reports(
                 turn.round,
                 resolution=resolution,
                 local_batch_size=mine.local_batch_size,
-                samples=samples,
-                steps=len(steps),
+                samples=count,
+                steps=steps,
                 time_s=clock.seconds(worker),
-                loss=losses.get(worker, 0.0) / max(samples, 1),
+                loss=losses.get(worker, 0.0) / max(count, 1),
                 merge_weight=mine.merge_weight,
                 learning_rate=learning_rate,
-                predicted_time_s=mine.predicted_time_s * samples / mine.samples,
+                predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
+                refused=refused,
             )
         )
     return reports

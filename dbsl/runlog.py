@@ -9,22 +9,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from accelerate import Accelerator
 from PIL import Image
 from tqdm import tqdm
 
+from dbsl.balance import plan_from_plain
 from dbsl.files import write_text
 from dbsl.plan import Plan
 from dbsl.server import RoundReport
 from dbsl.stages import Stage, stage_at
+from dbsl.sync import Loss
 
 MAX_PRINTED_WORKERS = 8
 PREDICTION_TOLERANCE = 0.10  # relative, of a worker's time in an epoch
@@ -54,6 +57,8 @@ class RunLog:
         profile_command: What measures step times anew, for the warning that they are off; None
             where plans follow the times.
         pushes: Whether rounds are single pushes: they are then recorded by epoch and worker.
+        state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
+            what was written later.
     """
 
     def __init__(
@@ -65,8 +70,10 @@ class RunLog:
         profile_command: str | None = None,
         *,
         pushes: bool = False,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self._profile_command = profile_command
+        self.lost_workers: list[int] = []
         self.enabled = accelerator.is_main_process
         if not self.enabled:
             return
@@ -82,16 +89,18 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._evaluations: list[Evaluation] = []
         self._epoch = 0  # the last that ended
-        # Line buffering: a killed run leaves whole lines.
-        self._file = open(folder / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
+        if state:
+            self._load_state_dict(state)
         self._bar = tqdm(
             total=sum(plans[stage.resolution].samples * len(stage.epochs) for stage in stages),
+            initial=self._samples,
             unit=" images",
             unit_scale=True,
             dynamic_ncols=True,
             disable=not sys.stderr.isatty(),
         )
-        for stage in stages:
+        for stage in stages if not state else ():
             self._write("plan", _plan_row(stage, plans[stage.resolution]))
         table = [{"resolution": r, **row} for r in plans for row in _worker_rows(plans[r])]
         for tracker in accelerator.trackers:
@@ -104,6 +113,34 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run's log goes on from."""
+        self._file.flush()
+        return {
+            "metrics_bytes": self._file.tell(),
+            "planned_epoch": dict(self._planned_epoch),
+            "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
+            "off": sorted(self._off),
+            "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
+            "train_time_s": self._train_time_s,
+            "samples": self._samples,
+            "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
+            "epoch": self._epoch,
+            "lost_workers": list(self.lost_workers),
+        }
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._planned_epoch |= state["planned_epoch"]
+        self._plans |= {r: plan_from_plain(plan) for r, plan in state["plans"].items()}
+        self._off = set(state["off"])
+        for epoch, reports in state["rounds"].items():
+            self._rounds[epoch] = [RoundReport(**report) for report in reports]
+        self._train_time_s = state["train_time_s"]
+        self._samples = state["samples"]
+        self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
+        self._epoch = state["epoch"]
+        self.lost_workers = list(state["lost_workers"])
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
         """Record a worker's round.
@@ -124,6 +161,20 @@ class RunLog:
             refresh=False,
         )
         self._bar.update(report.samples)
+
+    def lost(self, loss: Loss) -> None:
+        """Record that a worker was lost, and that the others go on."""
+        if not self.enabled:
+            return
+        self.lost_workers.append(loss.worker)
+        self._write("lost", asdict(loss))
+        missed = (
+            f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
+        )
+        self._print(
+            f"warning: rank {loss.rank} (worker {loss.worker}) was lost after {loss.rounds} rounds "
+            f"({loss.reason}); the others share its samples from their next round on{missed}"
+        )
 
     def plan(self, epoch: int, plan: Plan) -> None:
         """Record the plan in force, if it is another than before."""
@@ -306,6 +357,24 @@ class RunLog:
     def _step(self, tracker: Any) -> int | None:
         # W&B would hold a step back until a later one comes; its axis is the record's epoch.
         return None if tracker.name == "wandb" else self._epoch
+
+
+def _open_metrics(path: Path, keep_bytes: int) -> TextIO:
+    """Open metrics.jsonl for writing behind its first `keep_bytes` bytes.
+
+    Raises:
+        ValueError: If it is shorter than that.
+    """
+    if keep_bytes:
+        size = path.stat().st_size if path.exists() else 0
+        if size < keep_bytes:
+            raise ValueError(
+                f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
+                f"got {size} in {path}"
+            )
+        os.truncate(path, keep_bytes)
+    # Line buffering: a killed run leaves whole lines.
+    return open(path, "a" if keep_bytes else "w", encoding="utf-8", buffering=1)
 
 
 def _plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class EpochSampler:
         first_round: Rounds of the epoch that are over.
         start: Samples of the epoch that they took.
         least: Samples of a batch at least: 2 where a model cannot train on one.
+        left: What is left of the epoch, as places in its order, if that is not all from `start` on.
     """
 
     def __init__(
@@ -70,12 +71,15 @@ class EpochSampler:
         first_round: int = 0,
         start: int = 0,
         least: int = 1,
+        left: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
-        if self._shares.min() < rounds:
+        smallest = self._shares[self._shares > 0].min()  # a worker that was lost has none
+        if smallest < rounds:
             raise ValueError(
-                f"rounds must be at most the smallest share ({self._shares.min()}), got {rounds}"
+                f"rounds must be at most the smallest share ({smallest}), got {rounds}"
             )
+        self._left = tuple(left)
         self.samples = start + int(self._shares.sum())
         self.rounds = rounds
         self.first_round = first_round
@@ -91,9 +95,27 @@ class EpochSampler:
         """Return the samples that a worker trains on in one round of an epoch, int64 [s]."""
         before = self._before(round_)
         taken = self._before(round_ + 1) - before
-        first = self._start + int(before.sum()) + int(taken[:worker].sum())
+        first = int(before.sum()) + int(taken[:worker].sum())
         order = _permutation(self.samples, self._seed, epoch)
-        return order[first : first + int(taken[worker])].copy()
+        if self._left:
+            rest = np.concatenate([order[begin:end] for begin, end in self._left])
+        else:
+            rest = order[self._start :]
+        return rest[first : first + int(taken[worker])].copy()
+
+    def places(self, worker: int, round_: int) -> list[tuple[int, int]]:
+        """Return where a worker's samples of a round lie in the epoch's order, as ranges."""
+        before = self._before(round_)
+        taken = self._before(round_ + 1) - before
+        first = int(before.sum()) + int(taken[:worker].sum())
+        last = first + int(taken[worker])
+        found, offset = [], 0
+        for begin, end in self._left or ((self._start, self.samples),):
+            low, high = max(first - offset, 0), min(last - offset, end - begin)
+            if low < high:
+                found.append((begin + low, begin + high))
+            offset += end - begin
+        return found
 
     def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
         """Return a worker's steps of one round, each one part of at most `local_batch_size`."""
@@ -170,6 +192,8 @@ def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> 
 
     Where a batch would have fewer than `least`, there are fewer batches, larger by one.
     """
+    if not len(indices):
+        return [indices]
     steps = max(1, min(-(-len(indices) // local_batch_size), len(indices) // least))
     return [
         indices[len(indices) * k // steps : len(indices) * (k + 1) // steps] for k in range(steps)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class RoundReport:
     # and the time since the worker's last round, spent waiting for others and in transfers.
     compute_time_s: float = 0.0
     wait_time_s: float = 0.0
+    refused: bool = False  # loss or weights were not finite: nothing of it was merged
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,32 @@ class EpochEnd:
     epoch: int
     weights: Tensor = field(repr=False)  # global weights at that moment
     ended_at: float  # the moment, by time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What workers of another number take over from those before them.
+
+    Attributes:
+        weights: The global weights.
+        version: Global updates so far.
+        clock: Rounds that every worker starts with behind it.
+        left: What is left of epochs that were begun, as places in their order; other epochs are
+            whole.
+        steps: Joint steps of the round that were taken.
+        optimizers: Optimizer state, by worker.
+        server_optimizer: Of the server, where gradients are pushed.
+        time_s: The virtual clock.
+    """
+
+    weights: Tensor = field(repr=False)
+    version: int
+    clock: int
+    left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    steps: int = 0
+    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
+    time_s: float = 0.0
 
 
 @torch.no_grad()
@@ -109,6 +136,8 @@ class Server:
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
         self.clocks = [0] * workers
+        self.active = set(range(workers))  # but for those that were lost
+        self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
@@ -118,10 +147,20 @@ class Server:
         self._sum: Tensor | None = None
         self._sum_weight = 0.0
         self._collected = 0
+        self._epochs_ended = 0
 
     def may_start(self, worker: int) -> bool:
         """Whether the worker may start its next round now."""
-        return self.staleness is None or self.clocks[worker] - min(self.clocks) <= self.staleness
+        return self.staleness is None or self.clocks[worker] - self.slowest() <= self.staleness
+
+    def slowest(self) -> int:
+        """Return the clock of the slowest worker that is still there."""
+        return min(self.clocks[worker] for worker in self.active)
+
+    def drop(self, worker: int) -> None:
+        """Go on without a worker: nobody waits for it any more."""
+        self.active.discard(worker)
+        self._end_epochs()
 
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
@@ -133,18 +172,65 @@ class Server:
         worker = report.worker
         report = replace(report, staleness=self.version - self._pulled_version[worker])
         if self.rule == "mean":
-            self._collect(weights, report.merge_weight)
-        else:
+            self._collect(weights, report)
+        elif not report.refused:
             merge_one(self._writable(), weights, report.merge_weight, self.rule)
             self.version += 1
         self._advance([report])
         return report
 
-    def push_joined(self, joined: Tensor, reports: Sequence[RoundReport]) -> None:
-        """Take what all workers pushed, joined elsewhere with their weights, as one update."""
-        self._writable().copy_(joined)
+    def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
+        """Take what all workers pushed, joined elsewhere with their weights, as one update.
+
+        None: all of it was refused.
+        """
+        if joined is not None:
+            self._writable().copy_(joined)
         self.version += 1
         self._advance(reports)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a later `load_state_dict` needs to go on alike."""
+        return {
+            "weights": self.snapshot(),
+            "version": self.version,
+            "clocks": list(self.clocks),
+            "active": sorted(self.active),
+            "pulled_version": list(self._pulled_version),
+            "sum": self._sum,
+            "sum_weight": self._sum_weight,
+            "collected": self._collected,
+            "epochs_ended": self._epochs_ended,
+            "refused": self.refused,
+            "finished": [asdict(end) for end in self.finished],
+            "reports": [asdict(report) for report in self.reports],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._writable().copy_(state["weights"])
+        self.version = state["version"]
+        # Workers that were lost come back where the slowest of the others is.
+        there = set(state["active"])
+        slowest = min(state["clocks"][worker] for worker in there)
+        self.clocks = [c if w in there else slowest for w, c in enumerate(state["clocks"])]
+        self._pulled_version = list(state["pulled_version"])
+        self._sum = None if state["sum"] is None else state["sum"].to(self._weights.device)
+        self._sum_weight = state["sum_weight"]
+        self._collected = state["collected"]
+        self._epochs_ended = state["epochs_ended"]
+        self.refused = state["refused"]
+        now = {"ended_at": time.perf_counter()}  # that clock is of a process
+        self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
+        self.reports = deque(RoundReport(**report) for report in state["reports"])
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on with the weights of other workers, all workers at the same clock."""
+        self._writable().copy_(handover.weights)
+        self.version = handover.version
+        self.clocks = [handover.clock] * len(self.clocks)
+        self._pulled_version = [handover.version] * len(self.clocks)
+        self._epochs_ended = handover.clock // self.rounds_per_epoch
 
     def snapshot(self) -> Tensor:
         """Return the current global weights; later merges leave the returned tensor as it is."""
@@ -159,28 +245,50 @@ class Server:
         return self._weights
 
     @torch.no_grad()
-    def _collect(self, weights: Tensor, weight: float) -> None:
+    def _collect(self, weights: Tensor, report: RoundReport) -> None:
         if self._sum is None:
             self._sum = torch.zeros_like(self._weights)
-        self._sum.add_(weights, alpha=weight)
-        self._sum_weight += weight
+        if not report.refused:
+            self._sum.add_(weights, alpha=report.merge_weight)
+            self._sum_weight += report.merge_weight
         self._collected += 1
         if self._collected == len(self.clocks):  # the barrier: everyone has pushed this round
-            torch.div(self._sum, self._sum_weight, out=self._writable())
+            if self._sum_weight:  # else all were refused, and the weights stay
+                torch.div(self._sum, self._sum_weight, out=self._writable())
             self._sum.zero_()
             self._sum_weight, self._collected = 0.0, 0
             self.version += 1
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
-        before = min(self.clocks)
         for report in reports:
             self.clocks[report.worker] += 1
-            self._observe(report)
+            self.refused += report.refused
+            if not report.refused:
+                self._observe(report)
             self.reports.append(report)
-        after = min(self.clocks)
-        if after > before and after % self.rounds_per_epoch == 0:
-            epoch = after // self.rounds_per_epoch - 1
-            self.finished.append(EpochEnd(epoch, self.snapshot(), time.perf_counter()))
+        self._end_epochs()
+
+    def _end_epochs(self) -> None:
+        """Note the ends of epochs that all active workers have come to."""
+        while self.slowest() // self.rounds_per_epoch > self._epochs_ended:
+            end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
+            self.finished.append(end)
+            self._epochs_ended += 1
+
+
+class WeightsOwner(Protocol):
+    """Global weights, one vector, and the optimizer that steps on them."""
+
+    vector: Tensor
+
+    def apply(self, gradients: Tensor, learning_rate: float) -> None:
+        """Take a step with the gradients of all parameters, then the change of the buffers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the optimizer's state back."""
 
 
 class GradientServer(Server):
@@ -191,9 +299,7 @@ class GradientServer(Server):
     are summed and make one step, that of the joined batch; else each makes a step of its own.
 
     Args:
-        weights: The server model's floating-point state; the optimizer's steps change it.
-        apply: Takes a step with the gradients [of all parameters, then of buffers] and the
-            learning rate.
+        owner: Has the weights and the optimizer.
         workers: Number of workers.
         staleness: As for `Server`.
         rounds_per_epoch: Pushes of a worker per epoch.
@@ -203,25 +309,24 @@ class GradientServer(Server):
 
     def __init__(
         self,
-        weights: Tensor,
+        owner: WeightsOwner,
         workers: int,
         *,
-        apply: Callable[[Tensor, float], object],
         staleness: int | None,
         rounds_per_epoch: int,
         damp: bool = False,
         observe: Callable[[RoundReport], object] = lambda report: None,
     ) -> None:
         super().__init__(
-            weights,
+            owner.vector,
             workers,
             rule="mean" if staleness == 0 else "ratio",
             staleness=staleness,
             rounds_per_epoch=rounds_per_epoch,
             observe=observe,
         )
-        self._weights = weights  # not a copy: the optimizer's parameters are views of it
-        self._apply = apply
+        self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
+        self._owner = owner
         self._damp = damp
 
     def push(self, gradients: Tensor, report: RoundReport) -> RoundReport:
@@ -231,21 +336,23 @@ class GradientServer(Server):
         if self.staleness == 0:
             if self._sum is None:
                 self._sum = torch.zeros_like(gradients)
-            self._sum.add_(gradients)
+            if not report.refused:
+                self._sum.add_(gradients)
             self._collected += 1
             if self._collected == len(self.clocks):
                 self._step(self._sum, report.learning_rate)
                 self._sum.zero_()
                 self._collected = 0
-        else:
+        elif not report.refused:
             scaled = gradients / (1 + staleness) if self._damp else gradients
             self._step(scaled, report.learning_rate)
         self._advance([report])
         return report
 
-    def push_joined(self, joined: Tensor, reports: Sequence[RoundReport]) -> None:
+    def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
         """Take the sum of all workers' gradients, made elsewhere, as one step."""
-        self._step(joined, reports[0].learning_rate)
+        if joined is not None:
+            self._step(joined, reports[0].learning_rate)
         self._advance(reports)
 
     def snapshot(self) -> Tensor:
@@ -254,7 +361,27 @@ class GradientServer(Server):
             self._snapshot = self._weights.clone()
         return self._snapshot
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Server.state_dict`; with the optimizer's state."""
+        return super().state_dict() | {"optimizer": self._owner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Server.load_state_dict`."""
+        self._snapshot = None
+        super().load_state_dict(state)
+        self._owner.load_state_dict(state["optimizer"])
+
+    def take_over(self, handover: Handover) -> None:
+        """See `Server.take_over`."""
+        super().take_over(handover)
+        if handover.server_optimizer is not None:
+            self._owner.load_state_dict(handover.server_optimizer)
+
+    def _writable(self) -> Tensor:
+        self._snapshot = None
+        return self._weights
+
     def _step(self, gradients: Tensor, learning_rate: float) -> None:
-        self._apply(gradients, learning_rate)
+        self._owner.apply(gradients, learning_rate)
         self._snapshot = None
         self.version += 1

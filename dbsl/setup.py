@@ -21,7 +21,7 @@ from dbsl.model import build_model, least_batch
 from dbsl.plan import Plan, count_workers
 from dbsl.planning import Planning, know_machines
 from dbsl.sampler import EpochSampler, Step, StepSampler
-from dbsl.server import Round
+from dbsl.server import Handover, Round
 from dbsl.split import bounded_split
 from dbsl.stages import (
     Stage,
@@ -73,26 +73,19 @@ class Setting:
 
     def steps(self, segment: Segment, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
-        plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
-        if plan.global_batch_size is None:
-            (worker,) = turn.workers
-            sampler = round_sampler(
-                segment, self.rounds, len(self.data.train), self.config.seed, self.least
-            )
-            return sampler.steps(worker, turn.epoch, turn.round, sizes[worker])
-        sampler = StepSampler(
-            len(self.data.train),
-            plan.global_batch_size,
-            seed=self.config.seed,
-            drop_last=self.config.drop_last,
-            least=self.least,
-        )
-        count = sampler.steps_per_epoch
-        if self.config.push == "gradients":
-            first, last = (self.config.push_every * r for r in (turn.round, turn.round + 1))
-        else:
-            first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
-        return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
+        return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
+
+    def fixed_segments(self, handover: Handover) -> dict[int, list[Segment]]:
+        """Return the plans of epochs of which other workers have left a part, by epoch."""
+        fixed, samples = {}, len(self.data.train)
+        for epoch, left in handover.left.items():
+            rest = sum(end - begin for begin, end in left)
+            first_epoch, first_round = divmod(handover.clock, self.rounds)
+            if rest < samples:
+                plan = self.plans[self.stage_at(epoch).resolution]
+                begun = first_round if epoch == first_epoch else 0
+                fixed[epoch] = [Segment(plan, begun, samples - rest, left)]
+        return fixed
 
     def duration(self, worker: int, epoch: int, round_: int) -> float:
         """Return the seconds that a simulated worker computes in a round."""
@@ -105,6 +98,26 @@ class Setting:
             * self.emulation.factor(worker, epoch)
             * self.emulation.noise_factor(worker, epoch, round_)
         )
+
+
+def steps_of(
+    segment: Segment, turn: Round, config: Config, rounds: int, samples: int, least: int
+) -> list[Step]:
+    """Return the optimizer steps of a turn: whose samples, in which batches."""
+    plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
+    if plan.global_batch_size is None:
+        (worker,) = turn.workers
+        sampler = round_sampler(segment, rounds, samples, config.seed, least)
+        return sampler.steps(worker, turn.epoch, turn.round, sizes[worker])
+    sampler = StepSampler(
+        samples, plan.global_batch_size, seed=config.seed, drop_last=config.drop_last, least=least
+    )
+    count = sampler.steps_per_epoch
+    if config.push == "gradients":
+        first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
+    else:
+        first, last = (count * r // rounds for r in (turn.round, turn.round + 1))
+    return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
 
 
 def prepare(config: Config, accelerator: Accelerator) -> Setting:
@@ -144,6 +157,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             seed=config.seed,
             loader_workers=config.loader_workers,
             device=accelerator.device,
+            max_bad_images=config.max_bad_images,
         )
     milestones, warmup = config.lr_milestones, config.warmup_epochs
     config = replace(
@@ -218,6 +232,11 @@ def _planner(
         sampler = round_sampler(segment, rounds, samples, config.seed, planning.least)
         return sampler.start_of(round_)
 
+    def samples_of(segment: Segment, epoch: int, worker: int, round_: int) -> int:
+        turn = Round((worker,), epoch, round_)
+        steps = steps_of(segment, turn, config, rounds, samples, planning.least)
+        return sum(len(part.indices) for step in steps for part in step.parts)
+
     return Planner(
         plans,
         lambda epoch: stage_at(stages, epoch).resolution,
@@ -228,6 +247,8 @@ def _planner(
         replan=planning.replan,
         resize=planning.resize,
         split_at=split_at,
+        without=planning.without,
+        samples_of=samples_of,
     )
 
 
@@ -238,8 +259,14 @@ def round_sampler(
     shares = np.array([worker.samples for worker in segment.plan.workers])
     if segment.start or segment.first_round:  # the shares of an epoch, scaled to what is left
         left, rounds_left = samples - segment.start, rounds - segment.first_round
-        lowest = np.full(len(shares), rounds_left * least)
-        shares = bounded_split(left, shares, lowest, np.full(len(shares), left))
+        there = shares > 0  # a worker that was lost stays without
+        shares = shares.copy()
+        shares[there] = bounded_split(
+            left,
+            shares[there],
+            np.full(there.sum(), rounds_left * least),
+            np.full(there.sum(), left),
+        )
     return EpochSampler(
         shares,
         rounds=rounds - segment.first_round,
@@ -247,6 +274,7 @@ def round_sampler(
         first_round=segment.first_round,
         start=segment.start,
         least=least,
+        left=segment.left,
     )
 
 

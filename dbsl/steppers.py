@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,33 @@ _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "forward_sync_buffers"
 
+_SETTINGS = ("lr", "momentum", "weight_decay")  # which a resumed run may change
+
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class OwnSteps:
+class _Stepper:
+    """What steppers have in common: optimizers by worker, and their state."""
+
+    optimizers: dict[int, torch.optim.Optimizer]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizers' state, and what else lasts from step to step inside a round."""
+        return {"optimizers": {w: o.state_dict() for w, o in self.optimizers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; workers that are not in it start anew."""
+        for worker, saved in state["optimizers"].items():
+            if worker in self.optimizers:
+                load_optimizer(self.optimizers[worker], saved)
+
+    def forget(self, worker: int) -> None:
+        """Clear a worker's optimizer state."""
+        if worker in self.optimizers:
+            self.optimizers[worker].state.clear()
+
+
+class OwnSteps(_Stepper):
     """Each worker steps by itself, with an optimizer of its own; its weights are pushed later."""
 
     def __init__(
@@ -44,7 +68,7 @@ class OwnSteps:
         self.optimizers = {worker: build_optimizer(model) for worker in workers}
         self.clock = clock
 
-    def begin(self, turn: Round) -> None:
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness."""
         self.clock.epoch = turn.epoch
 
@@ -61,7 +85,7 @@ class OwnSteps:
             _take(self.optimizers[part.worker], learning_rate)
 
 
-class JointSteps:
+class JointSteps(_Stepper):
     """All workers of one process step together: parts are accumulated, then one step is taken.
 
     Each part normalises by its own statistics; the running statistics become those of the parts,
@@ -82,7 +106,7 @@ class JointSteps:
         self.clock = clock
         self._workers = tuple(workers)
 
-    def begin(self, turn: Round) -> None:
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note the statistics that all parts of the next step start from."""
         self._note_buffers()
 
@@ -106,7 +130,7 @@ class JointSteps:
         self._note_buffers()
 
 
-class DistributedSteps:
+class DistributedSteps(_Stepper):
     """All processes step together: DDP sums weighted gradients while they are computed.
 
     DDP averages, so that the loss is multiplied by the number of workers as well. The last global
@@ -123,6 +147,8 @@ class DistributedSteps:
         clock: ComputeClock,
         build_optimizer: BuildOptimizer,
         worker: int,
+        example: Tensor,  # images that the model takes, [B, 3, R, R]
+        on_exchange: Callable[[], object] = lambda: None,
     ) -> None:
         self._world_size = dist.get_world_size()
         cuda = weights.vector.is_cuda
@@ -132,15 +158,16 @@ class DistributedSteps:
             gradient_as_bucket_view=True,
             **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
         )
-        self.model.register_comm_hook(clock, _timed_allreduce)
+        self.model.register_comm_hook((clock, on_exchange), _timed_allreduce)
         self.optimizers = {worker: build_optimizer(model)}
         self._raw = model
         self._buffers = weights.buffers
         self.clock = clock
         self._worker = worker
         self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
+        self._warm_up(weights, example)
 
-    def begin(self, turn: Round) -> None:
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness."""
         self.clock.epoch = turn.epoch
 
@@ -164,6 +191,15 @@ class DistributedSteps:
         with self.clock.running((self._worker,)):
             _take(self.optimizers[self._worker], learning_rate)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `OwnSteps.state_dict`."""
+        return super().state_dict() | {"weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `OwnSteps.load_state_dict`."""
+        super().load_state_dict(state)
+        self._weight = state["weight"]
+
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average running statistics over processes, weighted as their parts."""
@@ -171,6 +207,24 @@ class DistributedSteps:
             self._buffers.mul_(self._weight)
             dist.all_reduce(self._buffers)
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
+
+    def _warm_up(self, weights: FlatWeights, example: Tensor) -> None:
+        """Take one step's forward and backward pass and forget it.
+
+        After the first one DDP orders its buckets anew, and a sum over three ranks rounds by the
+        buckets: a resumed run would differ from an unbroken one, which has that behind it.
+        """
+        before = weights.vector.clone()
+        counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
+        counted = [counter.clone() for counter in counters]
+        devices = [before.device] if before.is_cuda else []
+        with torch.random.fork_rng(devices), self.clock.running((self._worker,)):
+            self.model(example.to(before)).sum().backward()
+        self.clock.seconds(self._worker)
+        self._raw.zero_grad(set_to_none=True)
+        weights.load(before)
+        for counter, count in zip(counters, counted, strict=True):
+            counter.copy_(count)
 
     def _no_sync(self, step: Step):
         return self.model.no_sync() if step.odd else nullcontext()
@@ -189,7 +243,7 @@ class DistributedSteps:
             parameter.grad.copy_(piece.view_as(parameter))
 
 
-class PushedGradients:
+class PushedGradients(_Stepper):
     """Workers sum weighted gradients; the step is taken by the server's optimizer.
 
     `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
@@ -205,10 +259,11 @@ class PushedGradients:
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self.clock = clock
 
-    def begin(self, turn: Round) -> None:
-        """Start a push from zero."""
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
         self.clock.epoch = turn.epoch
-        self.vector.zero_()
+        if anew:
+            self.vector.zero_()
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
@@ -220,6 +275,15 @@ class PushedGradients:
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Leave the step to the server."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OwnSteps.state_dict`."""
+        return super().state_dict() | {"gradients": self.vector}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `OwnSteps.load_state_dict`."""
+        super().load_state_dict(state)
+        self.vector.copy_(state["gradients"])
 
 
 class ServerOptimizer:
@@ -235,16 +299,49 @@ class ServerOptimizer:
         self, model: nn.Module, device: torch.device, build_optimizer: BuildOptimizer
     ) -> None:
         model = copy.deepcopy(model).to(device)
-        self.weights = FlatWeights(model)
+        self._weights = FlatWeights(model)
+        self.vector = self._weights.vector
         self._optimizer = build_optimizer(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the optimizer's state back."""
+        load_optimizer(self._optimizer, state)
 
     @torch.no_grad()
     def apply(self, gradients: Tensor, learning_rate: float) -> None:
         """Step with gradients in the layout of the weights; buffers take their change."""
-        self.weights.attach_gradients(gradients)
+        self._weights.attach_gradients(gradients)
         _take(self._optimizer, learning_rate)
-        buffers = self.weights.buffers
+        buffers = self._weights.buffers
         buffers.add_(gradients[len(gradients) - len(buffers) :])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, but not the settings that a run's config has.
+
+    Raises:
+        ValueError: If it is the state of other parameters.
+    """
+    current = optimizer.state_dict()["param_groups"]
+    if len(current) != len(saved["param_groups"]):
+        raise ValueError(
+            f"optimizer must have {len(current)} groups of parameters, "
+            f"got {len(saved['param_groups'])}"
+        )
+    groups = [
+        old | {name: value for name, value in new.items() if name in _SETTINGS}
+        for old, new in zip(saved["param_groups"], current, strict=True)
+    ]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                # In the parameter's own memory order, or other kernels would round otherwise.
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _take(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -255,6 +352,8 @@ def _take(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 
 # Without annotations: DDP compares them with types, and here they would be strings.
-def _timed_allreduce(clock, bucket):
+def _timed_allreduce(state, bucket):
+    clock, on_exchange = state
+    on_exchange()
     clock.mark(last=bucket.is_last())  # after the last only waiting for the others follows
     return allreduce_hook(None, bucket)

@@ -8,39 +8,59 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.balance import Planner, Segment
-from dbsl.server import EpochEnd, Round, RoundReport, Server
+from dbsl.errors import SyncError
+from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
+from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
 from dbsl.wire import (
     CPU,
     DONE,
+    LEAVE,
+    NOTHING_ANNOUNCED,
     PLAN,
     PULL,
     PUSH,
     SERVER_RANK,
+    ControlGroup,
     SharedPlans,
+    answer,
+    check_report,
     decode,
     decode_plan,
     encode_plan,
     exchange_reports,
     message,
+    message_kind,
+    message_numbers,
     plan_tensor,
+    read_answer,
 )
 
 _GRACE_S = 5.0
+_STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
-class SyncError(RuntimeError):
-    """A worker or the server was lost, or stayed silent for longer than the timeout."""
+@dataclass(frozen=True)
+class Loss:
+    """A worker that the others go on without."""
+
+    rank: int
+    worker: int
+    rounds: int  # that it had pushed
+    samples: int  # of epochs under way that nobody trains on any more
+    reason: str
 
 
 class BarrierSync:
@@ -54,6 +74,7 @@ class BarrierSync:
         epochs: Epochs to run.
         rounds_per_epoch: Rounds that make an epoch.
         outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
+        control: How processes agree on what to do.
     """
 
     def __init__(
@@ -66,30 +87,39 @@ class BarrierSync:
         epochs: int,
         rounds_per_epoch: int,
         outgoing: Tensor | None = None,
+        control: ControlGroup,
     ) -> None:
         self.weights = weights
         self.server = server
         self.worker = worker
         self.workers = [] if worker is None else [worker]
         self._plans = SharedPlans(planner)
-        self._outgoing = outgoing
+        self.outgoing = weights.vector if outgoing is None else outgoing
+        self._averages = outgoing is None
         self._epochs = epochs
         self._rounds_per_epoch = rounds_per_epoch
+        self.control = control
+        self._clock = 0  # rounds that are over
         self._has_global = False
         self._waited_s = 0.0
+        self.refused = 0  # rounds that were not finite
+        self.idle: Callable[[], object] = lambda: None  # called in place of a round's steps
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
-        for epoch in range(self._epochs):
-            for round_ in range(self._rounds_per_epoch):
-                if self.worker is None:  # a dedicated server takes part in every collective
-                    self._plans.at(epoch, round_)
-                    self._receive()
-                    self._meet(epoch, round_, None)
-                else:
-                    yield Round((self.worker,), epoch, round_)
-            self._receive()
-            yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
+        while self._clock < self._epochs * self._rounds_per_epoch:
+            epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
+            if self.worker is None:  # a dedicated server takes part in every collective
+                self._plans.at(epoch, round_)
+                self._receive()
+                self.idle()
+                self._meet(epoch, round_, None)
+            else:
+                yield Round((self.worker,), epoch, round_)
+            self._clock += 1
+            if self._clock % self._rounds_per_epoch == 0:
+                self._receive()
+                yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
 
     def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn (a collective where it may have changed)."""
@@ -99,12 +129,16 @@ class BarrierSync:
         """Bring the global weights into the model (a collective: every rank is in it)."""
         self._receive()
 
-    def push(self, reports: Sequence[RoundReport]) -> None:
-        """Add the model's weights to the weighted mean, which becomes the global weights."""
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Add the model's weights to the weighted mean, which becomes the global weights.
+
+        True: they were refused.
+        """
         (report,) = reports
         report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
         self._waited_s = 0.0
         self._meet(report.epoch, report.round, report)
+        return report.refused
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call (on the server rank)."""
@@ -114,24 +148,59 @@ class BarrierSync:
     def load(self, end: EpochEnd) -> None:
         """The model already holds the global weights when an epoch ends."""
 
+    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+        """Return what all processes do after this step: the strongest of their wishes.
+
+        They ask each other where a round's steps are over, or where one of them is to stop: the
+        others are in the same round, and hear of it when they come to its end.
+        """
+        if not round_over and wish != Wish.STOP:
+            return Wish.GO_ON
+        return Wish(*self.control.highest(wish))
+
     def close(self) -> None:
         """Nothing to release: the process group is Accelerate's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which round it is and, on the server rank, the server's state.
+
+        This process's weights are the model's; they are not in here.
+        """
+        return {
+            "clock": self._clock,
+            "has_global": self._has_global,
+            "refused": self.refused,
+            "waited_s": self._waited_s,
+            "server": self.server and self.server.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._clock = state["clock"]
+        self._has_global = state["has_global"]
+        self.refused = state["refused"]
+        self._waited_s = state["waited_s"]
+        if self.server is not None:
+            self.server.load_state_dict(state["server"])
 
     @torch.no_grad()
     def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
         began = time.perf_counter()
-        vector = self.weights.vector
-        if self._outgoing is not None:
-            vector = self._outgoing
-            if report is None:
-                vector.zero_()
-        else:
-            total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
-            vector.mul_(report.merge_weight / total if report else 0.0)
+        vector = self.outgoing
+        total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
+        if report is None or report.refused:
+            vector.zero_()  # zero times what is not finite would not be
+        elif self._averages:
+            vector.mul_(report.merge_weight / total)
+        self.control.enter()
         dist.reduce(vector, dst=SERVER_RANK)
         reports = exchange_reports([report] if report else [], vector.device)
+        self.refused += sum(r.refused for r in reports)
         if self.server is not None:
-            self.server.push_joined(vector, reports)
+            taken = [r.merge_weight for r in reports if not r.refused]
+            if self._averages and taken and len(taken) < len(reports):
+                vector.mul_(total / sum(taken))
+            self.server.push_joined(vector if taken else None, reports)
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
         self._has_global = False
         self._waited_s += time.perf_counter() - began
@@ -143,9 +212,16 @@ class BarrierSync:
         began = time.perf_counter()
         if self.server is not None:
             self.weights.load(self.server.snapshot())
+        self.control.enter()
         dist.broadcast(self.weights.vector, src=SERVER_RANK)
         self._has_global = True
         self._waited_s += time.perf_counter() - began
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on where workers of another number stopped."""
+        self._clock = handover.clock
+        if self.server is not None:
+            self.server.take_over(handover)
 
 
 class ServerSync:
@@ -153,16 +229,16 @@ class ServerSync:
 
     Every other rank shares a gloo group of two with rank 0, where a thread of its own serves it: a
     push is merged under a lock, a pull is answered as soon as the clocks allow. A lost pair leaves
-    the other pairs as they are; the run then ends with the name of the rank that is missing.
+    the other pairs as they are: its worker is dropped, and the others share its samples.
 
     Args:
         weights: This process's model.
         server: On rank 0 the server (its weights in host memory), elsewhere None.
-        planner: Tells who trains on how much; that of rank 0 is asked where plans may change.
+        planner: Tells who trains on how much; that of rank 0 is asked.
         worker: The worker of this process; None on a dedicated server.
         epochs: Epochs to run.
         rounds_per_epoch: Rounds that make an epoch.
-        timeout_s: Longest silence of a peer before the run gives up.
+        timeout_s: Longest silence of a peer before it counts as lost.
         outgoing: What a push hands over; None for the weights.
     """
 
@@ -180,13 +256,13 @@ class ServerSync:
     ) -> None:
         self.weights = weights
         self._planner = planner
-        self._outgoing = weights.vector if outgoing is None else outgoing
-        self._segment: tuple[int, Segment] | None = None  # the epoch's, as the server gave it
+        self.outgoing = weights.vector if outgoing is None else outgoing
         self._waited_s = 0.0
         self.server = server
         self.worker = worker
         self.workers = [] if worker is None else [worker]
-        self._epochs = epochs
+        self._clock = 0  # rounds of this process's worker that are over
+        self._rounds = epochs * rounds_per_epoch
         self._rounds_per_epoch = rounds_per_epoch
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
@@ -197,6 +273,11 @@ class ServerSync:
             )
             for rank in range(1, dist.get_world_size())
         }
+        self.announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
+        self.on_stop: Callable[[], object] = lambda: None  # called where the run is stopping
+        self.losses: deque[Loss] = deque()  # workers that were lost, until they are told of
+        self._stopping = False
+        self._interrupted = False
         self._changed = threading.Condition()  # guards the server
         self._failure: SyncError | None = None
         self._threads: list[threading.Thread] = []
@@ -208,31 +289,37 @@ class ServerSync:
                 thread = threading.Thread(
                     target=self._serve, args=(rank, pair), name=f"serve-{rank}", daemon=True
                 )
-                thread.start()
                 self._threads.append(thread)
+
+    @property
+    def refused(self) -> int:
+        """Rounds that were not finite, so far; known on rank 0."""
+        return self.server.refused if self.server is not None else 0
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield this worker's rounds in order; on rank 0 also each epoch's end, as it comes."""
+        for thread in self._threads:  # not before a resumed run's state is here
+            thread.start()
         if self.worker is not None:
-            for clock in range(self._epochs * self._rounds_per_epoch):
-                yield Round((self.worker,), *divmod(clock, self._rounds_per_epoch))
+            while self._clock < self._rounds:
+                yield Round((self.worker,), *divmod(self._clock, self._rounds_per_epoch))
+                self._clock += 1
                 yield from self._finished(wait=False)
         yield from self._finished(wait=True)
 
     def plan(self, turn: Round) -> Segment:
-        """Return the plan in force in a turn, asking the server where it may have changed."""
-        if self._planner.balance == "none":
-            return self._planner.at(turn.epoch)
+        """Return the plan in force in a turn, asking the server, which may have changed it."""
         if self.server is not None:
             with self._changed:
-                return self._planner.at(turn.epoch)
-        if self._segment is None or self._segment[0] != turn.epoch:
-            rows = plan_tensor(len(self._planner.current_at(turn.epoch).workers), CPU)
-            with _exchange():
-                dist.send(message(PLAN, epoch=turn.epoch), SERVER_RANK, group=self._pair)
-                dist.recv(rows, SERVER_RANK, group=self._pair)
-            self._segment = turn.epoch, decode_plan(rows, self._planner.current_at(turn.epoch))
-        return self._segment[1]
+                return self._planner.at(turn.epoch, turn.round)
+        if turn.epoch in self._planner.fixed:  # from a checkpoint that every rank has read
+            return self._planner.at(turn.epoch, turn.round)
+        plan = self._planner.current_at(turn.epoch)
+        rows = plan_tensor(len(plan.workers), CPU)
+        with _exchange():
+            dist.send(message(PLAN, epoch=turn.epoch, round_=turn.round), SERVER_RANK, self._pair)
+            dist.recv(rows, SERVER_RANK, self._pair)
+        return decode_plan(rows, plan)
 
     def pull(self, turn: Round) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
@@ -240,29 +327,41 @@ class ServerSync:
         began = time.perf_counter()
         if self.server is not None:
             with self._changed:
-                self._wait_for(lambda: self.server.may_start(worker), f"worker {worker}'s turn")
+                self._wait_for(
+                    lambda: self._interrupted or self.server.may_start(worker),
+                    f"worker {worker}'s turn",
+                )
+                stop = self._interrupted
                 weights = self.server.pull(worker)
-            self.weights.load(weights)
         else:
+            head = answer()
             with _exchange():
                 dist.send(message(PULL), SERVER_RANK, group=self._pair)
-                dist.recv(self._staging, SERVER_RANK, group=self._pair)
-            self.weights.load(self._staging)
+                dist.recv(head, SERVER_RANK, group=self._pair)
+                stop, self.announced = read_answer(head)
+                if not stop:
+                    dist.recv(self._staging, SERVER_RANK, group=self._pair)
+            weights = self._staging
+        if stop:
+            self._interrupted = True
+            self.on_stop()
+        self.weights.load(weights)
         self._waited_s += time.perf_counter() - began
 
-    def push(self, reports: Sequence[RoundReport]) -> None:
-        """Give the worker's weights, or gradients, to the server."""
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Give the worker's weights, or gradients, to the server; True: they were refused."""
         (report,) = reports
         report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
         began = time.perf_counter()
         if self.server is not None:
-            self._merge(self._outgoing.to("cpu"), report)
+            self._merge(self.outgoing.to("cpu"), report)
         else:
-            self._staging.copy_(self._outgoing)
+            self._staging.copy_(self.outgoing)
             with _exchange():
                 dist.send(message(PUSH, report), SERVER_RANK, group=self._pair)
                 dist.send(self._staging, SERVER_RANK, group=self._pair)
         self._waited_s = time.perf_counter() - began
+        return report.refused
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call (on the server rank)."""
@@ -273,6 +372,42 @@ class ServerSync:
         """Load the global weights of an epoch's end into the model."""
         self.weights.load(end.weights)
 
+    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+        """Return what this process does: what it wishes, or what the server has asked for."""
+        return Wish.STOP if self._interrupted else wish
+
+    def announce(self, sequence: int, epoch: int) -> None:
+        """Ask every worker to take part in a save, when it pulls next (on rank 0)."""
+        self.announced = (sequence, epoch)
+
+    def interrupt(self) -> None:
+        """End this process's waits: the run is to stop."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
+
+    def leave(self, sequence: int) -> int:
+        """Stop serving, or being served; return the number of the save to take part in.
+
+        On rank 0 that is `sequence`, and the others have until a time to leave as well: they do
+        when they have heard of it, after a step or where they pull.
+        """
+        if self.server is None:
+            head = answer()
+            with _exchange():
+                dist.send(message(LEAVE), SERVER_RANK, group=self._pair)
+                dist.recv(head, SERVER_RANK, group=self._pair)
+            return read_answer(head)[1][0]
+        with self._changed:
+            self._stopping = self._interrupted = True
+            self.announced = (sequence, -1)
+            self._changed.notify_all()
+        patience = time.monotonic() + min(self._timeout_s, _STOP_PATIENCE_S)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, patience - time.monotonic()))
+        return sequence
+
     def close(self) -> None:
         """Tell the server that this worker is done; on rank 0 wait for the serving threads."""
         if self.server is None:
@@ -281,21 +416,54 @@ class ServerSync:
         for thread in self._threads:
             thread.join(self._timeout_s)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return which round it is and, on rank 0, the server's state.
+
+        This process's weights are the model's; they are not in here.
+        """
+        if self.server is None:
+            return {"clock": self._clock, "waited_s": self._waited_s, "server": None}
+        with self._changed:
+            return {
+                "clock": self._clock,
+                "waited_s": self._waited_s,
+                "server": self.server.state_dict(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
+        self._clock = state["clock"]
+        self._waited_s = state["waited_s"]
+        if self.server is not None:
+            self.server.load_state_dict(state["server"])
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on where workers of another number stopped."""
+        self._clock = handover.clock
+        if self.server is not None:
+            self.server.take_over(handover)
+
     def _finished(self, *, wait: bool) -> Iterator[EpochEnd]:
         if self.server is None:
             return
         while True:
             with self._changed:
                 if wait and not self.server.finished and not self._all_done():
-                    self._wait_for(lambda: self.server.finished, "the other workers' last rounds")
+                    self._wait_for(
+                        lambda: self._interrupted or self.server.finished,
+                        "the other workers' last rounds",
+                    )
                 self._raise_failure()
-                if not self.server.finished:
+                end = self.server.finished.popleft() if self.server.finished else None
+            if end is None:
+                if not (wait and self._interrupted) or self._all_done():
                     return
-                end = self.server.finished.popleft()
-            yield end
+                self.on_stop()
+            else:
+                yield end
 
     def _all_done(self) -> bool:
-        return min(self.server.clocks) >= self._epochs * self._rounds_per_epoch
+        return self.server.slowest() >= self._rounds
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         with self._changed:
@@ -320,30 +488,73 @@ class ServerSync:
 
     def _serve(self, rank: int, pair: dist.ProcessGroup) -> None:
         """Answer one rank's messages until it is done (runs in a thread on rank 0)."""
-        head, buffer = message(DONE), _host_like(self.weights.vector)
         worker = rank - (1 if self.worker is None else 0)
         try:
-            while True:
-                dist.recv(head, rank, group=pair)
-                if head[0] == DONE:
-                    return
-                if head[0] == PUSH:
-                    dist.recv(buffer, rank, group=pair)
-                    self._merge(buffer, decode(head[1:]))
-                elif head[0] == PLAN:
-                    with self._changed:
-                        segment = self._planner.at(int(head[1]))
-                    dist.send(encode_plan(segment, CPU), rank, group=pair)
-                else:
-                    with self._changed:
-                        self._wait_for(lambda: self.server.may_start(worker), "a slower worker")
-                        weights = self.server.pull(worker)
-                    dist.send(weights, rank, group=pair)
+            self._converse(rank, worker, pair)
         except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
             with self._changed:
-                reason = str(error).splitlines()[0]
-                self._failure = self._failure or SyncError(f"rank {rank} was lost: {reason}")
+                self._lose(rank, worker, reason)
                 self._changed.notify_all()
+
+    def _converse(self, rank: int, worker: int, pair: dist.ProcessGroup) -> None:
+        head, buffer = message(DONE), _host_like(self.weights.vector)
+        while True:
+            dist.recv(head, rank, group=pair)
+            kind = message_kind(head)
+            if kind == DONE:
+                return
+            if kind == LEAVE:
+                with self._changed:
+                    if not self._stopping:  # this process is to stop, too, and says as what
+                        self._interrupted = True
+                        self._changed.notify_all()
+                        self._wait_for(lambda: self._stopping, "rank 0 to stop")
+                dist.send(answer(stop=True, announced=self.announced), rank, group=pair)
+                return
+            if kind == PUSH:
+                report = decode(head[1:])
+                dist.recv(buffer, rank, group=pair)
+                with self._changed:
+                    clock = divmod(self.server.clocks[worker], self._rounds_per_epoch)
+                check_report(report, worker, *clock)
+                if not report.refused and not buffer.isfinite().all():
+                    report = replace(report, refused=True)
+                self._merge(buffer, report)
+            elif kind == PLAN:
+                epoch, round_ = message_numbers(head, self._rounds // self._rounds_per_epoch)
+                with self._changed:
+                    segment = self._planner.at(epoch, round_)
+                dist.send(encode_plan(segment, CPU), rank, group=pair)
+            else:
+                with self._changed:
+                    self._wait_for(
+                        lambda: self._interrupted or self.server.may_start(worker),
+                        "a slower worker",
+                    )
+                    stop = self._interrupted
+                    weights = None if stop else self.server.pull(worker)
+                dist.send(answer(stop=stop, announced=self.announced), rank, group=pair)
+                if not stop:
+                    dist.send(weights, rank, group=pair)
+
+    def _lose(self, rank: int, worker: int, reason: str) -> None:
+        """Go on without a worker, if there is another; called with the lock held."""
+        if self._stopping or self.server.clocks[worker] >= self._rounds:
+            return  # it has nothing more to give
+        clocks = dict(enumerate(self.server.clocks))
+        self.server.drop(worker)
+        if not self.server.active:
+            self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
+            return
+        try:
+            samples = self._planner.drop(worker, clocks, self.server.active)
+        except ValueError as error:  # the others cannot carry its share
+            self._failure = SyncError(
+                f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
+            )
+            return
+        self.losses.append(Loss(rank, worker, clocks[worker], samples, reason))
 
 
 @contextmanager

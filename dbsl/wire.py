@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor
 
 from dbsl.balance import Planner, Segment
 from dbsl.plan import Plan, WorkerPlan
+from dbsl.rollcall import RollCall
 from dbsl.server import RoundReport
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
-DONE, PUSH, PULL, PLAN = 0.0, 1.0, 2.0, 3.0
+DONE, PUSH, PULL, PLAN, LEAVE = range(5)  # kinds of messages to the server
+NOTHING_ANNOUNCED = (0, -1)
 
 _FIELDS = fields(RoundReport)
 _PLAN_FIELDS = fields(WorkerPlan)
@@ -28,19 +34,96 @@ def encode(report: RoundReport, device: torch.device) -> Tensor:
 
 
 def decode(row: Tensor) -> RoundReport:
-    """Return the report that `encode` was given."""
+    """Return the report that `encode` was given.
+
+    Raises:
+        ValueError: If the row is none such.
+    """
+    if row.shape != (len(_FIELDS),) or row.dtype != torch.float64:
+        raise ValueError(
+            f"report must be float64 [{len(_FIELDS)}], got {row.dtype} {list(row.shape)}"
+        )
+    counts = [v for f, v in zip(_FIELDS, row.tolist(), strict=True) if f.type != "float"]
+    if not all(value.is_integer() and abs(value) <= 2**53 for value in counts):
+        raise ValueError(f"report must have whole numbers up to 2**53, got {counts}")
     values = zip(_FIELDS, row.tolist(), strict=True)
     return RoundReport(*(_KINDS[field.type](value) for field, value in values))
 
 
-def message(kind: float, report: RoundReport | None = None, *, epoch: int = 0) -> Tensor:
-    """Return the head of a message, float64 [1 + fields]: a push's report, a plan's epoch."""
+def message(
+    kind: int, report: RoundReport | None = None, *, epoch: int = 0, round_: int = 0
+) -> Tensor:
+    """Return a message's head, float64 [1 + fields]: its kind, then a push's report or numbers."""
     head = torch.zeros(1 + len(_FIELDS), dtype=torch.float64)
     head[0] = kind
-    head[1] = epoch
+    head[1], head[2] = epoch, round_
     if report is not None:
         head[1:] = encode(report, CPU)
     return head
+
+
+def message_kind(head: Tensor) -> int:
+    """Return a message's kind.
+
+    Raises:
+        ValueError: If there is none such.
+    """
+    kind = float(head[0])
+    if kind not in (DONE, PUSH, PULL, PLAN, LEAVE):
+        raise ValueError(f"message must be of a known kind, got {kind:g}")
+    return int(kind)
+
+
+def message_numbers(head: Tensor, epochs: int) -> tuple[int, int]:
+    """Return the epoch and the round that a question about the plan names.
+
+    Raises:
+        ValueError: If the run has no such epoch or round.
+    """
+    epoch, round_ = (float(value) for value in head[1:3])
+    if not (epoch.is_integer() and 0 <= epoch < epochs and round_.is_integer() and round_ >= 0):
+        raise ValueError(f"message must name an epoch below {epochs}, got {epoch:g}, {round_:g}")
+    return int(epoch), int(round_)
+
+
+def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> None:
+    """Raise ``ValueError`` unless a report is of the worker's next round and of finite numbers."""
+    if (report.worker, report.epoch, report.round) != (worker, epoch, round_):
+        raise ValueError(
+            f"report must be of worker {worker}, epoch {epoch}, round {round_}, got worker "
+            f"{report.worker}, epoch {report.epoch}, round {report.round}"
+        )
+    if not 0 < report.merge_weight <= 1:
+        raise ValueError(f"report must have a merge weight in (0, 1], got {report.merge_weight:g}")
+    numbers = (report.time_s, report.compute_time_s, report.wait_time_s, report.learning_rate)
+    if not all(math.isfinite(value) and value >= 0 for value in numbers):
+        raise ValueError(f"report must have finite times and learning rate, got {numbers}")
+    if min(report.samples, report.steps, report.local_batch_size) < 0:
+        raise ValueError("report must have counts of at least 0")
+
+
+def answer(*, stop: bool = False, announced: tuple[int, int] = NOTHING_ANNOUNCED) -> Tensor:
+    """Return what the server says before it sends weights, float64 [3].
+
+    Whether the run stops (then no weights follow), and the number and epoch of the latest save.
+    """
+    return torch.tensor([float(stop), *announced], dtype=torch.float64)
+
+
+def read_answer(head: Tensor) -> tuple[bool, tuple[int, int]]:
+    """Return what `answer` was given."""
+    stop, sequence, epoch = head.tolist()
+    return bool(stop), (int(sequence), int(epoch))
+
+
+def share_text(text: str, accelerator: Accelerator) -> str:
+    """Return the main process's text on every process (a collective; up to 1,000 bytes)."""
+    # As bytes: collectives for objects would unpickle whatever comes.
+    letters = torch.zeros(1000, dtype=torch.int32, device=accelerator.device)
+    if accelerator.is_main_process:
+        content = list(text.encode()[:1000])
+        letters[: len(content)] = torch.tensor(content, dtype=torch.int32)
+    return bytes(broadcast(letters).tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def exchange_reports(reports: Sequence[RoundReport], device: torch.device) -> list[RoundReport]:
@@ -66,7 +149,13 @@ def encode_plan(segment: Segment, device: torch.device) -> Tensor:
 
 
 def decode_plan(rows: Tensor, like: Plan) -> Segment:
-    """Return the segment that `encode_plan` was given; what is the run's is taken from `like`."""
+    """Return the segment that `encode_plan` was given; what is the run's is taken from `like`.
+
+    Raises:
+        ValueError: If the rows are no plan of as many workers.
+    """
+    if rows.shape != (1 + len(like.workers), len(_PLAN_FIELDS)) or not rows.isfinite().all():
+        raise ValueError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
     first_round, start = (int(value) for value in rows[0, :2].tolist())
     workers = tuple(
         WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))
@@ -77,6 +166,40 @@ def decode_plan(rows: Tensor, like: Plan) -> Segment:
 
 def _row(worker: WorkerPlan) -> list[float]:
     return [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
+
+
+class ControlGroup:
+    """Integers that all processes agree on, beside the weights' own process group.
+
+    Args:
+        timeout_s: Longest wait for a process.
+        rollcall: Is told of every exchange that this process enters.
+    """
+
+    def __init__(self, timeout_s: float, rollcall: RollCall | None = None) -> None:
+        self.rollcall = rollcall
+        # In host memory: asking must not wait for what a device has queued.
+        timeout = timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._writers = dist.new_group(backend="gloo", timeout=timeout)
+
+    def enter(self) -> None:
+        """Note that this process begins an exchange with all others."""
+        if self.rollcall is not None:
+            self.rollcall.enter()
+
+    def highest(self, *values: int) -> list[int]:
+        """Return the highest of each of all processes' values (a collective)."""
+        self.enter()
+        numbers = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        return numbers.tolist()
+
+    def gather_rows(self, row: Tensor) -> list[Tensor]:
+        """Return the rows of all processes (a collective of their writer threads)."""
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row, group=self._writers)
+        return rows
 
 
 class SharedPlans:

@@ -19,6 +19,7 @@ from dbsl.server import EpochEnd, GradientServer, RoundReport
 from dbsl.steppers import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
 from dbsl.sync import BarrierSync, ServerSync
 from dbsl.weights import FlatWeights
+from dbsl.wire import ControlGroup
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -112,9 +113,8 @@ def one_process(model, how, sizes, samples, weighted=True):
     else:
         owner = ServerOptimizer(model, CPU, build)
         server = GradientServer(
-            owner.weights.vector,
+            owner,
             len(sizes),
-            apply=owner.apply,
             staleness=0,
             rounds_per_epoch=plan.workers[0].steps,
         )
@@ -130,7 +130,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True):
     common = {"planner": planner, "epochs": EPOCHS}
     if how == "step":
         weights = FlatWeights(model)
-        stepper = DistributedSteps(model, weights, clock, build, rank)
+        stepper = DistributedSteps(model, weights, clock, build, rank, torch.zeros(2, 3, 8, 8))
         cluster = Lockstep(
             weights,
             workers=[rank],
@@ -145,15 +145,16 @@ def one_rank(rank, model, how, sizes, samples, weighted=True):
         if rank == 0:
             owner = ServerOptimizer(model, CPU, build)
             server = GradientServer(
-                owner.weights.vector,
+                owner,
                 len(sizes),
-                apply=owner.apply,
                 staleness=0,
                 rounds_per_epoch=rounds,
             )
         weights = FlatWeights(model)
         stepper = PushedGradients(model, weights, clock)
-        cluster = BarrierSync(weights, server, outgoing=stepper.vector, **common)
+        cluster = BarrierSync(
+            weights, server, outgoing=stepper.vector, control=ControlGroup(20.0), **common
+        )
     return train(cluster, stepper, sizes, samples, weighted).tolist()
 
 
@@ -233,9 +234,8 @@ def server_rank(rank, model, sync, damp):
     if rank == 0:
         owner = ServerOptimizer(model, CPU, build)
         server = GradientServer(
-            owner.weights.vector,
+            owner,
             2,
-            apply=owner.apply,
             staleness=1 if sync == "ssp" else None,
             rounds_per_epoch=rounds,
             damp=damp,

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from dbsl.balance import Planner
+from dbsl.errors import SyncError
 from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.server import EpochEnd, RoundReport, Server
-from dbsl.sync import BarrierSync, ServerSync, SyncError
+from dbsl.sync import BarrierSync, ServerSync
 from dbsl.weights import FlatWeights
+from dbsl.wire import ControlGroup
 
 FAST = TimeModel(0.001, 0.01)
 
@@ -37,7 +39,7 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
         "rounds_per_epoch": rounds,
     }
     if sync == "bsp":
-        cluster = BarrierSync(weights, server, **common)
+        cluster = BarrierSync(weights, server, control=ControlGroup(timeout_s), **common)
     else:
         cluster = ServerSync(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan

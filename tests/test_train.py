@@ -12,8 +12,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dbsl.config import config_to_yaml, one_line_errors, parse_config
+from dbsl.config import config_to_yaml, parse_config
 from dbsl.data import load_data
+from dbsl.errors import one_line_errors
 from dbsl.model import load_model
 from dbsl.sampler import evaluation_batches
 from dbsl.transforms import Transform

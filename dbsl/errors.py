@@ -1,0 +1,71 @@
+"""Errors of this project's own, and how a process ends on them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
+
+
+class SyncError(RuntimeError):
+    """A worker or the server was lost, or stayed silent for longer than the timeout."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written."""
+
+
+class RunStopped(Exception):
+    """The run was asked to stop, has saved and ends; the message says how to go on."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line and a status where this project has something to say.
+
+    Status 2: it refused what it was given, a process was lost, or a checkpoint could not be
+    written. Status 75: the run was asked to stop, and can be resumed. An error raised by any other
+    code keeps its traceback: that is a fault, not bad input. Either way a process among several
+    ends at once: it would else wait for the others on its way out, and they for it.
+    """
+    try:
+        yield
+    except RunStopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr, flush=True)
+        if _one_of_several():
+            sys.stdout.flush()
+            os._exit(EXIT_STOPPED)
+        raise SystemExit(EXIT_STOPPED) from None
+    except Exception as error:
+        if not isinstance(error, (ValueError, SyncError, SaveError)) or not _raised_here(error):
+            if _one_of_several():
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            raise
+        # Every rank meets the same bad input, so one per machine says it; a lost peer or a full
+        # disk each rank sees from its own side.
+        if not isinstance(error, ValueError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if _one_of_several():
+            sys.stdout.flush()
+            os._exit(2)
+        raise SystemExit(2) from None
+
+
+def _one_of_several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _raised_here(error: BaseException) -> bool:
+    package = Path(__file__).resolve().parent
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return package in raised_in.parents or raised_in == package.parent / "train.py"

@@ -1,0 +1,405 @@
+"""Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
+
+State is copied to host memory after an optimizer step or at an epoch's end, and written by a thread
+while training goes on. Every process writes its own piece; rank 0 writes the manifest once all
+pieces are on the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.checkpoint import (
+    FOLDER,
+    CheckpointError,
+    describe,
+    piece_names,
+    prune,
+    remove,
+    vouch_for_piece,
+    write_manifest,
+    write_piece,
+)
+from dbsl.config import parse_interval
+from dbsl.errors import RunStopped, SaveError
+from dbsl.model import copy_model_state, save_model
+from dbsl.packing import pack
+from dbsl.resume import Resumed
+from dbsl.runlog import RunLog
+from dbsl.server import EpochEnd
+from dbsl.setup import Setting
+from dbsl.steppers import load_optimizer
+from dbsl.stopping import Stopping, Wish
+from dbsl.wire import SERVER_RANK
+
+_SAVE_PATIENCE_S = 600.0  # for the other processes' pieces
+
+
+@dataclass
+class Progress:
+    """How far a process is in its round."""
+
+    steps: int = 0  # taken
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
+    samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
+
+
+@dataclass
+class _Copy:
+    """State in host memory, on its way to the disk."""
+
+    name: str
+    sequence: int
+    epoch: int
+    tree: Any
+    tensors: dict[str, Tensor]
+    model: dict[str, Tensor] | None  # at an epoch's end: the merged model
+
+
+class Keeper:
+    """Saves a run and brings it back; a context manager around its loop.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        cluster: Who meets whom.
+        stepper: What a step is.
+        log: The run's log.
+        accelerator: Tells the process; has the scaler of fp16.
+        stopping: Tells whether the run is to stop.
+        resumed: What a resumed run goes on from.
+    """
+
+    def __init__(
+        self,
+        run: Setting,
+        folder: Path,
+        cluster: Any,
+        stepper: Any,
+        log: RunLog,
+        accelerator: Accelerator,
+        stopping: Stopping,
+        resumed: Resumed | None,
+    ) -> None:
+        self._run = run
+        self._folder = folder
+        self._cluster = cluster
+        self._stepper = stepper
+        self._log = log
+        self._accelerator = accelerator
+        self._stopping = stopping
+        self._control = getattr(cluster, "control", None)
+        self._rank = accelerator.process_index
+        self._interval = parse_interval(run.config.checkpoint_every)
+        self._sequence = resumed.sequence if resumed else 0  # of the last save
+        self._epochs_done = 0
+        self._progress: Progress | None = None  # inside a round
+        self._rng: dict[str, Any] | None = None  # to go on with in the middle of a round
+        self._saved_at = time.monotonic()
+        self._writer: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._last_good = resumed.folder.name if resumed else None
+        self.loop_began = time.perf_counter()  # later by what earlier sessions trained
+        self.eval_time_s = 0.0
+        self.earlier_s = 0.0  # of earlier sessions, in all
+        self._began = time.perf_counter()
+        if resumed:
+            self._load(resumed)
+        self._rollcall = self._control and self._control.rollcall
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Keeper:
+        self._stopping.on_signal = getattr(self._cluster, "interrupt", lambda: None)
+        self._cluster.on_stop = self._stop
+        self._cluster.idle = self._idle
+        if self._rollcall is not None:
+            self._exits.enter_context(self._rollcall.naming_the_missing())
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        self._stopping.on_signal = lambda: None
+        if kind is None:
+            self._join_writer()
+        elif self._writer is not None:  # a save under way is finished all the same
+            self._writer.join(_SAVE_PATIENCE_S)
+        if kind is not None:
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
+            self._log.close()
+        self._exits.__exit__(kind, error, trace)
+        if self._rollcall is not None:
+            self._rollcall.close()
+
+    @property
+    def refused(self) -> int:
+        """Rounds whose loss or weights were not finite."""
+        return self._cluster.refused
+
+    def train_time_s(self, end: EpochEnd, *, without_evaluation: bool) -> float:
+        """Return the seconds of training up to an epoch's end, those of earlier sessions included.
+
+        Args:
+            end: The epoch's end.
+            without_evaluation: Whether evaluation held the workers up, and does not count.
+        """
+        return end.ended_at - self.loop_began - (self.eval_time_s if without_evaluation else 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the run began, earlier sessions and their starts included."""
+        return self.earlier_s + time.perf_counter() - self._began
+
+    def progress(self) -> Progress:
+        """Return how far this round is: at its start, or where a resumed run goes on."""
+        if self._progress is None:
+            self._progress = Progress()
+        elif self._rng is not None:
+            set_random_state(self._rng, self._accelerator.device)
+            self._rng = None
+        return self._progress
+
+    def after_step(self, *, round_over: bool) -> None:
+        """Save if it is time to, and stop if the run is to.
+
+        Raises:
+            RunStopped: If it was stopped; everything is saved.
+        """
+        self._raise_failure()
+        wish = self._cluster.common_wish(self._wish(), round_over=round_over)
+        if wish == Wish.SAVE:
+            self._save()
+        elif wish == Wish.STOP:
+            self._stop()
+
+    def round_over(self) -> None:
+        """Note that the round was pushed: there is nothing in the middle of it to go on with.
+
+        Raises:
+            ValueError: If too many rounds were not finite.
+        """
+        self._progress = None
+        most = self._run.config.max_bad_rounds
+        if self.refused > most:
+            self._join_writer()
+            raise ValueError(
+                f"max_bad_rounds must be at least the {self.refused} rounds whose loss or weights "
+                f"were not finite (a lower learning rate may help), got {most}; {self._good()}"
+            )
+
+    def epoch_over(self, end: EpochEnd) -> None:
+        """Save after this epoch if it is time to; all processes that meet there call it."""
+        self._raise_failure()
+        self._epochs_done = end.epoch + 1
+        every = self._interval.epochs
+        if every and self._epochs_done % every == 0:
+            self._save(end=end)
+        for loss in self._losses():
+            self._log.lost(loss)
+
+    def _losses(self) -> Iterator[Any]:
+        """Yield the workers that were lost since the last call."""
+        losses = getattr(self._cluster, "losses", ())
+        while losses:
+            yield losses.popleft()
+
+    def _wish(self) -> Wish:
+        if self._stopping.reason:
+            return Wish.STOP
+        announced = getattr(self._cluster, "announced", (0, -1))[0]
+        minutes = self._interval.minutes
+        due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+        # Of several processes the clock of rank 0 counts. The last save may still be under way.
+        idle = self._writer is None or not self._writer.is_alive()
+        wanted = due and idle and self._rank == SERVER_RANK
+        return Wish.SAVE if wanted or announced > self._sequence else Wish.GO_ON
+
+    def _idle(self) -> None:
+        """Take a dedicated server's part in what the workers do at the end of their steps."""
+        self.after_step(round_over=True)
+
+    def _save(self, *, end: EpochEnd | None = None, stop: bool = False) -> None:
+        """Copy the state of this process, and have it written while training goes on."""
+        self._join_writer()
+        sequence, epoch = self._sequence + 1, end.epoch if end else -1
+        if stop and hasattr(self._cluster, "leave"):
+            sequence = self._cluster.leave(sequence)
+        elif hasattr(self._cluster, "announce"):
+            if self._rank == SERVER_RANK:
+                self._cluster.announce(sequence, epoch)
+            sequence, epoch = self._cluster.announced
+        self._sequence = sequence
+        name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
+        copy = self._copy(name, with_model=end is not None)
+        self._saved_at = time.monotonic()
+        self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
+        self._writer.start()
+
+    def _stop(self) -> None:
+        why = self._stopping.reason or "another process was asked to stop"
+        self._save(stop=True)
+        self._join_writer()
+        raise RunStopped(
+            f"stopped ({why}) and saved as {self._folder / FOLDER / self._last_good}; "
+            f"to go on: --resume {self._folder}"
+        )
+
+    def _copy(self, name: str, *, with_model: bool) -> _Copy:
+        progress = self._progress if self._progress and self._progress.steps else None
+        scaler = self._accelerator.scaler
+        state = {
+            "model": {
+                "weights": self._cluster.weights.vector,
+                "counters": integer_buffers(self._run.model),
+            },
+            "stepper": self._stepper.state_dict(),
+            "clock": self._stepper.clock.state_dict() if progress else {},
+            "scaler": scaler.state_dict() if scaler else None,
+            "cluster": self._cluster.state_dict(),
+            "planner": self._run.planner.state_dict() if self._rank == SERVER_RANK else None,
+            "log": self._log.state_dict() if self._log.enabled else None,
+            "progress": asdict(progress) if progress else None,
+            "random": random_state(self._accelerator.device) if progress else None,
+            "epochs_done": self._epochs_done,
+            "loop_s": time.perf_counter() - self.loop_began,
+            "eval_time_s": self.eval_time_s,
+            "total_s": self.total_s,
+        }
+        tree, tensors = pack(state)
+        model = copy_model_state(self._run.model) if with_model and self._rank == 0 else None
+        return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model)
+
+    def _load(self, resumed: Resumed) -> None:
+        """Bring everything back to where it was saved."""
+        state = resumed.state
+        try:
+            if resumed.handover:
+                self._load_handover(resumed)
+            else:
+                self._cluster.load_state_dict(state["cluster"])
+                self._stepper.load_state_dict(state["stepper"])
+                self._stepper.clock.load_state_dict(state["clock"])
+                if state["planner"] is not None:
+                    self._run.planner.load_state_dict(state["planner"])
+                if state["progress"] is not None:
+                    device = self._cluster.weights.vector.device
+                    self._progress = Progress(**state["progress"])
+                    losses = self._progress.losses
+                    self._progress.losses = {w: loss.to(device) for w, loss in losses.items()}
+                    self._rng = state["random"]
+            if self._accelerator.scaler and state["scaler"]:
+                self._accelerator.scaler.load_state_dict(state["scaler"])
+            self._cluster.weights.load(state["model"]["weights"])
+            buffers = integer_buffers(self._run.model)
+            for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
+                buffer.copy_(saved)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{resumed.folder} does not fit this run ({reason})") from error
+        self._epochs_done = state["epochs_done"]
+        self.loop_began = time.perf_counter() - state["loop_s"]
+        self.eval_time_s = state["eval_time_s"]
+        self.earlier_s = state["total_s"]
+
+    def _load_handover(self, resumed: Resumed) -> None:
+        """Go on with other workers: the global weights, and what is left of the epoch."""
+        handover = resumed.handover
+        self._cluster.take_over(handover)
+        self._run.planner.fixed = self._run.fixed_segments(handover)
+        for worker, optimizer in self._stepper.optimizers.items():
+            if worker in handover.optimizers:
+                load_optimizer(optimizer, handover.optimizers[worker])
+        if handover.steps:
+            self._progress = Progress(steps=handover.steps)
+
+    def _write(self, copy: _Copy) -> None:
+        """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
+        target = self._folder / FOLDER / copy.name
+        try:
+            files = write_piece(target, self._rank, copy.tree, copy.tensors)
+            if copy.model is not None:
+                data, resolution = self._run.data, self._run.config.resolutions[-1]
+                save_model(self._run.model, target, resolution, data, state=copy.model)
+                for name in ("model.safetensors", "config.json"):
+                    files[name] = describe(target / name)
+            if self._control is not None:
+                files |= self._files_of_all(files)
+            elif self._rank != SERVER_RANK:
+                vouch_for_piece(target, self._rank, files)
+            if self._rank == SERVER_RANK:
+                write_manifest(
+                    target,
+                    files,
+                    sequence=copy.sequence,
+                    epoch=copy.epoch,
+                    processes=self._accelerator.num_processes,
+                    workers=self._run.config.workers,
+                    config=asdict(self._run.config),
+                )
+                prune(self._folder, self._run.config.keep_checkpoints)
+            self._last_good = copy.name
+        except Exception as error:
+            self._failure = error
+            if self._rank == SERVER_RANK:
+                remove(target)
+
+    def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return what every process has written, once all have (a collective)."""
+        own = piece_names(self._rank)
+        row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
+        rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
+        return {
+            name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
+            for rank, of_rank in enumerate(rows)
+            for name, numbers in zip(piece_names(rank), of_rank.tolist(), strict=True)
+        }
+
+    def _join_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        error, self._failure = self._failure, None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SaveError(
+            f"a checkpoint could not be written to {self._folder} ({reason}); {self._good()}"
+        ) from error
+
+    def _good(self) -> str:
+        """Return in words which checkpoint there is."""
+        if self._last_good is None:
+            return "there is no checkpoint"
+        return f"the last good checkpoint is {self._folder / FOLDER / self._last_good}"
+
+
+def integer_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the model's buffers that are not in its weights' vector: batch norm's counters."""
+    return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return where torch's own random streams are: that of dropout."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put torch's own random streams back to where they were."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

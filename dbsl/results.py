@@ -1,0 +1,53 @@
+"""What a run shows when it begins and when it ends: pictures, and summary.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dbsl.keeper import Keeper
+from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
+from dbsl.runlog import RunLog
+from dbsl.setup import Setting
+from dbsl.worker_plots import worker_history
+
+
+def plan_pictures(run: Setting, folder: Path, log: RunLog) -> None:
+    """Draw who will train on how much, for how long."""
+    if log.enabled:
+        picture = folder / "plots/plan.png"
+        plan_timeline(run.stages, run.plans, run.config.rounds_per_epoch, picture)
+        log.images({"plots/plan": picture})
+
+
+def sum_up(run: Setting, folder: Path, log: RunLog, keeper: Keeper) -> None:
+    """Draw what came of the run, and write summary.json."""
+    if log.enabled:
+        metrics = read_metrics(folder / "metrics.jsonl")
+        accuracy_and_loss(metrics, folder / "plots/accuracy.png")
+        worker_history(metrics, folder / "plots/workers.png")
+        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
+        config = run.config
+        names = ("epochs", "seed", "workers", "small_workers", "sync")
+        log.summary(
+            {
+                **log.results(),
+                "total_time_s": keeper.total_s,
+                **{name: getattr(config, name) for name in names},
+                **_mishaps(run, log, keeper),
+            }
+        )
+    log.close()
+
+
+def _mishaps(run: Setting, log: RunLog, keeper: Keeper) -> dict[str, Any]:
+    """Return what went wrong and was coped with, if anything."""
+    data = run.data
+    sources = {"train": data.train, "evaluation": data.evaluation}
+    bad = {name: sorted(source.bad) for name, source in sources.items() if source.bad}
+    found = {
+        "refused_rounds": keeper.refused,
+        "lost_workers": log.lost_workers,
+        "bad_images": bad,
+    }
+    return {name: value for name, value in found.items() if value}

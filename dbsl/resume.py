@@ -1,0 +1,272 @@
+"""Which checkpoint a run goes on from, whether it may, and what it takes over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from dbsl.checkpoint import (
+    FOLDER,
+    CheckpointError,
+    Manifest,
+    check_files,
+    newest,
+    read_manifest,
+    read_piece,
+    set_aside_after,
+    versions,
+)
+from dbsl.config import run_folder_of
+from dbsl.handover import make_handover
+from dbsl.server import Handover
+from dbsl.setup import Setting
+from dbsl.wire import SERVER_RANK, share_text
+
+Config = Any  # train.py's
+
+# What may change freely: no weight depends on it.
+_FREE = {
+    *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
+    *("checkpoint_every", "keep_checkpoints", "worker_timeout", "max_bad_rounds"),
+    *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
+    *("profile", "profile_seconds", "profile_refresh"),
+}
+# What follows from the number of workers, which may change as well.
+_WORKERS = {"workers", "small_workers", "slope", "intercept", "dedicated_server"}
+_LISTS = ("slope", "intercept", "large_batch_size", "small_batch_size", "local_batch_sizes")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from.
+
+    Attributes:
+        run_folder: The run it is of.
+        folder: The checkpoint; None: the run was killed before its first, and starts again.
+        manifest: The checkpoint's.
+    """
+
+    run_folder: Path
+    folder: Path | None = None
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint, read.
+
+    Attributes:
+        folder: The checkpoint.
+        sequence: Its number.
+        state: This process's piece; with a handover that of rank 0.
+        handover: What is taken over where workers are not what they were; None: they are.
+    """
+
+    folder: Path
+    sequence: int
+    state: Mapping[str, Any]
+    handover: Handover | None
+
+
+def find_checkpoint(config: Config, accelerator: Accelerator) -> Found | None:
+    """Return what a run goes on from, the same on every process; None: it is a new run.
+
+    Raises:
+        ValueError: On every process, if the checkpoint that was named is not whole, or a run has
+            none.
+    """
+    if config.resume is None:
+        return None
+    run_folder = run_folder_of(config.resume, config.output_dir)
+    if not (run_folder / "config.yaml").is_file():
+        return None  # auto, at the first start
+    error, name = None, ""
+    if accelerator.is_main_process:
+        try:
+            name = _choose(Path(config.resume), run_folder, accelerator)
+        except ValueError as reason:
+            error = str(reason)
+    error = share_text(error or "", accelerator)
+    if error:
+        raise CheckpointError(error)
+    name = share_text(name, accelerator)
+    if not name:
+        return Found(run_folder)
+    folder = run_folder / FOLDER / name
+    return Found(run_folder, folder, read_manifest(folder))
+
+
+def _choose(resume: Path, run_folder: Path, accelerator: Accelerator) -> str:
+    if resume.parent.name == FOLDER:
+        check_files(resume, read_manifest(resume))
+        return resume.name
+    found = newest(run_folder, lambda line: accelerator.print(f"warning: {line}"))
+    if found is None and str(resume) != "auto":
+        raise CheckpointError(f"resume must name a run with a complete checkpoint, got {resume}")
+    return found[0].name if found else ""
+
+
+def is_finished(found: Found, config: Config) -> bool:
+    """Whether the run has come to its end, and is not to go on for more epochs."""
+    try:
+        summary = json.loads((found.run_folder / "summary.json").read_text(encoding="utf-8"))
+        return summary["epochs"] >= config.epochs
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def adapt_to_processes(config: Config, found: Found | None, processes: int) -> Config:
+    """Return the config for as many workers as there are now.
+
+    What was measured or solved for other workers is left to be found anew; the global batch of
+    joint steps stays.
+    """
+    if found is None or found.manifest is None:
+        return config
+    before = found.manifest.config
+    workers = config.workers if processes == 1 else processes - config.dedicated_server
+    if workers == found.manifest.workers:
+        return replace(config, workers=workers)
+    changes: dict[str, Any] = {"workers": workers}
+    if config.small_workers is not None:
+        changes["small_workers"] = min(config.small_workers, workers)
+    rows = len(before["resolutions"])
+    for name in _LISTS:
+        value = getattr(config, name)
+        per_worker = value is not None and len(value) > rows and value != "auto"
+        if per_worker and _plain(value) == _plain(before[name]):
+            changes[name] = None
+            if name in ("slope", "intercept"):
+                changes |= {"slope": None, "intercept": None}
+    joint = before["sync"] == "step" or before["push"] == "gradients"
+    if joint and config.global_batch_size is None:
+        state = read_piece(found.folder, found.manifest, 0)
+        sizes = {plan["global_batch_size"] for plan in state["planner"]["current"].values()}
+        by_hand = config.local_batch_sizes
+        if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
+            changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
+    return replace(config, **changes)
+
+
+def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that are not what they were, as (before, now) by name."""
+    new = asdict(now)
+    return {
+        name: (before.get(name), new[name])
+        for name in new
+        if _plain(before.get(name)) != _plain(new[name])
+    }
+
+
+def check_changes(found: Found, config: Config, say: Any) -> None:
+    """Say what has changed since the checkpoint; refuse what changes the mathematics.
+
+    Raises:
+        ValueError: If a setting that weights depend on has changed and `allow_config_change` is
+            not given.
+    """
+    changed = changed_settings(found.manifest.config, config)
+    others = config.workers != found.manifest.workers
+    free = _FREE | (_WORKERS | {"global_batch_size", *_LISTS} if others else set())
+    mathematics = {name: change for name, change in changed.items() if name not in free}
+    for name, (before, now) in changed.items():
+        if name not in ("resume", "output_dir", "allow_config_change"):
+            say(f"changed since the checkpoint: {name} {_show(before)} -> {_show(now)}")
+    if mathematics and not config.allow_config_change:
+        listed = ", ".join(f"{n} {_show(a)} -> {_show(b)}" for n, (a, b) in mathematics.items())
+        raise ValueError(
+            f"allow_config_change must be given for a change of what is trained, got {listed}"
+        )
+
+
+def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resumed | None:
+    """Read a checkpoint for this process; None: there is none yet, and the run starts again.
+
+    Raises:
+        CheckpointError: If it is not whole or does not fit the run.
+        ValueError: If a setting has changed that must not.
+    """
+    if found.folder is None:
+        accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
+        return None
+    check_changes(found, run.config, accelerator.print)
+    manifest, before = found.manifest, found.manifest.config
+    same = (
+        manifest.processes == accelerator.num_processes
+        and manifest.workers == run.config.workers
+        and all(
+            before[name] == getattr(run.config, name)
+            for name in ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
+        )
+    )
+    handover, rank = None, accelerator.process_index
+    try:
+        if same:
+            state = _own_piece(found, rank)
+        else:
+            state = read_piece(found.folder, manifest, 0)
+            handover = make_handover(state, _optimizers(found, run), run, before)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{found.folder} does not fit this run ({error!r})") from error
+    if accelerator.is_main_process:
+        for folder in set_aside_after(found.run_folder, manifest.sequence):
+            accelerator.print(f"a later checkpoint is set aside: {folder}")
+        epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
+        accelerator.print(f"resumed from {found.folder} ({epochs}, saved {manifest.saved_at})")
+        for name, version in manifest.versions.items():
+            if versions()[name] != version:
+                accelerator.print(
+                    f"warning: saved with {name} {version}, now {versions()[name]}: "
+                    "bits may differ from an unbroken run"
+                )
+    return Resumed(found.folder, manifest.sequence, state, handover)
+
+
+def _own_piece(found: Found, rank: int) -> Any:
+    """Return a process's state; where workers go by themselves, as of the server's clocks."""
+    config, manifest = found.manifest.config, found.manifest
+    if manifest.processes == 1 or config["sync"] in ("bsp", "step"):
+        return read_piece(found.folder, manifest, rank)
+    first = read_piece(found.folder, manifest, SERVER_RANK)
+    if rank == SERVER_RANK:
+        return first
+    server = first["cluster"]["server"]
+    worker = rank - config["dedicated_server"]
+    there = server["active"]
+    clock = server["clocks"][worker] if worker in there else min(server["clocks"][w] for w in there)
+    try:
+        state = read_piece(found.folder, manifest, rank)
+    except CheckpointError:  # it was lost, or had not come to save
+        state = first | {"stepper": {**first["stepper"], "optimizers": {}}, "progress": None}
+    if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
+        state = state | {"progress": None}
+    return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
+
+
+def _optimizers(found: Found, run: Setting) -> dict[int, Any]:
+    """Return the optimizer state of all workers that the new run has, from all pieces."""
+    optimizers: dict[int, Any] = {}
+    for rank in range(found.manifest.processes):
+        if f"rank-{rank:05d}.json" in found.manifest.files:
+            piece = read_piece(found.folder, found.manifest, rank)
+            optimizers |= piece["stepper"]["optimizers"]
+    return {w: state for w, state in optimizers.items() if w < run.config.workers}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, Sequence | tuple) and not isinstance(value, str)
+        else str(value)
+    )

@@ -1,0 +1,231 @@
+"""How processes hear of each other outside of training: who is alive, and what a launch remembers.
+
+All of it goes through the launcher's own key-value store, at MASTER_ADDR, which outlives the
+processes that torchrun and accelerate restart; no port is opened here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dbsl.errors import SyncError
+
+_BEAT_S = 0.4
+_PATIENCE = timedelta(seconds=20)  # for the store itself
+_LOST = "lost"
+_SIOCGIFADDR = 0x8915
+
+
+def restarts() -> int:
+    """Return how often torchrun or accelerate has restarted this launch's processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def remember(key: str, value: str) -> str:
+    """Return what this launch remembers under a key: `value`, unless it was set before.
+
+    Where no launcher would restart the processes, that is `value`.
+    """
+    store = _connect("launch")
+    if store is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return value
+    return store.compare_set(key, "", value).decode()
+
+
+def recall(key: str) -> str | None:
+    """Return what this launch remembers under a key, if it was restarted."""
+    store = _connect("launch") if restarts() else None
+    return store.get(key).decode() if store is not None and store.check([key]) else None
+
+
+def join_processes(timeout_s: float) -> None:
+    """Prepare the process group of processes that a launcher started, or restarted.
+
+    Accelerate makes the group itself, but after a restart: the launcher's store still holds the
+    addresses of the processes before (torch 2.15), so that each attempt needs keys of its own.
+    """
+    _bind_to_launcher()
+    # The launcher's store is there for the group as well, under other keys.
+    store = _connect(f"group/{restarts()}") if restarts() else None
+    cuda = torch.cuda.is_available()
+    if store is None or not (cuda or not torch.accelerator.is_available()):
+        return
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _bind_to_launcher() -> None:
+    """Have gloo listen only on the interface that reaches the launcher (Linux).
+
+    ``GLOO_SOCKET_IFNAME`` decides instead where it is set. Call it before there is a process group.
+    """
+    address = os.environ.get("MASTER_ADDR")
+    if not address or "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError):
+        interface = _interface_to(address)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _interface_to(address: str) -> str | None:
+    """Return the interface by which packets to an address leave this machine."""
+    family, _, _, _, peer = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)  # sends nothing
+        own = probe.getsockname()[0]
+        if family != socket.AF_INET:
+            return "lo" if own == "::1" else None
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None
+
+
+class RollCall:
+    """Each process says twice a second that it is alive, and how far it is.
+
+    When an exchange fails, that tells whose fault it is: a process that died or was stopped says
+    nothing more, one that hangs has entered fewer exchanges than the others.
+
+    Args:
+        rank: This process.
+        world_size: Number of processes.
+        timeout_s: Silence after which a process counts as lost.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self.entered = 0  # exchanges with the others that this process has begun
+        self._rank = rank
+        self._others = [r for r in range(world_size) if r != rank]
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._store = _connect(f"roll/{restarts()}")
+        self._thread = threading.Thread(target=self._beat, name="roll-call", daemon=True)
+        if self._store is not None:
+            self._store.set(f"beat/{rank}", "0 0")
+            self._thread.start()
+
+    def enter(self) -> None:
+        """Note that this process begins an exchange with the others."""
+        self.entered += 1
+
+    @contextlib.contextmanager
+    def naming_the_missing(self) -> Iterator[None]:
+        """Turn a failed exchange into a `SyncError` that names the rank whose fault it is."""
+        try:
+            yield
+        except RuntimeError as error:
+            # Without the place in torch's sources, and its advice behind the first sentence.
+            reason = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split())).split(". ")[0]
+            peers = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket")
+            if self._store is None or not any(word in reason.lower() for word in peers):
+                raise
+            raise SyncError(self._verdict(reason)) from error
+
+    def close(self) -> None:
+        """Leave: from now on this process may be silent."""
+        self._closed.set()
+        if self._store is not None:
+            self._thread.join(_PATIENCE.total_seconds())
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"beat/{self._rank}", "done")
+
+    def _verdict(self, reason: str) -> str:
+        """Return who is missing, as the first process to notice has found it."""
+        try:
+            store = _connect(f"roll/{restarts()}")
+            before = self._beats(store)
+            time.sleep(3 * _BEAT_S)
+            after = self._beats(store)
+            silent = [r for r in self._others if before[r] == after[r] != "done"]
+            behind = [r for r in self._others if _entered(after[r]) < self.entered]
+            if silent:
+                found = f"{_ranks(silent)} died or fell silent"
+            elif behind:
+                fewest = min(_entered(after[r]) for r in behind)
+                found = f"{_ranks([r for r in behind if _entered(after[r]) == fewest])} hangs"
+            else:
+                found = "an exchange between processes failed"
+            return store.compare_set(_LOST, "", f"{found} ({reason})").decode()
+        except RuntimeError:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            return f"rank 0 or the launcher died: nothing answers at {where} ({reason})"
+
+    def _beats(self, store: dist.Store) -> dict[int, str]:
+        values = store.multi_get([f"beat/{rank}" for rank in self._others])
+        return {r: value.decode() for r, value in zip(self._others, values, strict=True)}
+
+    def _beat(self) -> None:
+        """Say that this process is alive; see that those it watches are (runs in a thread)."""
+        count, seen = 0, {}
+        # All watch rank 0, which watches all.
+        watched = self._others if self._rank == 0 else [0]
+        while not self._closed.wait(_BEAT_S):
+            count += 1
+            try:
+                self._store.set(f"beat/{self._rank}", f"{count} {self.entered}")
+                if count % 5 == 0:
+                    self._watch(watched, seen)
+            except RuntimeError:  # the store is gone, and with it the launcher or rank 0
+                return  # the next exchange fails, and says so
+
+    def _watch(self, watched: list[int], seen: dict[int, tuple[str, float]]) -> None:
+        now = time.monotonic()
+        keys = [f"beat/{rank}" for rank in watched]
+        if not self._store.check(keys):
+            return  # not all have begun
+        for rank, value in zip(watched, self._store.multi_get(keys), strict=True):
+            text = value.decode()
+            if text == "done" or seen.get(rank, ("", 0.0))[0] != text:
+                seen[rank] = (text, now)
+            elif now - seen[rank][1] > self._timeout_s:
+                found = f"rank {rank} has said nothing for {self._timeout_s:g} s"
+                self._store.compare_set(_LOST, "", found)
+        if self._store.check([_LOST]):
+            threading.Timer(_BEAT_S * 5, self._end).start()  # unless the main thread has, by then
+            self._closed.set()
+
+    def _end(self) -> None:
+        """End a process whose main thread waits in an exchange that does not come back."""
+        with contextlib.suppress(RuntimeError):
+            print(f"error: {self._store.get(_LOST).decode()}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+
+def _entered(beat: str) -> float:
+    return float("inf") if beat == "done" else int(beat.split()[1])
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _connect(prefix: str) -> dist.Store | None:
+    """Return a connection of one's own to the launcher's store; None: there is no launcher."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=_PATIENCE)
+    return dist.PrefixStore(f"dbsl/{prefix}", store)

@@ -1,0 +1,129 @@
+"""The run folder: made by one run, and held by it alone for as long as it lives."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from dbsl.config import RUN_FOLDER, config_to_yaml
+from dbsl.files import write_text
+from dbsl.plan import Plan
+from dbsl.rollcall import remember
+from dbsl.wire import share_text
+
+LOCK = ".lock"
+# Of the command, not of the run that it starts.
+_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only")
+
+
+class RunFolder:
+    """A run's folder, locked on the main process until `release` or the process's end.
+
+    The lock is the operating system's: a process that is killed holds none.
+
+    Args:
+        path: Where it is.
+        accelerator: Tells the main process.
+        new: Whether it must not be there yet; else it is a run's that is resumed.
+
+    Raises:
+        ValueError: On every process, if the folder exists, cannot be written or is another run's.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, *, new: bool) -> None:
+        self.path = path
+        self._lock: int | None = None
+        error = None
+        if accelerator.is_main_process:
+            try:
+                self._open(new)
+            except ValueError as reason:
+                error = str(reason)
+            except OSError as reason:
+                error = f"output_dir must be a folder that can be written, got {path} ({reason})"
+        error = share_text(error or "", accelerator)
+        if error:  # the other processes must stop too, not wait for this one
+            raise ValueError(error)
+
+    def write_settings(self, config: Any, plans: Mapping[int, Plan]) -> None:
+        """Write ``config.yaml`` and ``plan.json`` on the main process.
+
+        ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
+        """
+        if self._lock is None:
+            return
+        rows = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
+        write_text(self.path / "plan.json", json.dumps(rows, indent=2))
+        settings = {name: v for name, v in asdict(config).items() if name not in _NOT_KEPT}
+        write_text(self.path / "config.yaml", config_to_yaml(settings))
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            (self.path / LOCK).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def _open(self, new: bool) -> None:
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise ValueError(f"output_dir must be a folder, got file {self.path}") from None
+        else:
+            new = False
+        inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
+        if new and inside:
+            has_run = "config.yaml" in inside
+            hint = "; --resume auto goes on with the run in it" if has_run else ""
+            raise ValueError(
+                f"output_dir must be a new folder, got {self.path}, which exists{hint}"
+            )
+        self._lock = self._take_lock()
+
+    def _take_lock(self) -> int:
+        path = self.path / LOCK
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(lock, 200).decode(errors="replace").strip()
+                os.close(lock)
+                raise ValueError(
+                    f"output_dir must be no other run's, got {self.path}, which is in use by "
+                    f"{holder or 'another process'}"
+                ) from None
+            # Whoever held it before may have removed the file while this process opened it.
+            if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
+                break
+            os.close(lock)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.truncate(lock, 0)
+        os.write(
+            lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode()
+        )
+        return lock
+
+
+def folder_of(config: Any, accelerator: Accelerator) -> Path:
+    """Return the run folder that the config names, or a new one under ``runs/``."""
+    dataset = Path(config.dataset).stem or "data"
+    new = f"runs/{dataset}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # A launcher that restarts the processes finds them in the folder that they were in.
+    return Path(remember(RUN_FOLDER, share_text(config.output_dir or new, accelerator)))
