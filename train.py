@@ -13,7 +13,7 @@ process all workers live in it (a simulated cluster); with several, each process
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -32,18 +32,18 @@ from dbsl.keeper import Keeper
 from dbsl.model import check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
 from dbsl.reports import is_finite, make_reports
-from dbsl.results import plan_pictures, sum_up
+from dbsl.results import start_log, sum_up
 from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
 from dbsl.rollcall import join_processes
 from dbsl.runfolder import RunFolder, folder_of
-from dbsl.runlog import Evaluation, RunLog
+from dbsl.runlog import Evaluation
 from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Push, Round, Sync
-from dbsl.setup import prepare, print_run, profile_command
+from dbsl.setup import prepare, print_run
 from dbsl.stages import LrSchedule, Schedule, learning_rate_at
 from dbsl.stopping import Stopping, deadline_of
-from dbsl.trackers import ReportTo, check_tracker, start_trackers
+from dbsl.trackers import ReportTo, check_tracker
 from dbsl.transforms import Augment
 
 
@@ -263,18 +263,7 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
     """Train a run from its start, or from where it was saved, to its end."""
     config, data, model = run.config, run.data, run.model
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    print_run(run, folder, accelerator)
-    start_trackers(accelerator, config.report_to, folder, folder.name, asdict(config))
-    log = RunLog(
-        folder,
-        accelerator,
-        run.stages,
-        run.plans,
-        profile_command(run, world_size) if config.balance == "none" else None,
-        pushes=config.push == "gradients",
-        state=resumed and resumed.state["log"],
-    )
-    plan_pictures(run, folder, log)
+    log = start_log(run, folder, resumed, accelerator)
     cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
     waits = world_size == 1 or config.sync in ("bsp", "step")

@@ -68,7 +68,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
             return tuple(unpack(item, tensors) for item in tree[_TUPLE])
         if set(tree) == {_PAIRS}:
             return {unpack(k, tensors): unpack(v, tensors) for k, v in tree[_PAIRS]}
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"state must be a tree as it was packed ({error})") from None
     return {key: unpack(item, tensors) for key, item in tree.items()}
 

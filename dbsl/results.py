@@ -1,23 +1,52 @@
-"""What a run shows when it begins and when it ends: pictures, and summary.json."""
+"""What a run shows when it begins and when it ends: trackers, log, pictures, summary.json."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from dbsl.keeper import Keeper
 from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
+from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
-from dbsl.setup import Setting
+from dbsl.setup import Setting, print_run, profile_command
+from dbsl.trackers import start_trackers
 from dbsl.worker_plots import worker_history
 
 
-def plan_pictures(run: Setting, folder: Path, log: RunLog) -> None:
-    """Draw who will train on how much, for how long."""
+def start_log(
+    run: Setting, folder: Path, resumed: Resumed | None, accelerator: Accelerator
+) -> RunLog:
+    """Print what the run will do, start its tracker and its log; a resumed run's go on."""
+    config = run.config
+    print_run(run, folder, accelerator)
+    state = resumed.state["log"] if resumed else None
+    start_trackers(
+        accelerator,
+        config.report_to,
+        folder,
+        folder.name,
+        asdict(config),
+        resume_id=state["tracker"] if state else None,
+    )
+    command = profile_command(run, accelerator.num_processes)
+    log = RunLog(
+        folder,
+        accelerator,
+        run.stages,
+        run.plans,
+        command if config.balance == "none" else None,
+        pushes=config.push == "gradients",
+        state=state,
+    )
     if log.enabled:
         picture = folder / "plots/plan.png"
-        plan_timeline(run.stages, run.plans, run.config.rounds_per_epoch, picture)
+        plan_timeline(run.stages, run.plans, config.rounds_per_epoch, picture)
         log.images({"plots/plan": picture})
+    return log
 
 
 def sum_up(run: Setting, folder: Path, log: RunLog, keeper: Keeper) -> None:

@@ -129,7 +129,8 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
     if found is None or found.manifest is None:
         return config
     before = found.manifest.config
-    workers = config.workers if processes == 1 else processes - config.dedicated_server
+    alone = config.workers or found.manifest.workers
+    workers = alone if processes == 1 else processes - config.dedicated_server
     if workers == found.manifest.workers:
         return replace(config, workers=workers)
     changes: dict[str, Any] = {"workers": workers}

@@ -28,6 +28,7 @@ from dbsl.plan import Plan
 from dbsl.server import RoundReport
 from dbsl.stages import Stage, stage_at
 from dbsl.sync import Loss
+from dbsl.trackers import tracker_id
 
 MAX_PRINTED_WORKERS = 8
 PREDICTION_TOLERANCE = 0.10  # relative, of a worker's time in an epoch
@@ -128,6 +129,7 @@ class RunLog:
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "epoch": self._epoch,
             "lost_workers": list(self.lost_workers),
+            "tracker": tracker_id(self._accelerator),
         }
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,7 +154,7 @@ class RunLog:
         if not self.enabled:
             return
         if not self._pushes:
-            self._write("round", asdict(report) | _given({"virtual_time_s": virtual_time_s}))
+            self._write("round", _round_row(report) | _given({"virtual_time_s": virtual_time_s}))
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
         self._bar.set_postfix_str(
@@ -220,7 +222,7 @@ class RunLog:
         if self._pushes:
             for worker, values in workers.items():
                 first = next(report for report in reports if report.worker == worker)
-                whole = asdict(first) | {k: v for k, v in values.items() if k in asdict(first)}
+                whole = _round_row(first) | {k: v for k, v in values.items() if k in asdict(first)}
                 self._write("round", whole | {"round": 0})
         _add_shares(workers)
         means = self._mean_times(workers, self._plans[resolution])
@@ -381,6 +383,13 @@ def _plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
     values = asdict(stage)
     row = {"stage": values.pop("index"), **values, **_plan_totals(plan), "notes": plan.notes}
     return row | {"workers": _worker_rows(plan)}
+
+
+def _round_row(report: RoundReport) -> dict[str, Any]:
+    row = asdict(report)
+    if not report.refused:
+        del row["refused"]
+    return row
 
 
 def _plan_totals(plan: Plan) -> dict[str, float]:

@@ -158,11 +158,13 @@ class DistributedSteps(_Stepper):
             gradient_as_bucket_view=True,
             **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
         )
-        self.model.register_comm_hook((clock, on_exchange), _timed_allreduce)
+        self.model.register_comm_hook(self, _timed_allreduce)
         self.optimizers = {worker: build_optimizer(model)}
         self._raw = model
         self._buffers = weights.buffers
         self.clock = clock
+        self.on_exchange = on_exchange
+        self.warm = False
         self._worker = worker
         self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
         self._warm_up(weights, example)
@@ -218,9 +220,9 @@ class DistributedSteps(_Stepper):
         counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
         counted = [counter.clone() for counter in counters]
         devices = [before.device] if before.is_cuda else []
-        with torch.random.fork_rng(devices), self.clock.running((self._worker,)):
+        with torch.random.fork_rng(devices):
             self.model(example.to(before)).sum().backward()
-        self.clock.seconds(self._worker)
+        self.warm = True
         self._raw.zero_grad(set_to_none=True)
         weights.load(before)
         for counter, count in zip(counters, counted, strict=True):
@@ -352,8 +354,9 @@ def _take(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 
 # Without annotations: DDP compares them with types, and here they would be strings.
-def _timed_allreduce(state, bucket):
-    clock, on_exchange = state
-    on_exchange()
-    clock.mark(last=bucket.is_last())  # after the last only waiting for the others follows
+def _timed_allreduce(stepper, bucket):
+    stepper.on_exchange()
+    if stepper.warm:
+        # After the last only waiting for the others follows.
+        stepper.clock.mark(last=bucket.is_last())
     return allreduce_hook(None, bucket)

@@ -34,6 +34,8 @@ def start_trackers(
     folder: Path,
     run_name: str,
     config: Mapping[str, Any],
+    *,
+    resume_id: str | None = None,
 ) -> None:
     """Start the accelerator's tracker, with its files in the run folder.
 
@@ -46,6 +48,7 @@ def start_trackers(
         folder: The run folder; it exists.
         run_name: Name of the run in the tracker.
         config: The run's settings.
+        resume_id: What `tracker_id` returned in the session before, whose charts go on.
     """
     if report_to == "none" or not accelerator.is_main_process:
         return
@@ -56,12 +59,27 @@ def start_trackers(
     if report_to == "tensorboard":  # which uses the project's name for its sub-folder
         accelerator.init_trackers("tensorboard", settings)
     elif report_to == "trackio":
-        accelerator.init_trackers(PROJECT, settings, {"trackio": {"name": run_name}})
+        again = {"resume": "allow"} if resume_id else {}
+        accelerator.init_trackers(PROJECT, settings, {"trackio": {"name": run_name, **again}})
     else:
-        _start_wandb(accelerator, folder, run_name, settings)
+        _start_wandb(accelerator, folder, run_name, settings, resume_id)
 
 
-def _start_wandb(accelerator: Accelerator, folder: Path, name: str, config: dict[str, Any]) -> None:
+def tracker_id(accelerator: Accelerator) -> str | None:
+    """Return what a later session needs to go on in the same charts."""
+    names = {tracker.name: tracker for tracker in accelerator.trackers}
+    if "wandb" in names:
+        return names["wandb"].tracker.id
+    return next(iter(names), None)
+
+
+def _start_wandb(
+    accelerator: Accelerator,
+    folder: Path,
+    name: str,
+    config: dict[str, Any],
+    resume_id: str | None,
+) -> None:
     import wandb
 
     # Seconds; by default the end waits for a lost server without limit. All is on disk anyway.
@@ -70,6 +88,10 @@ def _start_wandb(accelerator: Accelerator, folder: Path, name: str, config: dict
 
     def start(mode: str) -> None:
         kwargs = {"name": name, "dir": str(folder), "mode": mode, "settings": quiet}
+        if resume_id is not None:
+            kwargs["id"] = resume_id
+            if mode == "online":  # offline, the upload puts sessions of one id together
+                kwargs["resume"] = "allow"
         accelerator.init_trackers(PROJECT, config, {"wandb": kwargs})
 
     why = f"WANDB_MODE={mode}" if mode != "online" else _why_offline()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -574,16 +575,83 @@ def test_image_loader_new_call_ends_the_one_under_way(uneven):
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
-def test_image_loader_names_an_image_that_cannot_be_decoded(tmp_path, loader_workers):
-    good = make_table([flat_image(0, (99, 80))] * 99, [0] * 99)
+def test_image_loader_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog, loader_workers):
+    good = make_table([flat_image(9 * k, (99, 80)) for k in range(28)], list(range(28)))
     rows = good.cast_column("image", datasets.Image(decode=False))[:]["image"]
-    rows[2] = {"bytes": rows[2]["bytes"][:60], "path": None}  # not among those looked at first
-    path = save(tmp_path / "set", train=make_table(rows, [0] * 99), test=good)
-    source = load_data(path, loader_workers=loader_workers).train
+    for row in (2, 3, 11):
+        rows[row] = {"bytes": rows[row]["bytes"][:60], "path": None}
+    path = save(tmp_path / "set", train=make_table(rows, list(range(28))), test=good)
+    source = load_data(path, loader_workers=loader_workers, max_bad_images=2).train
+    first, second = list(source.batches([np.array([0, 2, 1]), np.array([3, 4])], plain(8)))
+    assert first[1].tolist() == [0, 1]
+    assert first[0].shape == (2, 3, 8, 8)
+    assert second[1].tolist() == [4, 4]  # a single image would be none for batch norm
+    assert sorted(source.bad) == [2, 3]
+    assert "left out: image 2 of split 'train' of dataset" in caplog.text
+    list(source.batches([np.array([2, 5])], plain(8)))  # the same one counts once
     with pytest.raises(
-        ValueError, match=r"^image 2 of split 'train' of dataset '.*' cannot be .*$"
+        ValueError,
+        match=r"^max_bad_images must be at least the images that cannot be decoded, got 2 and 3 "
+        r"such in split 'train' so far \(rows 2, 3, 11; image 11 of split 'train' of dataset "
+        r"'.*' cannot be decoded \(.*\)\)$",
     ):
-        list(source.batches([np.array([0, 1]), np.array([3, 2])], plain(8)))
+        list(source.batches([np.array([10, 11])], plain(8)))
+    source = load_data(path, loader_workers=loader_workers, max_bad_images=9).train
+    with pytest.raises(ValueError, match="a batch must have an image that can be decoded, got 2 b"):
+        list(source.batches([np.array([2, 3])], plain(8)))
+
+
+def test_a_store_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog):
+    table = make_table([flat_image(9 * k, (8, 8)) for k in range(28)], list(range(28)))
+    rows = table.cast_column("image", datasets.Image(decode=False))[:]["image"]
+    for row in (2, 11):
+        rows[row] = {"bytes": b"no image", "path": None}
+    path = save(tmp_path / "set", train=make_table(rows, list(range(28))), test=table)
+    data = load_data(path, max_bad_images=2)
+    assert sorted(data.train.bad) == [2, 11]
+    assert data.train.labels.tolist() == [k for k in range(28) if k not in (2, 11)]
+    ((images, labels),) = data.train.batches([np.array([2])], plain(8))
+    assert labels.tolist() == [3]
+    ((expected, _),) = data.evaluation.batches([np.array([3])], plain(8))
+    assert torch.equal(images, expected)
+    with pytest.raises(ValueError, match=r"max_bad_images must be at least .* got 1 and 2 such"):
+        load_data(path, max_bad_images=1)
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/hostname", "../outside.png", "https://example.org/x.png", "inside.png"]
+)
+def test_a_table_cannot_name_files_outside_of_its_folder(tmp_path, path):
+    (tmp_path / "set").mkdir()
+    for name in ("outside.png", "set/inside.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    table = make_table([flat_image(0, (8, 8))] * 20, [0] * 20)
+    rows = table.cast_column("image", datasets.Image(decode=False))[:]["image"]
+    rows[1] = {"bytes": None, "path": str(tmp_path / "set" / path) if path[-3:] == "png" else path}
+    if "://" in path:
+        rows[1]["path"] = path
+    # As it is: to_parquet would put the files' contents in.
+    pyarrow.parquet.write_table(
+        make_table(rows, [0] * 20).data.table, tmp_path / "set/train.parquet"
+    )
+    if path == "inside.png":
+        assert len(load_data(str(tmp_path / "set/train.parquet")).train) == 16
+        return
+    with pytest.raises(ValueError, match=r"path must lie inside the dataset's folder, got"):
+        load_data(str(tmp_path / "set/train.parquet"))
+
+
+def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
+    table = make_table([flat_image(0, (8, 8))] * 4, [0] * 4)
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "set")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "other")
+    state = tmp_path / "set/train/state.json"
+    content = json.loads(state.read_text())
+    name = content["_data_files"][0]["filename"]
+    content["_data_files"][0]["filename"] = f"../../other/train/{name}"
+    state.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its data files must lie inside the folder"):
+        load_data(str(tmp_path / "set"))
 
 
 SCRIPT = """

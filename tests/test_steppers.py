@@ -267,10 +267,13 @@ def test_pushed_gradients_without_a_barrier_are_a_step_each(run_ranks, tiny_mode
 def test_a_stale_push_is_damped_on_request():
     steps = []
 
-    def apply(gradients, learning_rate):
-        steps.append((gradients.tolist(), learning_rate))
+    class Owner:
+        vector = torch.zeros(2)
 
-    make = partial(GradientServer, torch.zeros(2), 2, apply=apply, rounds_per_epoch=9)
+        def apply(self, gradients, learning_rate):
+            steps.append((gradients.tolist(), learning_rate))
+
+    make = partial(GradientServer, Owner(), 2, rounds_per_epoch=9)
     for damp, second in ((False, 4.0), (True, 2.0)):
         steps.clear()
         server = make(staleness=None, damp=damp)

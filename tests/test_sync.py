@@ -21,7 +21,13 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
     weights = FlatWeights(torch.nn.Linear(3, 2).double())
     workers = world_size - options.get("dedicated_server", False)
     plan = plan_dual_batch(100, workers, 1, 10, FAST, time_ratio=1.05)
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [FAST] * workers})
+    planner = Planner(
+        {8: plan},
+        lambda epoch: 8,
+        {8: [FAST] * workers},
+        without=lambda resolution, active: plan,
+        samples_of=lambda segment, epoch, worker, round_: 10,
+    )
     own = rank - options.get("dedicated_server", False)
     server = None
     if rank == 0:
@@ -138,37 +144,65 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, d
 
 
 def silent_rank(rank, sync):
-    _, cluster, plan = make(rank, sync, world_size=2, epochs=2, timeout_s=2.0)
+    _, cluster, plan = make(rank, sync, world_size=3, epochs=4, timeout_s=2.0)
     try:
         for turn in cluster.turns():
             if isinstance(turn, EpochEnd):
                 continue
             cluster.pull(turn)
-            if rank == 1 and turn.epoch == 1:
+            if rank == 2 and turn.epoch == 1:
                 time.sleep(6.0)  # says nothing for longer than the timeout
                 return "slept"
             cluster.push(make_reports(turn, plan))
         cluster.close()
     except SyncError as error:
         return str(error)
-    return "finished"
+    return [(loss.rank, loss.worker, loss.rounds, loss.samples) for loss in cluster.losses]
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])
-def test_a_silent_worker_ends_the_run_with_its_name(run_ranks, sync):
-    results = run_ranks(silent_rank, sync)
-    assert "rank 1 was lost" in results[0]
+def test_a_silent_worker_is_dropped_and_the_others_finish(run_ranks, sync):
+    results = run_ranks(silent_rank, sync, world_size=3)
+    assert results[1:] == [[], "slept"]
+    ((rank, worker, rounds, samples),) = results[0]
+    assert (rank, worker, rounds) == (2, 2, 1)
+    assert samples >= 10
 
 
 def dying_rank(rank, sync):
     _, cluster, plan = make(rank, sync, world_size=3, epochs=50, timeout_s=30.0)
+    ends = 0
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            ends += 1
+            continue
+        cluster.pull(turn)
+        if rank == 2 and turn.epoch == 3:
+            raise KeyboardInterrupt  # the process ends without a word
+        time.sleep(0.01)
+        cluster.push(make_reports(turn, plan))
+    cluster.close()
+    return ends, [loss.rank for loss in cluster.losses]
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp"])
+def test_a_dead_worker_is_noticed_long_before_the_timeout(run_ranks, sync):
+    started = time.monotonic()
+    results = run_ranks(dying_rank, sync, world_size=3, expect_errors=True)
+    assert results[0] == (50, [2])
+    assert results[1] == (0, [])
+    assert time.monotonic() - started < 20  # the timeout is 30 s
+
+
+def lost_server_rank(rank):
+    _, cluster, plan = make(rank, "asp", world_size=3, epochs=50, timeout_s=10.0)
     try:
         for turn in cluster.turns():
             if isinstance(turn, EpochEnd):
                 continue
             cluster.pull(turn)
-            if rank == 2 and turn.epoch == 3:
-                raise KeyboardInterrupt  # the process ends without a word
+            if rank == 0 and turn.epoch == 3:
+                raise KeyboardInterrupt
             time.sleep(0.01)
             cluster.push(make_reports(turn, plan))
         cluster.close()
@@ -177,9 +211,6 @@ def dying_rank(rank, sync):
     return "finished"
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp"])
-def test_a_dead_worker_is_noticed_long_before_the_timeout(run_ranks, sync):
-    started = time.monotonic()
-    results = run_ranks(dying_rank, sync, world_size=3, expect_errors=True)
-    assert "rank 2 was lost" in results[0]
-    assert time.monotonic() - started < 20  # the timeout is 30 s
+def test_without_the_server_every_worker_stops_and_names_it(run_ranks):
+    results = run_ranks(lost_server_rank, world_size=3, expect_errors=True)
+    assert all("the server (rank 0) was lost" in text for text in results[1:])

@@ -1,0 +1,127 @@
+"""Checkpoints on disk: whole or absent, damaged ones found out, nothing outside the folder."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from dbsl.checkpoint import (
+    CheckpointError,
+    checkpoints_in,
+    newest,
+    prune,
+    read_manifest,
+    read_piece,
+    set_aside_after,
+    vouch_for_piece,
+    write_manifest,
+    write_piece,
+)
+from dbsl.packing import pack
+
+
+def write(run_folder, sequence, *, ranks=1, late_ranks=()):
+    folder = run_folder / "checkpoints" / f"save-{sequence:06d}"
+    files = {}
+    for rank in range(ranks):
+        state = {"rank": rank, "weights": torch.full((4,), float(sequence))}
+        files |= write_piece(folder, rank, *pack(state))
+    for rank in late_ranks:
+        vouch_for_piece(folder, rank, write_piece(folder, rank, *pack({"rank": rank})))
+    write_manifest(
+        folder, files, sequence=sequence, epoch=1, processes=ranks, workers=4, config={"lr": 0.1}
+    )
+    return folder
+
+
+def test_every_process_reads_its_own_piece_back(tmp_path):
+    folder = write(tmp_path, 3, ranks=2, late_ranks=[2])
+    manifest = read_manifest(folder)
+    assert (manifest.sequence, manifest.processes, manifest.config) == (3, 2, {"lr": 0.1})
+    for rank in range(3):
+        assert read_piece(folder, manifest, rank)["rank"] == rank
+    assert read_piece(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
+    with pytest.raises(CheckpointError, match="no piece of process 3"):
+        read_piece(folder, manifest, 3)
+    assert not [p for p in folder.iterdir() if p.suffix == ".tmp"]
+
+
+def test_without_its_manifest_a_checkpoint_does_not_count(tmp_path):
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "manifest.json").unlink()
+    found, _ = newest(tmp_path)
+    assert found.name == "save-000001"
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "link", "remove"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, damage):
+    write(tmp_path, 1)
+    path = write(tmp_path, 2) / name
+    content = path.read_bytes()
+    if damage == "flip":
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+        if damage == "link" and name != "manifest.json":
+            path.symlink_to(tmp_path / "checkpoints/save-000001" / name)
+    warnings = []
+    found, manifest = newest(tmp_path, warnings.append)
+    assert (found.name, manifest.sequence) == ("save-000001", 1)
+    unseen = name == "manifest.json" and damage in ("link", "remove")
+    assert len(warnings) == (not unseen)
+    assert all(line.startswith("passed over: ") and "save-000002" in line for line in warnings)
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
+    folder = tmp_path / "checkpoints/evil"
+    folder.mkdir(parents=True)
+    files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
+    write_manifest(folder, files, sequence=1, epoch=0, processes=1, workers=1, config={})
+    with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
+        read_manifest(folder)
+
+
+def test_linked_folders_are_no_checkpoints(tmp_path):
+    elsewhere = write(tmp_path / "other", 9)
+    write(tmp_path / "run", 1)
+    os.symlink(elsewhere, tmp_path / "run/checkpoints/save-000009")
+    assert [f.name for f in checkpoints_in(tmp_path / "run")] == ["save-000001"]
+
+
+def test_a_format_of_the_future_is_named(tmp_path):
+    folder = write(tmp_path, 1)
+    content = json.loads((folder / "manifest.json").read_text())
+    content["manifest"]["format"] = 99
+    import hashlib
+
+    body = json.dumps(content["manifest"], indent=2)
+    content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="of format 1, which this version reads, got 99"):
+        read_manifest(folder)
+
+
+def test_pruning_keeps_the_newest_good_ones(tmp_path):
+    folders = [write(tmp_path, sequence) for sequence in range(1, 6)]
+    (folders[4] / "manifest.json").write_text("{")  # the newest, damaged
+    (folders[3] / "manifest.json").unlink()  # never completed
+    prune(tmp_path, 2)
+    left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert left == ["save-000002", "save-000003"]
+
+
+def test_checkpoints_after_the_one_resumed_are_set_aside_not_removed(tmp_path):
+    for sequence in (1, 2, 3):
+        write(tmp_path, sequence)
+    renamed = set_aside_after(tmp_path, 1)
+    assert sorted(p.name for p in renamed) == ["save-000002.old", "save-000003.old"]
+    assert [f.name for f in checkpoints_in(tmp_path)] == ["save-000001"]
+    prune(tmp_path, 1)
+    assert (tmp_path / "checkpoints/save-000002.old").is_dir()

@@ -1,0 +1,432 @@
+"""A run that was killed or stopped goes on to the bits of one that was not."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from dbsl.balance import Planner, Segment
+from dbsl.checkpoint import read_manifest
+from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
+from dbsl.handover import left_of_epochs
+from dbsl.keeper import Keeper
+from dbsl.model import load_model
+from dbsl.plan import TimeModel, plan_dual_batch
+from dbsl.runfolder import RunFolder
+from dbsl.sampler import EpochSampler
+from dbsl.setup import round_sampler
+from train import Config, main, parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "model": "test_resnet",
+    "train_samples": 60,
+    "eval_samples": 20,
+    "resolutions": (16, 32),
+    "epochs": 3,
+    "lr_milestones": (2,),
+    "slope": (0.001,),
+    "intercept": (0.01,),
+    "lr": 0.02,
+    "dropout": (0.1, 0.3),
+    "report_to": "none",
+    "cpu_threads": 1,
+    "checkpoint_every": 1,
+}
+ROUNDS = {"small_workers": 1, "large_batch_size": (5,), "rounds_per_epoch": 2}
+JOINT = {"local_batch_sizes": (3, 3, 4, 6)}
+MODES = {
+    "bsp": ROUNDS,
+    "ssp": {**ROUNDS, "sync": "ssp", "slowdown": ("0:2.0",)},
+    "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "time_noise": 0.1},
+    "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
+    "step": {**JOINT, "sync": "step", "rounds_per_epoch": 2},
+    "gradients": {**JOINT, "push": "gradients", "push_every": 2},
+    "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def run(folder, **settings):
+    AcceleratorState._reset_state(True)
+    main(Config(**{**TINY, **settings, "output_dir": str(folder)}))
+
+
+def fingerprint(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [{k: v for k, v in json.loads(line).items() if "time" not in k} for line in lines]
+    return rows, (folder / "model.safetensors").read_bytes()
+
+
+def at_step(monkeypatch, number, act):
+    """Do something when a run has taken so many steps."""
+    after_step, count = Keeper.after_step, itertools.count(1)
+
+    def counted(self, **options):
+        if next(count) == number:
+            act()
+        after_step(self, **options)
+
+    monkeypatch.setattr(Keeper, "after_step", counted)
+
+
+def killed(folder, monkeypatch, step, **settings):
+    """Run in a process of its own, and kill that after so many steps."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            at_step(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            run(folder, **settings)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert not (folder / "summary.json").exists()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folders = {}
+
+    def of(mode):
+        if mode not in folders:
+            folders[mode] = tmp_path_factory.mktemp("unbroken") / mode
+            run(folders[mode], **MODES[mode])
+        return fingerprint(folders[mode])
+
+    return of
+
+
+@pytest.mark.parametrize("every", [1, "0.0001m"], ids=["epochs", "in-rounds"])
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_and_resumed_is_the_unbroken_run(tmp_path, monkeypatch, unbroken, mode, every):
+    expected = unbroken(mode)
+    settings = {**MODES[mode], "checkpoint_every": every, "resume": "auto"}
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patches:
+        killed(folder, patches, 7 if mode == "gradients-asp" else 11, **settings)
+    run(folder, **settings)
+    assert fingerprint(folder)[0] == expected[0]
+    assert fingerprint(folder)[1] == expected[1]
+
+
+@pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
+    tmp_path, monkeypatch, capsys, unbroken, mode, number
+):
+    expected = unbroken(mode)
+    settings = {**MODES[mode], "checkpoint_every": 0}
+    with monkeypatch.context() as patches:
+        at_step(patches, 10, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as stopped, one_line_errors():
+            run(tmp_path / "run", **settings)
+    assert stopped.value.code == EXIT_STOPPED == 75
+    assert signal.getsignal(number) is not None
+    said = capsys.readouterr().err
+    assert f"stopped ({number.name}) and saved as {tmp_path / 'run/checkpoints/save-'}" in said
+    assert f"--resume {tmp_path / 'run'}" in said
+    progress = json.loads((tmp_path / "run/checkpoints/save-000001/rank-00000.json").read_text())[
+        "progress"
+    ]
+    assert progress["steps"] >= 1  # in the middle of a round
+    run(tmp_path / "run", **settings, resume=str(tmp_path / "run"))
+    assert fingerprint(tmp_path / "run") == expected
+
+
+def test_a_limit_on_time_stops_the_run_with_a_checkpoint(tmp_path):
+    with pytest.raises(RunStopped, match="max_minutes"):
+        run(tmp_path / "run", **ROUNDS, max_minutes=1e-6)
+    assert len(list(tmp_path.glob("run/checkpoints/*/manifest.json"))) == 1
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
+    run(tmp_path / "run", **ROUNDS)
+    before = fingerprint(tmp_path / "run")
+    run(tmp_path / "run", **ROUNDS, resume="auto")
+    assert "is finished: nothing to resume" in capsys.readouterr().out
+    assert fingerprint(tmp_path / "run") == before
+
+
+def test_only_so_many_checkpoints_are_kept_each_with_a_model_that_loads(tmp_path):
+    run(tmp_path / "run", **ROUNDS, epochs=5, keep_checkpoints=3)
+    folders = sorted((tmp_path / "run/checkpoints").iterdir())
+    assert [f.name for f in folders] == ["epoch-0003", "epoch-0004", "epoch-0005"]
+    assert not load_model(folders[0]).training
+    assert read_manifest(folders[-1]).epoch == 5
+
+
+def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(tmp_path, capsys):
+    run(tmp_path / "run", **ROUNDS)
+    (tmp_path / "run/summary.json").unlink()
+    again = {**ROUNDS, "resume": str(tmp_path / "run/checkpoints/epoch-0002"), "lr": 0.01}
+    with pytest.raises(ValueError, match=r"allow_config_change must be given .* lr 0.02 -> 0.01$"):
+        run(tmp_path / "run", **again, keep_checkpoints=7)
+    printed = capsys.readouterr().out
+    assert "changed since the checkpoint: lr 0.02 -> 0.01" in printed
+    assert "changed since the checkpoint: keep_checkpoints 2 -> 7" in printed
+    assert {f.name for f in (tmp_path / "run/checkpoints").iterdir()} == {
+        "epoch-0002",
+        "epoch-0003",
+    }
+    run(tmp_path / "run", **again, allow_config_change=True)
+    rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
+    assert {e["learning_rate"] for e in rounds if e["epoch"] == 2} == {0.002}
+    assert (tmp_path / "run/checkpoints/epoch-0003.old").is_dir()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 6])
+@pytest.mark.parametrize("mode", ["bsp", "asp", "step"])
+def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, mode, workers):
+    seen = []
+    settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
+    if mode == "step":
+        settings |= {"large_batch_size": None}
+    with monkeypatch.context() as patches:
+        at_step(patches, 17, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **settings)
+    state = json.loads((tmp_path / "run/checkpoints/save-000001/rank-00000.json").read_text())
+    before = metrics_before(tmp_path / "run", state)
+    settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
+    run(tmp_path / "run", **settings, allow_config_change=True)
+    rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
+    after = rounds[len(before) :]
+    for epoch in range(3):
+        seen = sum(e["samples"] for e in before + after if e["epoch"] == epoch)
+        if mode == "bsp":  # a round that part of the workers had pushed is done again, by all
+            merged = [e for e in before if e["epoch"] == epoch]
+            whole = [list(g) for _, g in itertools.groupby(merged, key=lambda e: e["round"])]
+            seen -= sum(e["samples"] for g in whole if len(g) < 4 for e in g)
+        if mode == "step" and epoch == min(e["epoch"] for e in after):
+            seen += state["progress"]["steps"] * 16  # of the round that was under way
+        assert seen == 90
+    assert {e["worker"] for e in after} == set(range(workers))
+
+
+def metrics_before(folder, state):
+    content = (folder / "metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
+    return [e for e in map(json.loads, content.splitlines()) if e["event"] == "round"]
+
+
+class _Run:
+    """As much of a run as it takes to tell what is left of its epochs."""
+
+    class config:
+        seed = 3
+
+    least = 1
+
+    def __init__(self, samples, plan):
+        self.data = type("Data", (), {"train": range(samples)})
+        self._plan = plan
+
+    def stage_at(self, epoch):
+        return type("Stage", (), {"resolution": 8})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_workers_had_left_and_what_they_had_done_is_the_whole_epoch(seed):
+    rng = np.random.default_rng(seed)
+    workers, rounds, samples = (int(n) for n in rng.integers((2, 1, 60), (6, 4, 200)))
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(samples, workers, 1, 4, fast, time_ratio=1.05, rounds=rounds)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * workers}, rounds_per_epoch=rounds)
+    clocks = rng.integers(0, 3 * rounds, workers).tolist()
+    left = left_of_epochs(planner.state_dict(), clocks, _Run(samples, plan), rounds)
+    for epoch in range(3):
+        done = [
+            round_sampler(Segment(plan), rounds, samples, 3).indices(worker, epoch, round_)
+            for worker in range(workers)
+            for round_ in range(rounds)
+            if clocks[worker] > epoch * rounds + round_
+        ]
+        if epoch not in left:
+            assert not done or sum(map(len, done)) == samples
+            continue
+        rest = sum(end - begin for begin, end in left[epoch])
+        new = 3  # workers
+        if rest < samples:
+            shares = [rest - rest // new * (new - 1)] + [rest // new] * (new - 1)
+            sampler = EpochSampler(shares, seed=3, start=samples - rest, left=left[epoch])
+        else:
+            sampler = EpochSampler([samples - 2, 1, 1], seed=3)
+        done += [sampler.indices(worker, epoch, 0) for worker in range(new)]
+        assert sorted(np.concatenate(done)) == list(range(samples))
+
+
+def test_a_folder_in_use_is_refused_and_goes_on(tmp_path, monkeypatch):
+    refused = []
+
+    def second():
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on ") as error:
+            RunFolder(tmp_path / "run", accelerator, new=False)
+        refused.append(error)
+
+    with monkeypatch.context() as patches:
+        at_step(patches, 3, second)
+        run(tmp_path / "run", **ROUNDS)
+    assert refused
+    assert (tmp_path / "run/summary.json").exists()
+    assert not (tmp_path / "run/.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ("no-such-folder", "resume must be auto, a run folder or a checkpoint in one, got no-such"),
+        ("auto", "resume auto must go with output_dir"),
+    ],
+)
+def test_a_run_that_is_not_there_cannot_be_resumed(resume, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(Config, ["--resume", resume])
+
+
+def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(tmp_path):
+    run(tmp_path / "run", **ROUNDS)
+    config = parse_config(Config, ["--resume", str(tmp_path / "run"), "--report-to", "tensorboard"])
+    assert (config.lr, config.workers, config.report_to) == (0.02, 4, "tensorboard")
+
+
+# --- real processes
+
+
+def launch(flags, *, ranks, port, under_torchrun=False):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "train.py", *flags]
+    if under_torchrun:
+        head = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]
+        command[1:1] = [*head, "--nproc-per-node", str(ranks)]
+        return [subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)]
+    processes = []
+    for rank in range(ranks):
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+        several = {**numbers, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        several = {k: str(v) for k, v in several.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        processes.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment | several,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
+def to_flags(folder, **settings):
+    out = ["--output-dir", str(folder), "--resume", "auto"]
+    for name, value in {**TINY, **settings}.items():
+        values = value if isinstance(value, tuple) else (value,)
+        out += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return out
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(path, processes):
+    deadline = time.monotonic() + 90
+    while not path.exists():
+        assert time.monotonic() < deadline, "no checkpoint came"
+        assert all(p.poll() is None for p in processes), [p.stdout.read() for p in processes]
+        time.sleep(0.01)
+
+
+def outputs(processes):
+    try:
+        return [p.communicate(timeout=90)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+
+
+REAL = {
+    "bsp": {**ROUNDS, "epochs": 6},
+    "step": {"sync": "step", "local_batch_sizes": (3, 5, 8), "epochs": 6},
+}
+
+
+@pytest.mark.parametrize("mode", REAL)
+def test_three_processes_one_killed_all_name_it_and_resume_to_the_same_bits(tmp_path, mode):
+    settings = {**REAL[mode], "worker_timeout": 30}
+    whole = launch(to_flags(tmp_path / "whole", **settings), ranks=3, port=free_port())
+    outputs(whole)
+    flags = to_flags(tmp_path / "run", **settings)
+    broken = launch(flags, ranks=3, port=free_port())
+    wait_for(tmp_path / "run/checkpoints/epoch-0002/manifest.json", broken)
+    broken[2].kill()
+    said = outputs(broken)
+    assert [p.returncode for p in broken] == [2, 2, -9]
+    assert all("error: rank 2 died or fell silent" in text for text in said[:2]), said
+    again = launch(flags, ranks=3, port=free_port())
+    said = outputs(again)
+    assert [p.returncode for p in again] == [0, 0, 0], said
+    assert "resumed from" in said[0]
+    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
+
+
+def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_path):
+    settings = {**ROUNDS, "sync": "asp", "epochs": 8, "train_samples": 120, "worker_timeout": 30}
+    folder = tmp_path / "run"
+    processes = launch(to_flags(folder, **settings), ranks=3, port=free_port())
+    wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
+    processes[2].kill()
+    said = outputs(processes)
+    assert [p.returncode for p in processes[:2]] == [0, 0], said
+    assert "warning: rank 2 (worker 2) was lost after" in said[0]
+    assert json.loads((folder / "summary.json").read_text())["lost_workers"] == [2]
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (lost,) = [e for e in events if e["event"] == "lost"]
+    trained = {
+        epoch: sum(e["samples"] for e in events if e["event"] == "round" and e["epoch"] == epoch)
+        for epoch in range(8)
+    }
+    assert trained[7] == 120  # the others have taken its share over
+    assert sum(trained.values()) + lost["samples"] == 8 * 120
+
+
+def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path):
+    flags = to_flags(tmp_path / "run", **ROUNDS, epochs=8)
+    flags = [flag for flag in flags if flag not in ("--resume", "auto")]
+    (launcher,) = launch(flags, ranks=2, port=0, under_torchrun=True)
+    done = tmp_path / "run/checkpoints/epoch-0002/manifest.json"
+    deadline = time.monotonic() + 90
+    while not done.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True
+    ).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    try:
+        _, said = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, said
+    events = [e["event"] for e in fingerprint(tmp_path / "run")[0]]
+    assert events.count("eval") == 8
