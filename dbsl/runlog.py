@@ -84,6 +84,7 @@ class RunLog:
         self._plans = dict(plans)  # in force, by resolution
         self._planned_epoch = dict.fromkeys(plans, 0)  # from which it is in force
         self._pushes = pushes
+        self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
         self._off: set[int] = set()  # resolutions whose predictions were said to be off
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
@@ -103,6 +104,10 @@ class RunLog:
         )
         for stage in stages if not state else ():
             self._write("plan", _plan_row(stage, plans[stage.resolution]))
+        if state and self._plans.keys() - self._resumed:  # other workers than before
+            begun = {"from_epoch": self._epoch + 1 if self._train_time_s else 0}
+            for stage in stages:
+                self._write("plan", _plan_row(stage, plans[stage.resolution]) | begun)
         table = [{"resolution": r, **row} for r in plans for row in _worker_rows(plans[r])]
         for tracker in accelerator.trackers:
             if hasattr(tracker, "log_table"):
@@ -134,7 +139,12 @@ class RunLog:
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._planned_epoch |= state["planned_epoch"]
-        self._plans |= {r: plan_from_plain(plan) for r, plan in state["plans"].items()}
+        saved = {r: plan_from_plain(plan) for r, plan in state["plans"].items()}
+        for resolution, plan in saved.items():
+            now = self._plans.get(resolution)
+            if now is not None and len(now.workers) == len(plan.workers):
+                self._plans[resolution] = plan
+                self._resumed.add(resolution)
         self._off = set(state["off"])
         for epoch, reports in state["rounds"].items():
             self._rounds[epoch] = [RoundReport(**report) for report in reports]
@@ -275,7 +285,9 @@ class RunLog:
         """Return the mean time of small and of large workers, as measured and as predicted."""
         means = {}
         for small, name in ((True, "small"), (False, "large")):
-            own = [v for worker, v in workers.items() if plan.workers[worker].small == small]
+            # Of an epoch that a resumed run finished with fewer workers some have no plan.
+            planned = dict(enumerate(plan.workers))
+            own = [v for w, v in workers.items() if w in planned and planned[w].small == small]
             if own:
                 means[f"{name}_workers_time_s"] = sum(v["time_s"] for v in own) / len(own)
                 predicted = sum(v["predicted_time_s"] for v in own) / len(own)
