@@ -44,7 +44,9 @@ class Run:
         command = [sys.executable, "train.py", *COMMON, "--epochs", str(epochs), *flags]
         command += ["--output-dir", str(folder)]
         port = _free_port()
-        self.logs = [folder.with_name(f"{folder.name}-{rank}.log") for rank in range(world_size)]
+        logs = Path(tempfile.gettempdir())  # the run's own disk may be full
+        name = f"faults-{os.getpid()}-{folder.name}"
+        self.logs = [logs / f"{name}-{rank}.log" for rank in range(world_size)]
         self.processes = []
         for rank in range(world_size):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
@@ -136,14 +138,17 @@ def worker_dies(scratch: Path) -> Iterator[Row]:
     """A worker's process is killed, where nobody waits for it."""
     for sync in ("asp", "ssp"):
         for what, number in (("killed (SIGKILL)", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-            run = Run(scratch / f"dies-{sync}-{number}", [*FLAGS, "--sync", sync])
+            # Nobody waits in asp: the run must last longer than the timeout.
+            epochs = 120 if number == signal.SIGSTOP and sync == "asp" else 8
+            flags = [*FLAGS, "--sync", sync]
+            run = Run(scratch / f"dies-{sync}-{number}", flags, epochs=epochs)
             run.wait_for_epoch(2)
             os.kill(run.processes[2].pid, number)
             noticed = run.seconds_until(lambda run=run: run.said("warning: rank 2"))
             statuses = run.wait([0, 1])
             summary = _summary(run.folder)
             lost = summary.get("lost_workers")
-            last = _samples(run.folder, 7)
+            last = _samples(run.folder, epochs - 1)
             kept = statuses == [0, 0] and lost == [2] and last == 240
             kept = kept and noticed <= (5 if number == signal.SIGKILL else TIMEOUT_S + 5)
             yield Row(
@@ -344,7 +349,7 @@ def no_room(scratch: Path) -> Iterator[Row]:
     """The disk fills up; the folder is read-only; another run has it."""
     disk = scratch / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)])
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)])
     if mounted.returncode == 0:
         try:
             folder = disk / "run"

@@ -206,13 +206,16 @@ class Planner:
             report.compute_time_s / report.steps,
         )
 
-    def drop(self, worker: int, clocks: Mapping[int, int], active: Collection[int]) -> int:
+    def drop(
+        self, worker: int, clocks: Mapping[int, int], active: Collection[int], last: int
+    ) -> int:
         """Plan without a worker from the first round on that none of the others has begun.
 
         Args:
             worker: The one that was lost.
             clocks: Rounds that each worker had pushed.
             active: Those that are left.
+            last: Rounds of the whole run.
 
         Returns:
             Its samples of rounds under way, which nobody trains on in these epochs.
@@ -222,7 +225,8 @@ class Planner:
         """
         others = {r: self._without(r, active) for r in self.current}
         rounds, lost = self._rounds, 0
-        begun = max(clocks[w] for w in active) + 1  # rounds, by the first of the others
+        # Rounds that the first of the others has begun.
+        begun = min(max(clocks[w] for w in active) + 1, last)
         for epoch in range(min(clocks.values()) // rounds, (begun - 1) // rounds + 1):
             whole = [Segment(self.current[self._resolution_at(epoch)])]
             segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)

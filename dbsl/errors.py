@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
 
@@ -45,7 +48,9 @@ def one_line_errors() -> Iterator[None]:
             os._exit(EXIT_STOPPED)
         raise SystemExit(EXIT_STOPPED) from None
     except Exception as error:
-        if not isinstance(error, (ValueError, SyncError, SaveError)) or not _raised_here(error):
+        if isinstance(error, OSError) and error.errno in _DISK:
+            error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
+        elif not isinstance(error, (ValueError, SyncError, SaveError)) or not _raised_here(error):
             if _one_of_several():
                 traceback.print_exc()
                 sys.stderr.flush()

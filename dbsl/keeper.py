@@ -173,8 +173,11 @@ class Keeper:
 
         Raises:
             RunStopped: If it was stopped; everything is saved.
+            SaveError: If a checkpoint could not be written.
+            ValueError: If too many rounds were not finite.
         """
         self._raise_failure()
+        self._check_refused()
         wish = self._cluster.common_wish(self._wish(), round_over=round_over)
         if wish == Wish.SAVE:
             self._save()
@@ -182,12 +185,21 @@ class Keeper:
             self._stop()
 
     def round_over(self) -> None:
-        """Note that the round was pushed: there is nothing in the middle of it to go on with.
-
-        Raises:
-            ValueError: If too many rounds were not finite.
-        """
+        """Note that the round was pushed: there is nothing in the middle of it to go on with."""
         self._progress = None
+
+    def epoch_over(self, end: EpochEnd) -> None:
+        """Save after this epoch if it is time to; all processes that meet there call it."""
+        self._raise_failure()
+        self._check_refused()
+        self._epochs_done = end.epoch + 1
+        every = self._interval.epochs
+        if every and self._epochs_done % every == 0:
+            self._save(end=end)
+        for loss in self._losses():
+            self._log.lost(loss)
+
+    def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds
         if self.refused > most:
             self._join_writer()
@@ -195,16 +207,6 @@ class Keeper:
                 f"max_bad_rounds must be at least the {self.refused} rounds whose loss or weights "
                 f"were not finite (a lower learning rate may help), got {most}; {self._good()}"
             )
-
-    def epoch_over(self, end: EpochEnd) -> None:
-        """Save after this epoch if it is time to; all processes that meet there call it."""
-        self._raise_failure()
-        self._epochs_done = end.epoch + 1
-        every = self._interval.epochs
-        if every and self._epochs_done % every == 0:
-            self._save(end=end)
-        for loss in self._losses():
-            self._log.lost(loss)
 
     def _losses(self) -> Iterator[Any]:
         """Yield the workers that were lost since the last call."""

@@ -155,10 +155,9 @@ class RollCall:
     def _verdict(self, reason: str) -> str:
         """Return who is missing, as the first process to notice has found it."""
         try:
-            store = _connect(f"roll/{restarts()}")
-            before = self._beats(store)
+            before = self._beats()
             time.sleep(3 * _BEAT_S)
-            after = self._beats(store)
+            after = self._beats()
             silent = [r for r in self._others if before[r] == after[r] != "done"]
             behind = [r for r in self._others if _entered(after[r]) < self.entered]
             if silent:
@@ -168,13 +167,13 @@ class RollCall:
                 found = f"{_ranks([r for r in behind if _entered(after[r]) == fewest])} hangs"
             else:
                 found = "an exchange between processes failed"
-            return store.compare_set(_LOST, "", f"{found} ({reason})").decode()
+            return self._store.compare_set(_LOST, "", f"{found} ({reason})").decode()
         except RuntimeError:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             return f"rank 0 or the launcher died: nothing answers at {where} ({reason})"
 
-    def _beats(self, store: dist.Store) -> dict[int, str]:
-        values = store.multi_get([f"beat/{rank}" for rank in self._others])
+    def _beats(self) -> dict[int, str]:
+        values = self._store.multi_get([f"beat/{rank}" for rank in self._others])
         return {r: value.decode() for r, value in zip(self._others, values, strict=True)}
 
     def _beat(self) -> None:

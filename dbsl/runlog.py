@@ -13,6 +13,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from dbsl.balance import plan_from_plain
+from dbsl.errors import SaveError
 from dbsl.files import write_text
 from dbsl.plan import Plan
 from dbsl.server import RoundReport
@@ -359,10 +361,18 @@ class RunLog:
         """Close the file and the progress bar; `Accelerator.end_training` closes the trackers."""
         if self.enabled:
             self._bar.close()
-            self._file.close()
+            with suppress(OSError):  # a full disk: it was said when the line was written
+                self._file.close()
 
     def _write(self, event: str, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_strict({"event": event, **row}), allow_nan=False) + "\n")
+        line = json.dumps(_strict({"event": event, **row}), allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise SaveError(
+                f"metrics.jsonl could not be written in {self.folder} ({error.strerror}); the "
+                "checkpoints in it are as they were"
+            ) from error
 
     def _print(self, line: str) -> None:
         tqdm.write(line)  # to stdout; lifts the progress bar out of the way

@@ -548,8 +548,8 @@ class ServerSync:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return
         try:
-            samples = self._planner.drop(worker, clocks, self.server.active)
-        except ValueError as error:  # the others cannot carry its share
+            samples = self._planner.drop(worker, clocks, self.server.active, self._rounds)
+        except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
