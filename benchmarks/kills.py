@@ -86,13 +86,16 @@ def main() -> None:
 
 def kill(mode: str, folder: Path, rng: random.Random, expected: str, whole_s: float) -> dict:
     """Start a run, kill it, resume it until it ends."""
-    shutil.rmtree(folder, ignore_errors=True)
-    every, moment = rng.choice(SAVES), rng.uniform(0.0, 1.0) * whole_s
+    every, how = rng.choice(SAVES), "killed"
     arguments = ["--checkpoint-every", every, "--resume", "auto"]
-    how = "killed"
     if mode in REAL and rng.random() < 0.5:
         how = "one rank killed, restarted by torchrun"
-    done = run(mode, folder, *arguments, kill_after_s=moment, one_rank=how != "killed")
+    while True:  # until it is killed before its end
+        shutil.rmtree(folder, ignore_errors=True)
+        moment = rng.uniform(0.0, 1.0) * whole_s
+        done = run(mode, folder, *arguments, kill_after_s=moment, one_rank=how != "killed")
+        if how != "killed" or not (folder / "summary.json").exists():
+            break
     saved = sorted(p.parent.name for p in folder.glob("checkpoints/*/manifest.json"))
     attempts = 0
     while not (folder / "summary.json").exists() and attempts < 3:

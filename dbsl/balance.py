@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dbsl.machines import TimeModel
+from dbsl.packing import as_counts, as_numbers
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.server import RoundReport
 
@@ -257,13 +258,19 @@ class Planner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, for as many workers."""
-        self.current = {r: plan_from_plain(plan) for r, plan in state["current"].items()}
+        current = {r: plan_from_plain(plan) for r, plan in state["current"].items()}
+        fixed, segments = (segments_from_plain(state[name]) for name in ("fixed", "segments"))
+        plans = [*current.values()]
+        plans += [row.plan for rows in (*fixed.values(), *segments.values()) for row in rows]
+        if current.keys() != self.current.keys() or any(
+            len(plan.workers) != len(self._speeds) for plan in plans
+        ):
+            raise ValueError(f"plans must be of {len(self._speeds)} workers at each resolution")
+        self.current, self.fixed, self._segments = current, fixed, segments
         self.changes = state["changes"]
-        self.fixed = segments_from_plain(state["fixed"])
-        self._segments = segments_from_plain(state["segments"])
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
-        self._measured = list(state["measured"])
+        self._measured = as_counts(state["measured"], len(self._speeds))
         self._refine_at = state["refine_at"]
         self._since.clear()
         for worker, reports in state["since"].items():
@@ -320,6 +327,9 @@ def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     """Return the plan of which `asdict` was taken."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
+    for worker in workers:
+        as_counts([worker.local_batch_size, worker.samples, worker.steps], 3)
+        as_numbers([worker.merge_weight, worker.predicted_time_s], 2)
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
 
 

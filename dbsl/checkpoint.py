@@ -13,7 +13,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,6 +33,12 @@ FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model\.safetensors|config\.json")
 _ABANDONED = ".old"
+# Settings that a resumed run asks a checkpoint for.
+NEEDED_SETTINGS = {
+    *("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server", "resolutions"),
+    *("slope", "intercept", "large_batch_size", "small_batch_size", "local_batch_sizes"),
+    "workers",
+}
 
 
 class CheckpointError(ValueError):
@@ -50,6 +57,7 @@ class Manifest:
         config: The run's settings.
         files: Length and SHA-256 of each file, by name.
         saved_at: When, UTC.
+        seconds: Of rank 0: that the copy held training up, that writing took beside it.
         versions: Of Python and the libraries that wrote it.
     """
 
@@ -61,6 +69,7 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     saved_at: str
     versions: dict[str, str]
+    seconds: dict[str, float]
     format: int = FORMAT
 
 
@@ -112,6 +121,7 @@ def write_manifest(
     processes: int,
     workers: int,
     config: Mapping[str, Any],
+    seconds: Mapping[str, float] | None = None,
 ) -> None:
     """Make a checkpoint count: all its files are there and on the disk."""
     manifest = Manifest(
@@ -123,6 +133,7 @@ def write_manifest(
         files=dict(sorted(files.items())),
         saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
+        seconds=dict(seconds or {}),
     )
     body = json.dumps(asdict(manifest), indent=2)
     lines = {"manifest": json.loads(body), "sha256": _digest(body)}
@@ -146,6 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"got {body['format']}"
             )
         manifest = Manifest(**body)
+        _check_types(manifest)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is incomplete: it has no manifest") from None
     except CheckpointError:
@@ -157,6 +169,21 @@ def read_manifest(folder: Path) -> Manifest:
     if strange:  # a path that leads out of the folder, for one
         raise CheckpointError(f"{folder} must hold a checkpoint's files only, got {strange[0]!r}")
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise ``TypeError`` unless a manifest's values are of the types that they are read as."""
+    counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
+    if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
+        raise TypeError(f"counts must be whole numbers, got {counts}")
+    mappings = (manifest.config, manifest.files, manifest.versions)
+    if not all(isinstance(mapping, dict) for mapping in mappings):
+        raise TypeError("config, files and versions must be objects")
+    missing = NEEDED_SETTINGS - manifest.config.keys()
+    if missing:
+        raise TypeError(f"config must have {sorted(missing)[0]}")
+    if not isinstance(manifest.config["resolutions"], list):
+        raise TypeError("config must have a list of resolutions")
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -214,6 +241,20 @@ def newest(run_folder: Path, warn: Any = lambda line: None) -> tuple[Path, Manif
             continue
         return folder, manifest
     return None
+
+
+@contextmanager
+def reading_checkpoint(folder: Path | None) -> Iterator[None]:
+    """Turn any error of code that takes a checkpoint's state into a `CheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # its values may be anything
+        if folder is None:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
 
 
 def prune(run_folder: Path, keep: int, *, busy: Path | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from dbsl.balance import Planner, Segment
+from dbsl.packing import as_counts, as_numbers
 from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
 from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
@@ -131,14 +132,19 @@ class SimulatedCluster:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.server.load_state_dict(state["server"])
-        self.time_s = state["time_s"]
-        self._turn = state["turn"]
-        device = self.weights.vector.device
+        workers, device = len(self._ended), self.weights.vector.device
+        (self.time_s,) = as_numbers([state["time_s"]], 1)
+        turn = state["turn"]
+        self._turn = None if turn is None else as_counts([turn], 1, workers - 1)[0]
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
-        self._durations = dict(state["durations"])
-        self._waits = dict(state["waits"])
-        self._ended = list(state["ended"])
-        self._queue = list(state["queue"])
+        self._durations, self._waits = dict(state["durations"]), dict(state["waits"])
+        self._ended = as_numbers(state["ended"], workers)
+        queue = list(state["queue"])
+        times = as_numbers([time_s for time_s, _ in queue], len(queue))
+        inside = as_counts([worker for _, worker in queue], len(queue), workers - 1)
+        if not set(inside) <= self._pulled.keys() & self._durations.keys() & self._waits.keys():
+            raise ValueError(f"state must have what the workers {inside} have pulled")
+        self._queue = list(zip(times, inside, strict=True))
 
     def take_over(self, handover: Handover) -> None:
         """Go on where workers of another number stopped."""

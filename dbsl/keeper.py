@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from dbsl.checkpoint import (
     FOLDER,
-    CheckpointError,
     describe,
     piece_names,
     prune,
+    reading_checkpoint,
     remove,
     vouch_for_piece,
     write_manifest,
@@ -64,6 +64,7 @@ class _Copy:
     tree: Any
     tensors: dict[str, Tensor]
     model: dict[str, Tensor] | None  # at an epoch's end: the merged model
+    time_s: float  # that it took
 
 
 class Keeper:
@@ -256,6 +257,7 @@ class Keeper:
         )
 
     def _copy(self, name: str, *, with_model: bool) -> _Copy:
+        began = time.perf_counter()
         progress = self._progress if self._progress and self._progress.steps else None
         scaler = self._accelerator.scaler
         state = {
@@ -278,39 +280,41 @@ class Keeper:
         }
         tree, tensors = pack(state)
         model = copy_model_state(self._run.model) if with_model and self._rank == 0 else None
-        return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model)
+        took = time.perf_counter() - began
+        return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
 
     def _load(self, resumed: Resumed) -> None:
         """Bring everything back to where it was saved."""
         state = resumed.state
-        try:
+        with reading_checkpoint(resumed.folder):
             if resumed.handover:
                 self._load_handover(resumed)
             else:
-                self._cluster.load_state_dict(state["cluster"])
-                self._stepper.load_state_dict(state["stepper"])
-                self._stepper.clock.load_state_dict(state["clock"])
-                if state["planner"] is not None:
-                    self._run.planner.load_state_dict(state["planner"])
-                if state["progress"] is not None:
-                    device = self._cluster.weights.vector.device
-                    self._progress = Progress(**state["progress"])
-                    losses = self._progress.losses
-                    self._progress.losses = {w: loss.to(device) for w, loss in losses.items()}
-                    self._rng = state["random"]
+                self._load_same(state)
             if self._accelerator.scaler and state["scaler"]:
                 self._accelerator.scaler.load_state_dict(state["scaler"])
             self._cluster.weights.load(state["model"]["weights"])
             buffers = integer_buffers(self._run.model)
             for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
                 buffer.copy_(saved)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"{resumed.folder} does not fit this run ({reason})") from error
-        self._epochs_done = state["epochs_done"]
-        self.loop_began = time.perf_counter() - state["loop_s"]
-        self.eval_time_s = state["eval_time_s"]
-        self.earlier_s = state["total_s"]
+            self._epochs_done = int(state["epochs_done"])
+            self.loop_began = time.perf_counter() - float(state["loop_s"])
+            self.eval_time_s = float(state["eval_time_s"])
+            self.earlier_s = float(state["total_s"])
+
+    def _load_same(self, state: Mapping[str, Any]) -> None:
+        """Go on with the same workers in as many processes."""
+        self._cluster.load_state_dict(state["cluster"])
+        self._stepper.load_state_dict(state["stepper"])
+        self._stepper.clock.load_state_dict(state["clock"])
+        if state["planner"] is not None:
+            self._run.planner.load_state_dict(state["planner"])
+        if state["progress"] is not None:
+            device = self._cluster.weights.vector.device
+            self._progress = Progress(**state["progress"])
+            losses = self._progress.losses
+            self._progress.losses = {w: loss.to(device) for w, loss in losses.items()}
+            self._rng = state["random"]
 
     def _load_handover(self, resumed: Resumed) -> None:
         """Go on with other workers: the global weights, and what is left of the epoch."""
@@ -325,7 +329,7 @@ class Keeper:
 
     def _write(self, copy: _Copy) -> None:
         """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
-        target = self._folder / FOLDER / copy.name
+        target, began = self._folder / FOLDER / copy.name, time.perf_counter()
         try:
             files = write_piece(target, self._rank, copy.tree, copy.tensors)
             if copy.model is not None:
@@ -346,6 +350,7 @@ class Keeper:
                     processes=self._accelerator.num_processes,
                     workers=self._run.config.workers,
                     config=asdict(self._run.config),
+                    seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
                 )
                 prune(self._folder, self._run.config.keep_checkpoints)
             self._last_good = copy.name

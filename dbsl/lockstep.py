@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.balance import Planner, Segment
+from dbsl.packing import as_counts
 from dbsl.server import EpochEnd, Handover, Round, RoundReport
 from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
@@ -163,8 +164,7 @@ class Lockstep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._clock = state["clock"]
-        self.refused = state["refused"]
+        self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
         self.time_s = state["time_s"]
         self._spent_s = state["spent_s"]
         start, device = state["start"], self.weights.vector.device

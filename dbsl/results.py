@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from dbsl.checkpoint import reading_checkpoint
 from dbsl.keeper import Keeper
 from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
 from dbsl.resume import Resumed
@@ -23,7 +24,7 @@ def start_log(
     """Print what the run will do, start its tracker and its log; a resumed run's go on."""
     config = run.config
     print_run(run, folder, accelerator)
-    state = resumed.state["log"] if resumed else None
+    state = resumed.log if resumed else None
     start_trackers(
         accelerator,
         config.report_to,
@@ -33,15 +34,16 @@ def start_log(
         resume_id=state["tracker"] if state else None,
     )
     command = profile_command(run, accelerator.num_processes)
-    log = RunLog(
-        folder,
-        accelerator,
-        run.stages,
-        run.plans,
-        command if config.balance == "none" else None,
-        pushes=config.push == "gradients",
-        state=state,
-    )
+    with reading_checkpoint(resumed and resumed.folder):
+        log = RunLog(
+            folder,
+            accelerator,
+            run.stages,
+            run.plans,
+            command if config.balance == "none" else None,
+            pushes=config.push == "gradients",
+            state=state,
+        )
     if log.enabled:
         picture = folder / "plots/plan.png"
         plan_timeline(run.stages, run.plans, config.rounds_per_epoch, picture)

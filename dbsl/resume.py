@@ -18,6 +18,7 @@ from dbsl.checkpoint import (
     newest,
     read_manifest,
     read_piece,
+    reading_checkpoint,
     set_aside_after,
     versions,
 )
@@ -71,6 +72,11 @@ class Resumed:
     sequence: int
     state: Mapping[str, Any]
     handover: Handover | None
+
+    @property
+    def log(self) -> Mapping[str, Any] | None:
+        """State of the run's log; None on processes that have none."""
+        return self.state.get("log")
 
 
 def find_checkpoint(config: Config, accelerator: Accelerator) -> Found | None:
@@ -205,15 +211,21 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
             for name in ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
         )
     )
-    handover, rank = None, accelerator.process_index
-    try:
+    handover, refused, rank = None, None, accelerator.process_index
+    with reading_checkpoint(found.folder):
         if same:
             state = _own_piece(found, rank)
         else:
             state = read_piece(found.folder, manifest, 0)
-            handover = make_handover(state, _optimizers(found, run), run, before)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{found.folder} does not fit this run ({error!r})") from error
+            try:
+                handover = make_handover(state, _optimizers(found, run), run, before)
+            except ValueError as error:
+                refused = error
+        tracker = state["log"]["tracker"] if accelerator.is_main_process else None
+        if not isinstance(tracker, str | None):
+            raise TypeError(f"tracker must be a name, got {tracker!r}")
+    if refused is not None:
+        raise refused  # of a setting that must stay as it was
     if accelerator.is_main_process:
         for folder in set_aside_after(found.run_folder, manifest.sequence):
             accelerator.print(f"a later checkpoint is set aside: {folder}")

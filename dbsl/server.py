@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from dbsl.packing import as_counts, as_numbers
+
 Merge = Literal["mean", "ratio", "half"]
 Sync = Literal["bsp", "ssp", "asp", "step"]
 Push = Literal["weights", "gradients"]
@@ -208,18 +210,22 @@ class Server:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._writable().copy_(state["weights"])
-        self.version = state["version"]
+        workers = len(self.clocks)
+        single = [state[name] for name in ("version", "collected", "epochs_ended", "refused")]
+        self.version, self._collected, self._epochs_ended, self.refused = as_counts(single, 4)
+        clocks = as_counts(state["clocks"], workers)
         # Workers that were lost come back where the slowest of the others is.
-        there = set(state["active"])
-        slowest = min(state["clocks"][worker] for worker in there)
-        self.clocks = [c if w in there else slowest for w, c in enumerate(state["clocks"])]
-        self._pulled_version = list(state["pulled_version"])
-        self._sum = None if state["sum"] is None else state["sum"].to(self._weights.device)
-        self._sum_weight = state["sum_weight"]
-        self._collected = state["collected"]
-        self._epochs_ended = state["epochs_ended"]
-        self.refused = state["refused"]
+        there = set(as_counts(state["active"], len(state["active"]), workers - 1))
+        slowest = min(clocks[worker] for worker in there)
+        self.clocks = [c if w in there else slowest for w, c in enumerate(clocks)]
+        self._pulled_version = as_counts(state["pulled_version"], workers)
+        self._writable().copy_(state["weights"])
+        self._sum = None
+        if state["sum"] is not None:
+            self._sum = state["sum"].to(self._weights.device)
+            if self._sum.shape != self._weights.shape:
+                raise ValueError(f"sum must be {self._weights.shape}, got {self._sum.shape}")
+        (self._sum_weight,) = as_numbers([state["sum_weight"]], 1)
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(RoundReport(**report) for report in state["reports"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dbsl.balance import Planner, Segment
 from dbsl.errors import SyncError
+from dbsl.packing import as_counts
 from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
 from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
@@ -176,9 +177,8 @@ class BarrierSync:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._clock = state["clock"]
-        self._has_global = state["has_global"]
-        self.refused = state["refused"]
+        self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
+        self._has_global = bool(state["has_global"])
         self._waited_s = state["waited_s"]
         if self.server is not None:
             self.server.load_state_dict(state["server"])
@@ -432,7 +432,7 @@ class ServerSync:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        self._clock = state["clock"]
+        (self._clock,) = as_counts([state["clock"]], 1)
         self._waited_s = state["waited_s"]
         if self.server is not None:
             self.server.load_state_dict(state["server"])
