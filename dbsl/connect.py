@@ -7,6 +7,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.barrier import BarrierSync
 from dbsl.clock import ComputeClock
 from dbsl.cluster import SimulatedCluster
 from dbsl.lockstep import Lockstep
@@ -21,7 +22,7 @@ from dbsl.steppers import (
     PushedGradients,
     ServerOptimizer,
 )
-from dbsl.sync import BarrierSync, ServerSync
+from dbsl.sync import ServerSync
 from dbsl.weights import FlatWeights
 from dbsl.wire import CPU, SERVER_RANK, ControlGroup
 

@@ -115,7 +115,11 @@ class Keeper:
         self.earlier_s = 0.0  # of earlier sessions, in all
         self._began = time.perf_counter()
         if resumed:
-            self._load(resumed)
+            try:
+                self._load(resumed)
+            except BaseException:
+                log.close()
+                raise
         self._rollcall = self._control and self._control.rollcall
         self._exits = ExitStack()
 

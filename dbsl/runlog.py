@@ -93,9 +93,9 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._evaluations: list[Evaluation] = []
         self._epoch = 0  # the last that ended
-        self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
         if state:
             self._load_state_dict(state)
+        self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
         self._bar = tqdm(
             total=sum(plans[stage.resolution].samples * len(stage.epochs) for stage in stages),
             initial=self._samples,

@@ -6,8 +6,8 @@ once, as if nothing had been set up.
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -76,11 +76,8 @@ class Stopping:
         self.signal = signal.Signals(number).name
         self._restore()  # the next one ends the process
         self._came.set()
-        print(
-            f"{self.signal}: finishing the step and saving; once more to end at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"{self.signal}: finishing the step and saving; once more to end\n".encode())
 
     def _tell(self) -> None:
         # The signal's own thread may be anywhere, also inside a lock that a listener takes.

@@ -1,7 +1,7 @@
-"""How real processes meet: a barrier on Accelerate's process group, or a server on rank 0.
+"""How real processes meet without a barrier: through a server on rank 0.
 
-Each carrier offers what `cluster.SimulatedCluster` offers in one process: `turns` (whose round is
-next, when an epoch ends), `pull`, `push` and `load`. Every wait ends, by an answer or by a timeout.
+It offers what `cluster.SimulatedCluster` offers in one process: `turns` (whose round is next, when
+an epoch ends), `pull`, `push` and `load`. Every wait ends, by an answer or by a timeout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,11 @@ from dbsl.wire import (
     PULL,
     PUSH,
     SERVER_RANK,
-    ControlGroup,
-    SharedPlans,
     answer,
     check_report,
     decode,
     decode_plan,
     encode_plan,
-    exchange_reports,
     message,
     message_kind,
     message_numbers,
@@ -62,166 +59,6 @@ class Loss:
     rounds: int  # that it had pushed
     samples: int  # of epochs under way that nobody trains on any more
     reason: str
-
-
-class BarrierSync:
-    """Bulk synchronous rounds: one weighted reduce to the server rank and one broadcast back.
-
-    Args:
-        weights: This process's model.
-        server: On the server rank the server, elsewhere None.
-        planner: Tells who trains on how much; on the server rank it may change its mind.
-        worker: The worker of this process; None on a dedicated server.
-        epochs: Epochs to run.
-        rounds_per_epoch: Rounds that make an epoch.
-        outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
-        control: How processes agree on what to do.
-    """
-
-    def __init__(
-        self,
-        weights: FlatWeights,
-        server: Server | None,
-        *,
-        planner: Planner,
-        worker: int | None,
-        epochs: int,
-        rounds_per_epoch: int,
-        outgoing: Tensor | None = None,
-        control: ControlGroup,
-    ) -> None:
-        self.weights = weights
-        self.server = server
-        self.worker = worker
-        self.workers = [] if worker is None else [worker]
-        self._plans = SharedPlans(planner)
-        self.outgoing = weights.vector if outgoing is None else outgoing
-        self._averages = outgoing is None
-        self._epochs = epochs
-        self._rounds_per_epoch = rounds_per_epoch
-        self.control = control
-        self._clock = 0  # rounds that are over
-        self._has_global = False
-        self._waited_s = 0.0
-        self.refused = 0  # rounds that were not finite
-        self.idle: Callable[[], object] = lambda: None  # called in place of a round's steps
-
-    def turns(self) -> Iterator[Round | EpochEnd]:
-        """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
-        while self._clock < self._epochs * self._rounds_per_epoch:
-            epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
-            if self.worker is None:  # a dedicated server takes part in every collective
-                self._plans.at(epoch, round_)
-                self._receive()
-                self.idle()
-                self._meet(epoch, round_, None)
-            else:
-                yield Round((self.worker,), epoch, round_)
-            self._clock += 1
-            if self._clock % self._rounds_per_epoch == 0:
-                self._receive()
-                yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
-
-    def plan(self, turn: Round) -> Segment:
-        """Return the plan in force in a turn (a collective where it may have changed)."""
-        return self._plans.at(turn.epoch, turn.round)
-
-    def pull(self, turn: Round) -> None:
-        """Bring the global weights into the model (a collective: every rank is in it)."""
-        self._receive()
-
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Add the model's weights to the weighted mean, which becomes the global weights.
-
-        True: they were refused.
-        """
-        (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        self._waited_s = 0.0
-        self._meet(report.epoch, report.round, report)
-        return report.refused
-
-    def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call (on the server rank)."""
-        while self.server is not None and self.server.reports:
-            yield self.server.reports.popleft()
-
-    def load(self, end: EpochEnd) -> None:
-        """The model already holds the global weights when an epoch ends."""
-
-    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
-        """Return what all processes do after this step: the strongest of their wishes.
-
-        They ask each other where a round's steps are over, or where one of them is to stop: the
-        others are in the same round, and hear of it when they come to its end.
-        """
-        if not round_over and wish != Wish.STOP:
-            return Wish.GO_ON
-        return Wish(*self.control.highest(wish))
-
-    def close(self) -> None:
-        """Nothing to release: the process group is Accelerate's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which round it is and, on the server rank, the server's state.
-
-        This process's weights are the model's; they are not in here.
-        """
-        return {
-            "clock": self._clock,
-            "has_global": self._has_global,
-            "refused": self.refused,
-            "waited_s": self._waited_s,
-            "server": self.server and self.server.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
-        self._has_global = bool(state["has_global"])
-        self._waited_s = state["waited_s"]
-        if self.server is not None:
-            self.server.load_state_dict(state["server"])
-
-    @torch.no_grad()
-    def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
-        began = time.perf_counter()
-        vector = self.outgoing
-        total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
-        if report is None or report.refused:
-            vector.zero_()  # zero times what is not finite would not be
-        elif self._averages:
-            vector.mul_(report.merge_weight / total)
-        self.control.enter()
-        dist.reduce(vector, dst=SERVER_RANK)
-        reports = exchange_reports([report] if report else [], vector.device)
-        self.refused += sum(r.refused for r in reports)
-        if self.server is not None:
-            taken = [r.merge_weight for r in reports if not r.refused]
-            if self._averages and taken and len(taken) < len(reports):
-                vector.mul_(total / sum(taken))
-            self.server.push_joined(vector if taken else None, reports)
-            self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
-        self._has_global = False
-        self._waited_s += time.perf_counter() - began
-
-    @torch.no_grad()
-    def _receive(self) -> None:
-        if self._has_global:
-            return
-        began = time.perf_counter()
-        if self.server is not None:
-            self.weights.load(self.server.snapshot())
-        self.control.enter()
-        dist.broadcast(self.weights.vector, src=SERVER_RANK)
-        self._has_global = True
-        self._waited_s += time.perf_counter() - began
-
-    def take_over(self, handover: Handover) -> None:
-        """Go on where workers of another number stopped."""
-        self._clock = handover.clock
-        if self.server is not None:
-            self.server.take_over(handover)
 
 
 class ServerSync:

@@ -1,12 +1,16 @@
 """Plans that follow the machines: right after two sizes, steady under noise, exact in coverage."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dbsl.balance import Planner, SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.joint import balanced_steps, plan_steps, with_proportions
 from dbsl.machines import TimeModel
-from dbsl.plan import plan_dual_batch
+from dbsl.packing import pack, unpack
+from dbsl.plan import WorkerPlan, plan_dual_batch
 from dbsl.sampler import EpochSampler
 from dbsl.server import RoundReport
 from dbsl.setup import round_sampler
@@ -205,3 +209,70 @@ def test_a_share_sampler_may_begin_where_another_ended():
     assert rest.samples == 60
     seen = [first.indices(w, 5, 0) for w in range(3)] + [rest.indices(w, 5, 0) for w in range(3)]
     assert sorted(np.concatenate(seen)) == list(range(60))
+
+
+def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
+    rng = np.random.default_rng(0)
+    noise = rng.lognormal(0.0, 0.05, (12, 3)).tolist()
+    one = joint_planner("dynamic")
+    for epoch in range(6):
+        values = iter(noise[epoch])
+        measure(one, epoch, lambda values=values: next(values))
+    two = joint_planner("dynamic")
+    tree, tensors = pack(one.state_dict())
+    two.load_state_dict(unpack(json.loads(json.dumps(tree)), tensors))
+    for epoch in range(6, 12):
+        for planner in (one, two):
+            values = iter(noise[epoch])
+            measure(planner, epoch, lambda values=values: next(values))
+    assert one.current == two.current
+    assert one.estimates(8) == two.estimates(8)
+    assert one.changes == two.changes >= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_a_lost_worker_the_others_cover_every_round_that_nobody_had_begun(seed):
+    rng = np.random.default_rng(seed)
+    workers, rounds = int(rng.integers(2, 6)), int(rng.integers(1, 5))
+    samples, model = 400, TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(samples, workers, 0, 8, model, rounds=rounds)
+    lost = int(rng.integers(workers))
+    clocks = dict(enumerate(rng.integers(0, 3 * rounds, workers).tolist()))
+
+    def without(resolution, active):
+        others = plan_dual_batch(samples, len(active), 0, 8, model, rounds=rounds)
+        rows = [WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)] * workers
+        for worker, row in zip(sorted(active), others.workers, strict=True):
+            rows[worker] = row
+        return replace(others, workers=tuple(rows))
+
+    def sampler(segment):
+        return round_sampler(segment, rounds, samples, 0)
+
+    planner = Planner(
+        {8: plan},
+        lambda epoch: 8,
+        {8: [model] * workers},
+        rounds_per_epoch=rounds,
+        split_at=lambda segment, round_: sampler(segment).start_of(round_),
+        without=without,
+        samples_of=lambda segment, epoch, worker, round_: len(
+            sampler(segment).indices(worker, epoch, round_)
+        ),
+    )
+    active = set(range(workers)) - {lost}
+    missed = planner.drop(lost, clocks, active, 4 * rounds)
+    trained = 0
+    for epoch in range(4):
+        seen = []
+        for worker in range(workers):
+            for round_ in range(rounds):
+                if worker == lost and clocks[lost] <= epoch * rounds + round_:
+                    continue
+                segment = planner.at(epoch, round_)
+                seen += sampler(segment).indices(worker, epoch, round_).tolist()
+        assert len(seen) == len(set(seen))  # nothing twice
+        trained += len(seen)
+        if epoch * rounds > max(clocks[w] for w in active):
+            assert len(seen) == samples  # not begun by anyone: whole again
+    assert trained + missed == 4 * samples

@@ -1,7 +1,11 @@
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dbsl.server import RoundReport, Server, merge_one
+from dbsl.packing import pack, unpack
+from dbsl.server import Handover, RoundReport, Server, merge_one
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):
@@ -102,3 +106,98 @@ def test_reports_carry_what_the_worker_said():
 def test_mean_without_a_barrier_is_refused():
     with pytest.raises(ValueError, match="merge 'mean' must have staleness 0"):
         server("mean", staleness=3)
+
+
+def refused(worker, round_=0):
+    return replace(report(worker, round_=round_), refused=True)
+
+
+def test_a_mean_leaves_refused_pushes_out_and_still_counts_the_round():
+    s = server("mean", workers=3, staleness=0)
+    s.push(torch.tensor([3.0, 3.0]), report(0, 1.0))
+    s.push(torch.tensor([float("nan"), 1.0]), refused(1))
+    s.push(torch.tensor([9.0, 0.0]), report(2, 0.5))
+    assert s.snapshot().tolist() == [5.0, 2.0]
+    assert (s.clocks, s.refused, len(s.finished)) == ([1, 1, 1], 1, 1)
+
+
+def test_a_mean_of_nothing_but_refused_pushes_keeps_the_weights():
+    s = server("mean", staleness=0)
+    for worker in (0, 1):
+        s.push(torch.full((2,), float("inf")), refused(worker))
+    assert s.snapshot().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("rule", ["ratio", "half"])
+def test_a_refused_push_changes_nothing_but_the_clock(rule):
+    s = server(rule)
+    s.push(torch.full((2,), float("nan")), refused(1))
+    assert s.snapshot().tolist() == [1.0, 2.0]
+    assert (s.version, s.clocks, s.refused) == (0, [0, 1], 1)
+
+
+def test_epochs_end_without_a_worker_that_was_dropped():
+    s = server("ratio", workers=3, staleness=1, rounds_per_epoch=2)
+    for _ in range(2):
+        s.push(torch.zeros(2), report(0))
+    s.push(torch.zeros(2), report(1))
+    assert not s.may_start(0)
+    s.drop(2)
+    assert s.may_start(0)
+    assert not s.finished
+    s.push(torch.zeros(2), report(1, round_=1))
+    assert [end.epoch for end in s.finished] == [0]
+    for _ in range(2):
+        s.push(torch.zeros(2), report(0))
+    s.drop(1)  # the last one that the others waited for
+    assert [end.epoch for end in s.finished] == [0, 1]
+
+
+def test_state_goes_through_json_and_goes_on_alike():
+    one, two = (server("mean", workers=2, staleness=0, rounds_per_epoch=2) for _ in range(2))
+    one.push(torch.tensor([3.0, 3.0]), report(0, 0.5))  # collected, not merged yet
+    tree, tensors = pack(one.state_dict())
+    two.load_state_dict(unpack(json.loads(json.dumps(tree)), tensors))
+    for s in (one, two):
+        s.push(torch.tensor([9.0, 1.0]), report(1))
+    assert torch.equal(one.snapshot(), two.snapshot())
+    assert (one.version, one.clocks, list(one.reports)) == (two.version, two.clocks, [*two.reports])
+
+
+def test_a_dropped_worker_comes_back_where_the_slowest_is():
+    one = server("ratio", workers=3)
+    for worker, rounds in ((0, 5), (1, 4)):
+        for _ in range(rounds):
+            one.push(torch.zeros(2), report(worker))
+    one.drop(2)
+    two = server("ratio", workers=3)
+    two.load_state_dict(one.state_dict())
+    assert (two.clocks, two.active) == ([5, 4, 4], {0, 1, 2})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clocks": [1]},
+        {"clocks": [0, -1]},
+        {"version": 1.5},
+        {"weights": torch.zeros(3)},
+        {"sum": torch.zeros(3)},
+        {"active": [7]},
+        {"sum_weight": float("nan")},
+    ],
+)
+def test_a_state_that_is_none_is_refused(change):
+    s = server("mean", staleness=0)
+    with pytest.raises((ValueError, RuntimeError)):
+        s.load_state_dict({**s.state_dict(), **change})
+
+
+def test_other_workers_take_over_at_one_clock():
+    s = server("ratio", workers=3, rounds_per_epoch=2)
+    s.take_over(Handover(torch.tensor([7.0, 8.0]), version=9, clock=5))
+    assert s.snapshot().tolist() == [7.0, 8.0]
+    assert (s.clocks, s.version) == ([5, 5, 5], 9)
+    for worker in range(3):
+        s.push(torch.zeros(2), report(worker))
+    assert [end.epoch for end in s.finished] == [2]  # not the two before, once more

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsl.balance import Planner, Segment
+from dbsl.barrier import BarrierSync
 from dbsl.clock import ComputeClock
 from dbsl.cluster import SimulatedCluster
 from dbsl.joint import plan_steps
@@ -17,7 +18,7 @@ from dbsl.machines import TimeModel
 from dbsl.sampler import StepSampler
 from dbsl.server import EpochEnd, GradientServer, RoundReport
 from dbsl.steppers import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
-from dbsl.sync import BarrierSync, ServerSync
+from dbsl.sync import ServerSync
 from dbsl.weights import FlatWeights
 from dbsl.wire import ControlGroup
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from dbsl.balance import Planner
+from dbsl.barrier import BarrierSync
 from dbsl.errors import SyncError
 from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.server import EpochEnd, RoundReport, Server
-from dbsl.sync import BarrierSync, ServerSync
+from dbsl.sync import ServerSync
 from dbsl.weights import FlatWeights
 from dbsl.wire import ControlGroup
 

@@ -1,5 +1,9 @@
+from dataclasses import fields, replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dbsl.balance import Planner, Segment
 from dbsl.joint import plan_steps
@@ -10,12 +14,17 @@ from dbsl.wire import (
     CPU,
     PLAN,
     SharedPlans,
+    answer,
+    check_report,
     decode,
     decode_plan,
     encode,
     encode_plan,
     exchange_reports,
     message,
+    message_kind,
+    message_numbers,
+    read_answer,
 )
 
 MODEL = TimeModel(0.001, 0.01)
@@ -62,3 +71,64 @@ def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
 def test_reports_keep_integers_that_floats_of_half_the_size_would_lose():
     assert decode(encode(REPORT, CPU)).samples == 2**40
     assert encode(REPORT, CPU).dtype == torch.float64
+
+
+NUMBERS = st.one_of(st.floats(), st.integers(-3, 2**60).map(float))
+
+
+@given(st.lists(NUMBERS, min_size=len(fields(RoundReport)), max_size=len(fields(RoundReport))))
+@settings(max_examples=500, deadline=None)
+def test_numbers_of_any_kind_are_a_report_or_refused(numbers):
+    try:
+        report = decode(torch.tensor(numbers, dtype=torch.float64))
+        check_report(report, 3, 7, 1)
+    except ValueError:
+        return
+    assert (report.worker, report.epoch, report.round) == (3, 7, 1)
+    assert 0 < report.merge_weight <= 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        torch.zeros(3, dtype=torch.float64),
+        torch.zeros(len(fields(RoundReport))),
+        torch.full((len(fields(RoundReport)),), float("nan"), dtype=torch.float64),
+    ],
+    ids=["length", "dtype", "nan"],
+)
+def test_rows_of_another_shape_or_dtype_are_no_reports(row):
+    with pytest.raises(ValueError, match="report must"):
+        decode(row)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"worker": 2},
+        {"round": 0},
+        {"merge_weight": 0.0},
+        {"merge_weight": float("nan")},
+        {"time_s": -1.0},
+        {"learning_rate": float("inf")},
+        {"samples": -5},
+    ],
+)
+def test_a_report_of_another_round_or_with_odd_numbers_is_refused(change):
+    check_report(REPORT, 3, 7, 1)
+    with pytest.raises(ValueError, match="report must"):
+        check_report(replace(REPORT, **change), 3, 7, 1)
+
+
+def test_unknown_messages_and_epochs_are_refused():
+    with pytest.raises(ValueError, match="message must be of a known kind, got 9"):
+        message_kind(message(9))
+    assert message_numbers(message(PLAN, epoch=4, round_=2), 5) == (4, 2)
+    for epoch in (5, -1, 0.5, float("nan")):
+        with pytest.raises(ValueError, match="message must name an epoch below 5"):
+            message_numbers(message(PLAN, epoch=epoch), 5)
+
+
+def test_what_the_server_answers_comes_back():
+    assert read_answer(answer()) == (False, (0, -1))
+    assert read_answer(answer(stop=True, announced=(12, 3))) == (True, (12, 3))

@@ -1,0 +1,124 @@
+"""What goes wrong in a run ends in one line, and costs nothing that was good."""
+
+import errno
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from benchmarks import fuzz
+from dbsl.checkpoint import checkpoints_in
+from dbsl.errors import SaveError, SyncError, one_line_errors
+from dbsl.keeper import Keeper
+from dbsl.rollcall import _interface_to
+from dbsl.split import check_global_batch
+from tests.test_resume import MODES, ROUNDS, run
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])
+def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_path, mode):
+    with pytest.raises(
+        ValueError, match=r"max_bad_rounds must be at least the \d+ rounds .* got 3"
+    ):
+        run(
+            tmp_path / "run",
+            **MODES[mode],
+            lr=1e25,
+            warmup_epochs=0,
+            epochs=9,
+            lr_milestones=(8,),
+            max_bad_rounds=3,
+        )
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    if mode != "gradients":  # whose rounds are recorded by epoch
+        assert sum(row.get("refused", False) for row in rows if row["event"] == "round") > 3
+    for folder in checkpoints_in(tmp_path / "run"):
+        state = load_file(folder / "model.safetensors")
+        assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
+
+
+def test_one_bad_round_among_good_ones_does_not_stop_the_run(tmp_path, monkeypatch):
+    after_step, count = Keeper.after_step, iter(range(10**6))
+
+    def poisoned(self, **options):
+        if next(count) == 5:
+            self._cluster.weights.vector[0] = float("nan")
+        after_step(self, **options)
+
+    monkeypatch.setattr(Keeper, "after_step", poisoned)
+    run(tmp_path / "run", **ROUNDS)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["refused_rounds"] == 1
+    assert np.isfinite(summary["final_loss"])
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
+    tmp_path, monkeypatch, capsys
+):
+    import dbsl.keeper
+
+    write, count = dbsl.keeper.write_piece, iter(range(9))
+
+    def full(folder, *rest):
+        if next(count) == 1:
+            folder.mkdir()
+            (folder / "rank-00000.json").write_text("half a fi")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(folder, *rest)
+
+    monkeypatch.setattr(dbsl.keeper, "write_piece", full)
+    with pytest.raises(SystemExit) as stopped, one_line_errors():
+        run(tmp_path / "run", **ROUNDS)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    good = tmp_path / "run/checkpoints/epoch-0001"
+    assert f"(No space left on device); the last good checkpoint is {good}" in said
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["epoch-0001"]
+
+
+def test_a_full_disk_is_told_in_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped, one_line_errors():
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x/summary.json")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: No space left on device: runs/x/summary.json\n"
+
+
+def failing_rank(rank, kind):
+    with one_line_errors():
+        if rank == 1 and kind == "input":
+            check_global_batch(1, 4, np.full(4, 8), 2)
+        if rank == 1:
+            raise kind("broken")
+        torch.distributed.barrier()  # for rank 1, which never comes
+
+
+@pytest.mark.parametrize("kind", ["input", KeyError, SyncError, SaveError])
+def test_a_process_that_fails_among_several_ends_at_once(run_ranks, kind):
+    began = time.monotonic()
+    run_ranks(failing_rank, kind, expect_errors=True)
+    assert time.monotonic() - began < 30  # the barrier waits half an hour
+
+
+def test_processes_talk_on_the_interface_that_reaches_the_launcher():
+    assert _interface_to("127.0.0.1") == "lo"
+
+
+@pytest.mark.parametrize(
+    ("what", "cases"),
+    [("checkpoints", 12), ("manifests", 150), ("configs", 40), ("parquet files", 60)],
+)
+def test_corrupt_input_gives_clean_errors_only(what, cases):
+    row = fuzz.run_target(what, cases, seed=1)
+    assert row["refused"] > 0
+    assert row["refused"] + row["accepted"] == cases
