@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -32,7 +33,7 @@ import yaml
 from PIL import Image
 
 from benchmarks.record import record
-from dbsl.checkpoint import newest, read_manifest
+from dbsl.checkpoint import NEEDED_SETTINGS, newest, read_manifest, write_manifest
 from dbsl.config import parse_config
 from dbsl.data import load_data
 from dbsl.errors import RunStopped
@@ -140,8 +141,6 @@ def of_checkpoints(scratch: Path, rng: random.Random) -> Iterator[Callable[[], o
     def loaded(*_: object, **__: object) -> None:
         raise RunStopped("it was loaded, and would train")
 
-    train.Keeper.progress = loaded
-
     def resume() -> None:
         newest(folder)
         from accelerate.state import AcceleratorState
@@ -150,22 +149,23 @@ def of_checkpoints(scratch: Path, rng: random.Random) -> Iterator[Callable[[], o
         with contextlib.redirect_stdout(io.StringIO()):
             train.main(parse_config(train.Config, ["--resume", str(folder), "--epochs", "2"]))
 
-    while True:
-        for path in (good / "checkpoints/epoch-0001").iterdir():
-            shutil.copy(path, target / path.name)
-        shutil.copy(good / "metrics.jsonl", folder / "metrics.jsonl")
-        if rng.random() < 0.3:
-            path = rng.choice(sorted(target.iterdir()))
-            path.write_bytes(corrupt(path.read_bytes(), rng))
-        elif rng.random() < 0.8:
-            (target / "rank-00000.json").write_text(json.dumps(corrupt_tree(tree, rng)))
-            _sign(target)
-        else:
-            weights = target / "rank-00000.safetensors"
-            weights.write_bytes(corrupt(weights.read_bytes()[:4000], rng))
-            _sign(target)
+    with mock.patch.object(train.Keeper, "progress", loaded):
+        while True:
+            for path in (good / "checkpoints/epoch-0001").iterdir():
+                shutil.copy(path, target / path.name)
+            shutil.copy(good / "metrics.jsonl", folder / "metrics.jsonl")
+            if rng.random() < 0.3:
+                path = rng.choice(sorted(target.iterdir()))
+                path.write_bytes(corrupt(path.read_bytes(), rng))
+            elif rng.random() < 0.8:
+                (target / "rank-00000.json").write_text(json.dumps(corrupt_tree(tree, rng)))
+                _sign(target)
+            else:
+                weights = target / "rank-00000.safetensors"
+                weights.write_bytes(corrupt(weights.read_bytes()[:4000], rng))
+                _sign(target)
 
-        yield resume
+            yield resume
 
 
 def _sign(target: Path) -> None:
@@ -182,13 +182,12 @@ def _sign(target: Path) -> None:
 
 def of_manifests(scratch: Path, rng: random.Random) -> Iterator[Callable[[], object]]:
     """Damage the text of a manifest, or its values."""
-    from dbsl.checkpoint import write_manifest
-
     folder = scratch / "checkpoints/save-000001"
     folder.mkdir(parents=True)
     counts = {"sequence": 1, "epoch": 1, "processes": 1, "workers": 4}
     files = {"rank-00000.json": {"bytes": 3, "sha256": "00"}}
-    write_manifest(folder, files, config={"lr": 0.1}, **counts)
+    settings = dict.fromkeys(NEEDED_SETTINGS) | {"resolutions": [8, 16]}
+    write_manifest(folder, files, config=settings, **counts)
     good = (folder / "manifest.json").read_text()
     while True:
         if rng.random() < 0.5:
@@ -309,8 +308,8 @@ def run_target(name: str, cases: int, seed: int) -> dict[str, object]:
     """Run cases of one kind; anything but a clean error, or none, is raised."""
     make, _ = TARGETS[name]
     rng, outcomes, slowest = random.Random(seed), Counter(), 0.0
-    with tempfile.TemporaryDirectory() as scratch:
-        source = make(Path(scratch), rng)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as cleanup:
+        source = cleanup.enter_context(contextlib.closing(make(Path(scratch), rng)))
         for number in range(cases):
             case = next(source)
             began = time.monotonic()

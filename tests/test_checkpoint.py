@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dbsl.checkpoint import (
+    NEEDED_SETTINGS,
     CheckpointError,
     checkpoints_in,
     newest,
@@ -20,6 +21,8 @@ from dbsl.checkpoint import (
 )
 from dbsl.packing import pack
 
+CONFIG = dict.fromkeys(NEEDED_SETTINGS) | {"resolutions": [16, 32], "lr": 0.1}
+
 
 def write(run_folder, sequence, *, ranks=1, late_ranks=()):
     folder = run_folder / "checkpoints" / f"save-{sequence:06d}"
@@ -30,7 +33,7 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
     for rank in late_ranks:
         vouch_for_piece(folder, rank, write_piece(folder, rank, *pack({"rank": rank})))
     write_manifest(
-        folder, files, sequence=sequence, epoch=1, processes=ranks, workers=4, config={"lr": 0.1}
+        folder, files, sequence=sequence, epoch=1, processes=ranks, workers=4, config=CONFIG
     )
     return folder
 
@@ -38,7 +41,7 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
 def test_every_process_reads_its_own_piece_back(tmp_path):
     folder = write(tmp_path, 3, ranks=2, late_ranks=[2])
     manifest = read_manifest(folder)
-    assert (manifest.sequence, manifest.processes, manifest.config) == (3, 2, {"lr": 0.1})
+    assert (manifest.sequence, manifest.processes, manifest.config) == (3, 2, CONFIG)
     for rank in range(3):
         assert read_piece(folder, manifest, rank)["rank"] == rank
     assert read_piece(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
@@ -83,7 +86,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder = tmp_path / "checkpoints/evil"
     folder.mkdir(parents=True)
     files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
-    write_manifest(folder, files, sequence=1, epoch=0, processes=1, workers=1, config={})
+    write_manifest(folder, files, sequence=1, epoch=0, processes=1, workers=1, config=CONFIG)
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
         read_manifest(folder)
 
