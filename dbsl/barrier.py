@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +120,10 @@ class BarrierSync:
 
     def close(self) -> None:
         """Nothing to release: the process group is Accelerate's."""
+
+    def held(self) -> AbstractContextManager:
+        """Nothing else changes the state here."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which round it is and, on the server rank, the server's state.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +113,10 @@ class SimulatedCluster:
 
     def close(self) -> None:
         """Nothing to release in one process."""
+
+    def held(self) -> AbstractContextManager:
+        """Nothing else changes the state here."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where every worker is, to go on from in `load_state_dict`.

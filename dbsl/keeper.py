@@ -7,10 +7,11 @@ pieces are on the disk.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from dbsl.checkpoint import (
     write_manifest,
     write_piece,
 )
+from dbsl.cluster import SimulatedCluster
 from dbsl.config import parse_interval
 from dbsl.errors import RunStopped, SaveError
 from dbsl.model import copy_model_state, save_model
@@ -42,7 +44,7 @@ from dbsl.steppers import load_optimizer
 from dbsl.stopping import Stopping, Wish
 from dbsl.wire import SERVER_RANK
 
-_SAVE_PATIENCE_S = 600.0  # for the other processes' pieces
+_LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
 
 
 @dataclass
@@ -136,7 +138,7 @@ class Keeper:
         if kind is None:
             self._join_writer()
         elif self._writer is not None:  # a save under way is finished all the same
-            self._writer.join(_SAVE_PATIENCE_S)
+            self._writer.join(_LAST_PATIENCE_S)
         if kind is not None:
             for tracker in self._accelerator.trackers:
                 tracker.finish()
@@ -183,6 +185,7 @@ class Keeper:
         """
         self._raise_failure()
         self._check_refused()
+        self._tell_losses()
         wish = self._cluster.common_wish(self._wish(), round_over=round_over)
         if wish == Wish.SAVE:
             self._save()
@@ -201,8 +204,7 @@ class Keeper:
         every = self._interval.epochs
         if every and self._epochs_done % every == 0:
             self._save(end=end)
-        for loss in self._losses():
-            self._log.lost(loss)
+        self._tell_losses()
 
     def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds
@@ -213,11 +215,10 @@ class Keeper:
                 f"were not finite (a lower learning rate may help), got {most}; {self._good()}"
             )
 
-    def _losses(self) -> Iterator[Any]:
-        """Yield the workers that were lost since the last call."""
+    def _tell_losses(self) -> None:
         losses = getattr(self._cluster, "losses", ())
         while losses:
-            yield losses.popleft()
+            self._log.lost(losses.popleft())
 
     def _wish(self) -> Wish:
         if self._stopping.reason:
@@ -263,17 +264,23 @@ class Keeper:
     def _copy(self, name: str, *, with_model: bool) -> _Copy:
         began = time.perf_counter()
         progress = self._progress if self._progress and self._progress.steps else None
+        simulated = isinstance(self._cluster, SimulatedCluster)
         scaler = self._accelerator.scaler
+        with self._cluster.held():  # of one moment, also where other threads push
+            parts = {
+                "cluster": self._cluster.state_dict(),
+                "planner": self._run.planner.state_dict(),
+            }
         state = {
             "model": {
-                "weights": self._cluster.weights.vector,
+                # Between the turns of a simulated cluster the next pull brings others.
+                "weights": self._cluster.weights.vector if progress or not simulated else None,
                 "counters": integer_buffers(self._run.model),
             },
             "stepper": self._stepper.state_dict(),
             "clock": self._stepper.clock.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            "cluster": self._cluster.state_dict(),
-            "planner": self._run.planner.state_dict() if self._rank == SERVER_RANK else None,
+            **parts,
             "log": self._log.state_dict() if self._log.enabled else None,
             "progress": asdict(progress) if progress else None,
             "random": random_state(self._accelerator.device) if progress else None,
@@ -283,7 +290,9 @@ class Keeper:
             "total_s": self.total_s,
         }
         tree, tensors = pack(state)
-        model = copy_model_state(self._run.model) if with_model and self._rank == 0 else None
+        model = (
+            copy_model_state(self._run.model) if with_model and self._rank == SERVER_RANK else None
+        )
         took = time.perf_counter() - began
         return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
 
@@ -297,7 +306,8 @@ class Keeper:
                 self._load_same(state)
             if self._accelerator.scaler and state["scaler"]:
                 self._accelerator.scaler.load_state_dict(state["scaler"])
-            self._cluster.weights.load(state["model"]["weights"])
+            if state["model"]["weights"] is not None:
+                self._cluster.weights.load(state["model"]["weights"])
             buffers = integer_buffers(self._run.model)
             for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
                 buffer.copy_(saved)
@@ -311,8 +321,7 @@ class Keeper:
         self._cluster.load_state_dict(state["cluster"])
         self._stepper.load_state_dict(state["stepper"])
         self._stepper.clock.load_state_dict(state["clock"])
-        if state["planner"] is not None:
-            self._run.planner.load_state_dict(state["planner"])
+        self._run.planner.load_state_dict(state["planner"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
             self._progress = Progress(**state["progress"])
@@ -334,6 +343,8 @@ class Keeper:
     def _write(self, copy: _Copy) -> None:
         """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
         target, began = self._folder / FOLDER / copy.name, time.perf_counter()
+        with suppress(OSError, AttributeError):  # Linux: of this thread alone; training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             files = write_piece(target, self._rank, copy.tree, copy.tensors)
             if copy.model is not None:

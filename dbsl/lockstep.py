@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -150,6 +151,10 @@ class Lockstep:
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def held(self) -> AbstractContextManager:
+        """Nothing else changes the state here."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which turn it is, to go on from in `load_state_dict`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from dbsl.checkpoint import (
     Manifest,
     check_files,
     newest,
+    prune,
     read_manifest,
     read_piece,
     reading_checkpoint,
@@ -227,6 +230,7 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
     if refused is not None:
         raise refused  # of a setting that must stay as it was
     if accelerator.is_main_process:
+        prune(found.run_folder, sys.maxsize)  # what never became a checkpoint
         for folder in set_aside_after(found.run_folder, manifest.sequence):
             accelerator.print(f"a later checkpoint is set aside: {folder}")
         epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
@@ -265,7 +269,7 @@ def _optimizers(found: Found, run: Setting) -> dict[int, Any]:
     """Return the optimizer state of all workers that the new run has, from all pieces."""
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):
-        if f"rank-{rank:05d}.json" in found.manifest.files:
+        with suppress(CheckpointError):  # of a worker that was lost there is none
             piece = read_piece(found.folder, found.manifest, rank)
             optimizers |= piece["stepper"]["optimizers"]
     return {w: state for w, state in optimizers.items() if w < run.config.workers}
@@ -278,8 +282,4 @@ def _plain(value: Any) -> Any:
 def _show(value: Any) -> str:
     if value is None:
         return "unset"
-    return (
-        ",".join(map(str, value))
-        if isinstance(value, Sequence | tuple) and not isinstance(value, str)
-        else str(value)
-    )
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

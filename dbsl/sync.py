@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -252,6 +252,10 @@ class ServerSync:
                 dist.send(message(DONE), SERVER_RANK, group=self._pair)
         for thread in self._threads:
             thread.join(self._timeout_s)
+
+    def held(self) -> AbstractContextManager:
+        """Hold pushes up for as long as this is open."""
+        return self._changed
 
     def state_dict(self) -> dict[str, Any]:
         """Return which round it is and, on rank 0, the server's state.
