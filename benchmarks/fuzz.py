@@ -186,7 +186,7 @@ def of_manifests(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obj
     folder.mkdir(parents=True)
     counts = {"sequence": 1, "epoch": 1, "processes": 1, "workers": 4}
     files = {"rank-00000.json": {"bytes": 3, "sha256": "00"}}
-    settings = dict.fromkeys(NEEDED_SETTINGS) | {"resolutions": [8, 16]}
+    settings = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [8, 16]}
     write_manifest(folder, files, config=settings, **counts)
     good = (folder / "manifest.json").read_text()
     while True:

@@ -21,7 +21,7 @@ from dbsl.checkpoint import (
 )
 from dbsl.packing import pack
 
-CONFIG = dict.fromkeys(NEEDED_SETTINGS) | {"resolutions": [16, 32], "lr": 0.1}
+CONFIG = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [16, 32], "lr": 0.1}
 
 
 def write(run_folder, sequence, *, ranks=1, late_ranks=()):
