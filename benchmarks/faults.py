@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmarks.kills import COMMON, ROOT, fingerprint
@@ -129,8 +130,14 @@ def main() -> None:
                 for row in fault(Path(scratch)):
                     rows.append(row)
                     print(json.dumps(vars(row)), flush=True)
-    if not only:
-        record(ROOT / "results/faults.csv", [vars(r) for r in rows], "python -m benchmarks.faults")
+    measured = {(row.fault, row.mode): {k: str(v) for k, v in vars(row).items()} for row in rows}
+    table = ROOT / "results/faults.csv"
+    if only and table.exists():  # rows that were not run again stay
+        with table.open(newline="", encoding="utf-8") as file:
+            names = [field.name for field in fields(Row)]
+            before = [{name: old[name] for name in names} for old in csv.DictReader(file)]
+        measured = {(old["fault"], old["mode"]): old for old in before} | measured
+    record(table, list(measured.values()), "python -m benchmarks.faults")
     sys.exit(not all(row.kept for row in rows))
 
 

@@ -257,17 +257,20 @@ def reading_checkpoint(folder: Path | None) -> Iterator[None]:
         raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
 
 
-def prune(run_folder: Path, keep: int, *, busy: Path | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints, and what never became one.
+def prune(run_folder: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the newest `keep`.
 
-    Args:
-        run_folder: The run folder.
-        keep: Complete checkpoints to keep.
-        busy: A checkpoint that is being written.
+    Incomplete ones stay: other processes may be writing the next.
     """
+    for folder in checkpoints_in(run_folder)[keep:]:
+        remove(folder)
+
+
+def remove_incomplete(run_folder: Path) -> None:
+    """Remove what never became a checkpoint; nobody may be writing one."""
     complete = checkpoints_in(run_folder)
     for folder in _folders(run_folder):
-        if folder != busy and folder not in complete[:keep]:
+        if folder not in complete:
             remove(folder)
 
 

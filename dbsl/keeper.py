@@ -354,7 +354,7 @@ class Keeper:
                     files[name] = describe(target / name)
             if self._control is not None:
                 files |= self._files_of_all(files)
-            elif self._rank != SERVER_RANK:
+            elif self._writes_late():
                 vouch_for_piece(target, self._rank, files)
             if self._rank == SERVER_RANK:
                 write_manifest(
@@ -370,9 +370,15 @@ class Keeper:
                 prune(self._folder, self._run.config.keep_checkpoints)
             self._last_good = copy.name
         except Exception as error:
+            if self._writes_late() and not target.exists():
+                return  # newer checkpoints are complete, and this one was removed
             self._failure = error
             if self._rank == SERVER_RANK:
                 remove(target)
+
+    def _writes_late(self) -> bool:
+        """Whether this process writes in its own time, and nobody waits for its piece."""
+        return self._control is None and self._rank != SERVER_RANK
 
     def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what every process has written, once all have (a collective)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +17,10 @@ from dbsl.checkpoint import (
     Manifest,
     check_files,
     newest,
-    prune,
     read_manifest,
     read_piece,
     reading_checkpoint,
+    remove_incomplete,
     set_aside_after,
     versions,
 )
@@ -230,7 +229,7 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
     if refused is not None:
         raise refused  # of a setting that must stay as it was
     if accelerator.is_main_process:
-        prune(found.run_folder, sys.maxsize)  # what never became a checkpoint
+        remove_incomplete(found.run_folder)
         for folder in set_aside_after(found.run_folder, manifest.sequence):
             accelerator.print(f"a later checkpoint is set aside: {folder}")
         epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"

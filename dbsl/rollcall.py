@@ -156,7 +156,7 @@ class RollCall:
         """Return who is missing, as the first process to notice has found it."""
         try:
             before = self._beats()
-            time.sleep(3 * _BEAT_S)
+            time.sleep(5 * _BEAT_S)  # a busy machine may delay a beat or two
             after = self._beats()
             silent = [r for r in self._others if before[r] == after[r] != "done"]
             behind = [r for r in self._others if _entered(after[r]) < self.entered]
@@ -203,7 +203,7 @@ class RollCall:
                 found = f"rank {rank} has said nothing for {self._timeout_s:g} s"
                 self._store.compare_set(_LOST, "", found)
         if self._store.check([_LOST]):
-            threading.Timer(_BEAT_S * 5, self._end).start()  # unless the main thread has, by then
+            threading.Timer(_BEAT_S * 8, self._end).start()  # unless the main thread has, by then
             self._closed.set()
 
     def _end(self) -> None:

@@ -75,7 +75,7 @@ class ServerSync:
         worker: The worker of this process; None on a dedicated server.
         epochs: Epochs to run.
         rounds_per_epoch: Rounds that make an epoch.
-        timeout_s: Longest silence of a peer before it counts as lost.
+        timeout_s: Longest silence of a worker before it counts as lost; of the server 5 s more.
         outgoing: What a push hands over; None for the weights.
     """
 
@@ -103,11 +103,11 @@ class ServerSync:
         self._rounds_per_epoch = rounds_per_epoch
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
+        # A worker that waits behind a silent one must not give up before the server has dropped it.
+        patience = timedelta(seconds=timeout_s if server is not None else timeout_s + _GRACE_S)
         # new_group is a collective, so that every rank makes every pair, in the same order.
         pairs = {
-            rank: dist.new_group(
-                [SERVER_RANK, rank], backend="gloo", timeout=timedelta(seconds=timeout_s)
-            )
+            rank: dist.new_group([SERVER_RANK, rank], backend="gloo", timeout=patience)
             for rank in range(1, dist.get_world_size())
         }
         self.announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
