@@ -365,7 +365,7 @@ def no_room(scratch: Path) -> Iterator[Row]:
             with contextlib.suppress(OSError), (disk / "ballast").open("wb") as ballast:
                 while True:
                     ballast.write(b"x" * 4096)
-            statuses = run.wait()
+            statuses, said = run.wait(), run.said("error")
             left = sorted(p.parent.name for p in folder.glob("checkpoints/*/manifest.json"))
             (disk / "ballast").unlink()
             parts = list(folder.rglob("*.tmp"))
@@ -374,7 +374,7 @@ def no_room(scratch: Path) -> Iterator[Row]:
                 "the disk is full",
                 "bsp, simulated",
                 "a clear error, the last good checkpoint intact",
-                f"status {statuses}, {run.said('error')!r}, left {left}, {len(parts)} half files; "
+                f"status {statuses}, {said!r}, left {left}, {len(parts)} half files; "
                 f"with room again resumed {resumed}",
                 statuses == [2] and bool(left) and not parts and resumed == [0],
                 "at the next write",
