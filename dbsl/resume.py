@@ -216,7 +216,7 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
     handover, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
         if same:
-            state = _own_piece(found, rank)
+            state = _own_piece(found, rank, run)
         else:
             state = read_piece(found.folder, manifest, 0)
             try:
@@ -243,18 +243,15 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
     return Resumed(found.folder, manifest.sequence, state, handover)
 
 
-def _own_piece(found: Found, rank: int) -> Any:
+def _own_piece(found: Found, rank: int, run: Setting) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
     config, manifest = found.manifest.config, found.manifest
     if manifest.processes == 1 or config["sync"] in ("bsp", "step"):
         return read_piece(found.folder, manifest, rank)
-    first = read_piece(found.folder, manifest, SERVER_RANK)
+    first = with_lost_workers(read_piece(found.folder, manifest, SERVER_RANK), run)
     if rank == SERVER_RANK:
         return first
-    server = first["cluster"]["server"]
-    worker = rank - config["dedicated_server"]
-    there = server["active"]
-    clock = server["clocks"][worker] if worker in there else min(server["clocks"][w] for w in there)
+    clock = first["cluster"]["server"]["clocks"][rank - config["dedicated_server"]]
     try:
         state = read_piece(found.folder, manifest, rank)
     except CheckpointError:  # it was lost, or had not come to save
@@ -262,6 +259,27 @@ def _own_piece(found: Found, rank: int) -> Any:
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
         state = state | {"progress": None}
     return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
+
+
+def with_lost_workers(state: Mapping[str, Any], run: Setting) -> Mapping[str, Any]:
+    """Return rank 0's state with the workers back that were lost.
+
+    They begin with the first epoch whose plan is not fixed yet: the others have their share of
+    those before.
+    """
+    server, planner = state["cluster"]["server"], state["planner"]
+    there = set(server["active"])
+    if len(there) == len(server["clocks"]):
+        return state
+    begin = (max(planner["fixed"]) + 1) * run.rounds
+    clocks = [clock if w in there else begin for w, clock in enumerate(server["clocks"])]
+    server = server | {"clocks": clocks, "active": list(range(len(clocks)))}
+    plans = {resolution: asdict(plan) for resolution, plan in run.plans.items()}
+    return {
+        **state,
+        "cluster": state["cluster"] | {"server": server},
+        "planner": planner | {"current": plans},
+    }
 
 
 def _optimizers(found: Found, run: Setting) -> dict[int, Any]:

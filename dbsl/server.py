@@ -213,11 +213,8 @@ class Server:
         workers = len(self.clocks)
         single = [state[name] for name in ("version", "collected", "epochs_ended", "refused")]
         self.version, self._collected, self._epochs_ended, self.refused = as_counts(single, 4)
-        clocks = as_counts(state["clocks"], workers)
-        # Workers that were lost come back where the slowest of the others is.
-        there = set(as_counts(state["active"], len(state["active"]), workers - 1))
-        slowest = min(clocks[worker] for worker in there)
-        self.clocks = [c if w in there else slowest for w, c in enumerate(clocks)]
+        self.clocks = as_counts(state["clocks"], workers)
+        self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
         self._pulled_version = as_counts(state["pulled_version"], workers)
         self._writable().copy_(state["weights"])
         self._sum = None

@@ -413,6 +413,30 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_pa
     assert sum(trained.values()) + lost["samples"] == 8 * 120
 
 
+def test_a_lost_worker_is_back_after_the_next_resume(tmp_path):
+    settings = {**ROUNDS, "sync": "asp", "epochs": 40, "train_samples": 120, "worker_timeout": 30}
+    folder = tmp_path / "run"
+    flags = to_flags(folder, **settings)
+    processes = launch(flags, ranks=3, port=free_port())
+    wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
+    processes[2].kill()
+    deadline = time.monotonic() + 60
+    while '"lost"' not in (folder / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for process in processes[:2]:
+        process.send_signal(signal.SIGTERM)
+    said = outputs(processes)
+    assert [p.returncode for p in processes[:2]] == [EXIT_STOPPED] * 2, said
+    again = launch(flags, ranks=3, port=free_port())
+    said = outputs(again)
+    assert [p.returncode for p in again] == [0, 0, 0], said
+    rounds = [e for e in fingerprint(folder)[0] if e["event"] == "round" and e["epoch"] == 39]
+    assert {e["worker"] for e in rounds} == {0, 1, 2}
+    assert min(e["samples"] for e in rounds) > 0
+    assert sum(e["samples"] for e in rounds) == 120
+
+
 def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path):
     flags = to_flags(tmp_path / "run", **ROUNDS, epochs=8)
     flags = [flag for flag in flags if flag not in ("--resume", "auto")]

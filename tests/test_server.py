@@ -164,17 +164,6 @@ def test_state_goes_through_json_and_goes_on_alike():
     assert (one.version, one.clocks, list(one.reports)) == (two.version, two.clocks, [*two.reports])
 
 
-def test_a_dropped_worker_comes_back_where_the_slowest_is():
-    one = server("ratio", workers=3)
-    for worker, rounds in ((0, 5), (1, 4)):
-        for _ in range(rounds):
-            one.push(torch.zeros(2), report(worker))
-    one.drop(2)
-    two = server("ratio", workers=3)
-    two.load_state_dict(one.state_dict())
-    assert (two.clocks, two.active) == ([5, 4, 4], {0, 1, 2})
-
-
 @pytest.mark.parametrize(
     "change",
     [
