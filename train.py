@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 
 from dbsl.balance import Balance
 from dbsl.config import check_run, parse_config
@@ -29,12 +26,12 @@ from dbsl.connect import connect
 from dbsl.cores import cores_of_process
 from dbsl.errors import one_line_errors
 from dbsl.keeper import Keeper
+from dbsl.launch import Precision, start_accelerator
 from dbsl.model import check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
 from dbsl.reports import is_finite, make_reports
 from dbsl.results import start_log, sum_up
 from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
-from dbsl.rollcall import join_processes
 from dbsl.runfolder import RunFolder, folder_of
 from dbsl.runlog import Evaluation
 from dbsl.sampler import evaluation_batches
@@ -128,7 +125,7 @@ class Config:
     max_bad_rounds: int = 10  # rounds refused because loss or weights are not finite
     max_bad_images: int = 16  # left out because they cannot be decoded, of each split
     cpu_threads: int | None = None  # of torch; unset: the process's part of the cores
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # autocast of the forward pass
+    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
     seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
     output_dir: str | None = None  # the run folder, new; unset: runs/<dataset>-<model>-<time>
     report_to: ReportTo = "wandb"  # offline without a login or a network
@@ -233,13 +230,8 @@ def main(config: Config) -> None:
     # Part of the config, because the bits depend on it; accelerate launch would set it to 1.
     config = replace(config, cpu_threads=config.cpu_threads or cores_of_process())
     torch.set_num_threads(config.cpu_threads)
-    join_processes(config.worker_timeout)
-    accelerator = Accelerator(
-        # Without cpu=True, processes on a machine that has no accelerator would train alone.
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision=config.mixed_precision,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.worker_timeout))],
-    )
+    accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
+    config = replace(config, mixed_precision=accelerator.mixed_precision)  # of auto, what it is
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")

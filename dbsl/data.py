@@ -13,17 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from dbsl.cores import cores_of_process
 from dbsl.images import ImageLoader, ImageSource, ImageSplit, PixelStore, check_bad
+from dbsl.lazy import lazy_import
 from dbsl.plan import largest_remainder
 from dbsl.seeds import generator
 
+datasets, timm = lazy_import("datasets"), lazy_import("timm")
 logger = logging.getLogger(__name__)
 
 _EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
@@ -129,7 +129,7 @@ def load_data(
         sources = [
             ImageLoader(split, device, workers, max_bad_images) for split in (train, evaluation)
         ]
-        mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+        mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
     return Data(
         *sources,
         num_classes=len(class_names),

@@ -15,15 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from dbsl.lazy import lazy_import
 from dbsl.seeds import sample_seeds, stream_seed
 from dbsl.transforms import Transform, to_device
 
+datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
 _Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
@@ -260,7 +261,8 @@ def _process_context() -> multiprocessing.context.BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imports torch and datasets once for all
+    # Imported once for all of them.
+    context.set_forkserver_preload([__name__, "datasets", "torchvision.transforms.v2"])
     return context
 
 

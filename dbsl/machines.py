@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq
+
+from dbsl.lazy import lazy_import
+
+optimize = lazy_import("scipy.optimize")
 
 
 class NoPlanError(ValueError):
@@ -139,7 +142,7 @@ class Machines:
         lowest, highest = 1e-3, float(limits.max())
         if surplus(lowest) >= 0:
             return 0.0
-        return highest if surplus(highest) <= 0 else brentq(surplus, lowest, highest)
+        return highest if surplus(highest) <= 0 else optimize.brentq(surplus, lowest, highest)
 
 
 def steps_in_shares(shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:

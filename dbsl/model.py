@@ -8,19 +8,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from safetensors.torch import load_file, save_file
-from timm.models._hub import save_config_for_hf
-from timm.optim import create_optimizer_v2
 from torch import nn
 
 from dbsl.data import Data
 from dbsl.files import put_in_place
+from dbsl.lazy import lazy_import
 from dbsl.seeds import stream_seed
 
+timm = lazy_import("timm")
+
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 _MARK = 0.123456789  # a dropout probability that no model has by itself
+
+
+class StridedConv2d(nn.Conv2d):
+    """A convolution whose gradient is right also where images are narrower than its stride.
+
+    In bfloat16 on the CPU, torch's (2.11 to 2.15, oneDNN) then has whatever was in memory in its
+    weights' gradient: a ResNet's last stage at 16 px is such a case. Those are computed in float32.
+    """
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """See `torch.nn.Conv2d`."""
+        if images.device.type == "cpu" and images.shape[-1] < self.stride[1]:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(images.to(self.weight.dtype))
+        return super().forward(images)
 
 
 def build_model(
@@ -49,6 +65,9 @@ def build_model(
             name, pretrained=pretrained, num_classes=num_classes, drop_rate=_MARK
         )
         model.small_stem = final_resolution <= SMALL_STEM_UP_TO and _shrink_stem(model)
+    for module in model.modules():
+        if type(module) is nn.Conv2d and module.stride[1] > 1:
+            module.__class__ = StridedConv2d
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
@@ -97,10 +116,16 @@ def check_optimizer(name: str) -> None:
 def build_optimizer(
     name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Return a timm optimizer; biases and norms are left out of weight decay, as timm does."""
+    """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
+
+    It updates all parameters in one operation where torch has that for it ("fused").
+    """
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
-    return create_optimizer_v2(model, opt=name, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    if timm.optim.get_optimizer_class(name, bind_defaults=False) in _FUSED:
+        settings["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
+    return timm.optim.create_optimizer_v2(model, opt=name, **settings)
 
 
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -129,7 +154,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
     config, weights = folder / "config.json.tmp", folder / "model.safetensors.tmp"
-    save_config_for_hf(
+    timm.models._hub.save_config_for_hf(
         model,
         config,
         model_config={

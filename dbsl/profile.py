@@ -17,20 +17,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.benchmark import Timer
 
+from dbsl.launch import Precision, start_accelerator
 from dbsl.machines import TimeModel
 from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory
 
+_TIMEOUT_S = 1800.0  # of the shell command, for other processes
 TOLERANCE = 0.10  # of a prediction, relative: within it the line is said to hold
-Precision = Literal["no", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,9 @@ class TrainingStep:
         self.resolution = resolution
         self.num_classes = num_classes
         self._model = copy.deepcopy(model).train()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0, momentum=0.9)
+        self._optimizer = torch.optim.SGD(
+            self._model.parameters(), lr=0.0, momentum=0.9, fused=True
+        )
         self._images, self._labels = self._batch(0)
 
     def __call__(self, batch_size: int) -> None:
@@ -231,6 +232,8 @@ def measure_step_times(
     step's time. It ends when the standard error of every median is small enough, or when time is
     up, after 2 turns at least.
     """
+    from torch.utils.benchmark import Timer  # imports compilers
+
     timers = [
         Timer(
             "step(batch_size)",
@@ -268,7 +271,7 @@ class _Arguments:
     resolutions: tuple[int, ...] = (24, 32)  # image sides, ascending, pixels
     large_batch_size: int = 128  # the largest batch to measure
     held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
-    mixed_precision: Precision = "no"  # autocast of the forward pass
+    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
     cpu_threads: int | None = None  # of torch; unset: all cores
     profile_seconds: float = 30.0  # at most about this long, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has it
@@ -302,9 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
         torch.set_num_threads(arguments.cpu_threads or cores_of_process())
-        accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(), mixed_precision=arguments.mixed_precision
-        )
+        accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
         model = build_model(
             arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
         ).to(accelerator.device, memory_format=torch.channels_last)

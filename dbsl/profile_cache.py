@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from dbsl.cores import local_processes
 from dbsl.files import write_text
+from dbsl.lazy import lazy_import
 from dbsl.memory import MemoryModel, confirm_batch
 from dbsl.profile import (
     StepProfile,
@@ -28,6 +28,7 @@ from dbsl.profile import (
     profile_steps,
 )
 
+timm = lazy_import("timm")
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1

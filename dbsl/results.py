@@ -10,12 +10,10 @@ from accelerate import Accelerator
 
 from dbsl.checkpoint import reading_checkpoint
 from dbsl.keeper import Keeper
-from dbsl.plots import accuracy_and_loss, plan_timeline, read_metrics
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
 from dbsl.setup import Setting, print_run, profile_command
 from dbsl.trackers import start_trackers
-from dbsl.worker_plots import worker_history
 
 
 def start_log(
@@ -45,6 +43,8 @@ def start_log(
             state=state,
         )
     if log.enabled:
+        from dbsl.plots import plan_timeline  # slow to import, and only one process draws
+
         picture = folder / "plots/plan.png"
         plan_timeline(run.stages, run.plans, config.rounds_per_epoch, picture)
         log.images({"plots/plan": picture})
@@ -54,6 +54,9 @@ def start_log(
 def sum_up(run: Setting, folder: Path, log: RunLog, keeper: Keeper) -> None:
     """Draw what came of the run, and write summary.json."""
     if log.enabled:
+        from dbsl.plots import accuracy_and_loss, read_metrics
+        from dbsl.worker_plots import worker_history
+
         metrics = read_metrics(folder / "metrics.jsonl")
         accuracy_and_loss(metrics, folder / "plots/accuracy.png")
         worker_history(metrics, folder / "plots/workers.png")

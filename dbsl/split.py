@@ -10,9 +10,11 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import brentq
 
+from dbsl.lazy import lazy_import
 from dbsl.machines import Machines, largest_remainder
+
+optimize = lazy_import("scipy.optimize")
 
 
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
@@ -91,7 +93,7 @@ def balanced_sizes(
     time_s = (
         soonest
         if enough
-        else brentq(
+        else optimize.brentq(
             lambda t: held(t).sum() - global_batch_size, soonest, latest, xtol=1e-12, rtol=1e-12
         )
     )

@@ -7,16 +7,18 @@ looks the same whichever worker trains on it and whichever batch it stands in.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as TF
 
 from dbsl.seeds import sample_uniforms, stream_seed
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Augment = Literal["none", "crop", "paper"]
 
@@ -88,11 +90,13 @@ class Transform:
         images = _flip(images, flipped) if prepared else _shift(images, flipped, first, second)
         return self._normalise(self._resize(images))
 
-    def host_transform(self) -> v2.Transform:
+    def host_transform(self) -> Callable[[Image.Image], torch.Tensor]:
         """Return what one PIL image passes in a loader process: out comes uint8 [3, R, R].
 
         It draws from torch's default generator, which the caller seeds per sample.
         """
+        from torchvision.transforms import v2  # slow to import
+
         size = (self.resolution, self.resolution)
         if self.augment == "crop":
             resize = [v2.RandomResizedCrop(size)]
@@ -103,6 +107,8 @@ class Transform:
         return v2.Compose([*resize, v2.PILToTensor()])
 
     def _resize(self, images: torch.Tensor) -> torch.Tensor:
+        from torchvision.transforms.v2 import functional as TF
+
         return TF.resize(images, [self.resolution, self.resolution], antialias=True)
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:

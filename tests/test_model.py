@@ -6,7 +6,14 @@ import timm
 import torch
 from torch import nn
 
-from dbsl.model import build_model, build_optimizer, load_model, save_model, set_dropout
+from dbsl.model import (
+    StridedConv2d,
+    build_model,
+    build_optimizer,
+    load_model,
+    save_model,
+    set_dropout,
+)
 
 DATA = SimpleNamespace(
     class_names=("cat", "dog", "owl"), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.2), num_classes=3
@@ -95,3 +102,31 @@ def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
 def test_load_model_says_what_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"folder must hold model.safetensors and config.json"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "stride"), [(1, 1, 2), (4, 1, 2), (2, 2, 3), (1, 4, 2)]
+)
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_bf16_gradients_are_right_where_an_image_is_narrower_than_a_stride(
+    height, width, stride, channels_last
+):
+    torch.manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    conv = StridedConv2d(64, 64, 3, stride, padding=1).to(memory_format=layout)
+    images = torch.randn(4, 64, height, width).to(memory_format=layout)
+    (wanted,) = torch.autograd.grad(conv(images).sum(), conv.weight)
+    for _ in range(5):  # which memory torch's own gradient would have read is up to chance
+        rubbish = [torch.full((size,), float("nan")) for size in (100, 1000, 40_000)]
+        del rubbish
+        with torch.autocast("cpu", torch.bfloat16):
+            output = conv(images).sum()
+        (found,) = torch.autograd.grad(output, conv.weight)
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_strided_convolutions_of_models_are_those_with_right_gradients():
+    model = build_model("test_resnet", 3, final_resolution=32)
+    strided = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride[1] > 1]
+    assert strided
+    assert {type(module) for module in strided} == {StridedConv2d}

@@ -1,0 +1,1 @@
+"""How fast training is, against what the hardware can do and against other trainers."""

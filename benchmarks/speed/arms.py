@@ -1,0 +1,256 @@
+"""What is timed, each arm in a process of its own that runs only when it is told to.
+
+    python -m benchmarks.speed.arms NAME SETTINGS-AS-JSON
+
+An arm says "ready", and then for each number of images that it reads on a line trains (or
+evaluates) on about as many and answers with what that took. All arms have the same data, model,
+batch and precision, so that they may take turns on a noisy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torchvision.transforms import v2
+
+from dbsl.cores import cores_of_process
+from dbsl.data import Data, load_data
+from dbsl.launch import start_accelerator
+from dbsl.model import build_model, build_optimizer
+from dbsl.sampler import evaluation_batches
+from dbsl.transforms import Transform
+
+LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4
+ROUND_STEPS = 8  # of a worker, so that an arm may be told to stop within seconds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What arms have in common."""
+
+    dataset: str
+    model: str
+    resolution: int
+    batch: int
+    precision: str
+    workers: int = 1  # of train.py, simulated
+    loader_workers: int = 0  # of the plain loop
+    compiled: bool = False
+
+
+class Pace:
+    """Lets an arm go on when it is told to, and says what it did."""
+
+    def __init__(self, answers: TextIO) -> None:
+        self._answers = answers
+        self._left = 0
+        self._done = 0
+        self._began = 0.0
+        self._started = False
+
+    def __call__(self, images: int) -> None:
+        """Note that so many images are done, or at the start of a loop none; wait when due."""
+        self._done += images
+        if self._done < self._left:
+            return
+        if self._started:
+            answer = {
+                "images": self._done,
+                "seconds": time.perf_counter() - self._began,
+                "peak_mib": _peak_mib(),
+            }
+            print(json.dumps(answer), file=self._answers, flush=True)
+        else:
+            print("ready", file=self._answers, flush=True)
+            self._started = True
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # the loops below have no end
+        self._left, self._done, self._began = int(line), 0, time.perf_counter()
+
+
+def rounds(settings: Settings, pace: Pace) -> None:
+    """train.py itself: its whole loop, with a pause before a round."""
+    import train
+
+    train_round, done = train.train_round, [0]
+
+    def paced(run, turn, cluster, stepper, *rest):
+        pace(done[0])
+        train_round(run, turn, cluster, stepper, *rest)
+        done[0] = round_images
+
+    train.train_round = paced
+    round_images = ROUND_STEPS * settings.batch
+    samples = len(_data(settings).train)
+    count = max(1, samples // (settings.workers * round_images))
+    samples = count * settings.workers * round_images
+    with tempfile.TemporaryDirectory() as scratch:
+        train.main(
+            train.Config(
+                dataset=settings.dataset,
+                train_samples=samples,
+                model=settings.model,
+                resolutions=(settings.resolution,),
+                local_batch_sizes=(settings.batch,) * settings.workers,
+                workers=settings.workers,
+                rounds_per_epoch=count,
+                slope=(0.01,),
+                intercept=(0.05,),
+                epochs=1000,
+                eval_every=1000,
+                lr=LR,
+                checkpoint_every=0,
+                mixed_precision=settings.precision,
+                compile=settings.compiled,
+                report_to="none",
+                output_dir=f"{scratch}/run",
+            )
+        )
+
+
+def bare(settings: Settings, pace: Pace) -> None:
+    """The limit: the model's step on one batch that lies ready."""
+    accelerator, data = _start(settings), _data(settings)
+    model = _model(settings, data)
+    optimizer = build_optimizer("sgd", model, LR, MOMENTUM, WEIGHT_DECAY)
+    images, labels = _batch(data, settings)
+    pace(0)
+    while True:
+        with accelerator.autocast():
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        pace(len(labels))
+
+
+def plain(settings: Settings, pace: Pace) -> None:
+    """A loop as in Accelerate's examples: a DataLoader, torchvision's transforms, all prepared."""
+    data = _data(settings)
+    transforms = [v2.RandomCrop(data.image_side, padding=data.image_side // 8)]
+    transforms += [v2.RandomHorizontalFlip()]
+    if settings.resolution != data.image_side:
+        transforms += [v2.Resize(settings.resolution)]
+    transforms += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    transforms += [v2.Normalize(data.mean, data.std)]
+    dataset = _Images(data, v2.Compose(transforms))
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), mixed_precision=settings.precision
+    )
+    loader = torch.utils.data.DataLoader(
+        dataset, settings.batch, shuffle=True, num_workers=settings.loader_workers, drop_last=True
+    )
+    model = build_model(settings.model, data.num_classes, final_resolution=settings.resolution)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    pace(0)
+    while True:
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            pace(len(labels))
+
+
+def forward(settings: Settings, pace: Pace) -> None:
+    """Training's forward pass alone, on a batch that lies ready."""
+    accelerator, data = _start(settings), _data(settings)
+    model = _model(settings, data)
+    images, labels = _batch(data, settings)
+    pace(0)
+    while True:
+        with accelerator.autocast():
+            F.cross_entropy(model(images), labels)
+        pace(len(labels))
+
+
+def evaluation(settings: Settings, pace: Pace) -> None:
+    """train.py's evaluation, its data path included."""
+    import train
+
+    accelerator, data = _start(settings), _data(settings)
+    model = _model(settings, data)
+    transform = Transform(settings.resolution, "none", data.mirror, data.mean, data.std, 0)
+    batches = evaluation_batches(512, train.Config.eval_batch_size)
+    pace(0)
+    while True:
+        images = data.evaluation.batches(batches, transform)
+        train.evaluate(model, images, accelerator, together=False)
+        pace(512)
+
+
+ARMS = {arm.__name__: arm for arm in (rounds, bare, plain, forward, evaluation)}
+
+
+class _Images(torch.utils.data.Dataset):
+    """Decoded images in memory, as torchvision's CIFAR classes keep them."""
+
+    def __init__(self, data: Data, transform: Any) -> None:
+        from PIL import Image
+
+        raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
+        batches = evaluation_batches(len(data.train), 1000)
+        pixels = [images for images, _ in data.train.batches(batches, raw)]
+        array = torch.cat(pixels).permute(0, 2, 3, 1).to(torch.uint8).numpy()
+        self._images = [Image.fromarray(image) for image in array]
+        self._labels = data.train.labels
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._transform(self._images[index]), int(self._labels[index])
+
+
+def _start(settings: Settings) -> Accelerator:
+    return start_accelerator(settings.precision, timeout_s=60.0)
+
+
+def _data(settings: Settings) -> Data:
+    return load_data(settings.dataset)
+
+
+def _model(settings: Settings, data: Data) -> torch.nn.Module:
+    model = build_model(settings.model, data.num_classes, final_resolution=settings.resolution)
+    return model.to(memory_format=torch.channels_last).train()
+
+
+def _batch(data: Data, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    transform = Transform(settings.resolution, "none", False, data.mean, data.std, 0)
+    return next(data.train.batches([np.arange(settings.batch)], transform))
+
+
+def _peak_mib() -> int:
+    if torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 2**20)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def main() -> None:
+    """Run the arm that the command line names."""
+    settings = Settings(**json.loads(sys.argv[2]))
+    torch.set_num_threads(cores_of_process())
+    answers, sys.stdout = sys.stdout, sys.stderr  # what an arm prints is no answer
+    pace = Pace(answers)
+    ARMS[sys.argv[1]](settings, pace)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""This process's Accelerator: who else was launched, on which device, in which precision."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import InitProcessGroupKwargs, reduce
+
+from dbsl.rollcall import join_processes
+
+Precision = Literal["auto", "no", "bf16", "fp16"]
+
+# Of torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert each time.
+_BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
+    """Meet the other processes, and settle on a precision that all of them compute in natively.
+
+    Args:
+        precision: ``auto`` is bf16 where every process's device has it, else float32.
+        timeout_s: Longest wait for another process.
+    """
+    join_processes(timeout_s)
+    # Without cpu=True, processes on a machine that has no accelerator would train alone.
+    cpu = not torch.accelerator.is_available()
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
+    if precision == "auto":
+        state = PartialState(cpu, **group.to_kwargs())
+        native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
+        precision = "bf16" if int(reduce(native)) == state.num_processes else "no"
+    return Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of bfloat16 without converting them first."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return any(torch.cpu.get_capabilities().get(name) for name in _BF16_CPUS)
+    return device.type in ("xpu", "hpu")
