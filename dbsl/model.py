@@ -107,7 +107,9 @@ def set_dropout(model: nn.Module, probability: float) -> None:
 
 def check_optimizer(name: str) -> None:
     """Raise ``ValueError`` unless timm has an optimizer of that name."""
-    if name not in timm.optim.list_optimizers():
+    from timm.optim import list_optimizers  # slow to import, as timm is
+
+    if name not in list_optimizers():
         raise ValueError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
@@ -120,12 +122,14 @@ def build_optimizer(
 
     It updates all parameters in one operation where torch has that for it ("fused").
     """
+    from timm.optim import create_optimizer_v2, get_optimizer_class
+
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
     settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    if timm.optim.get_optimizer_class(name, bind_defaults=False) in _FUSED:
+    if get_optimizer_class(name, bind_defaults=False) in _FUSED:
         settings["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
-    return timm.optim.create_optimizer_v2(model, opt=name, **settings)
+    return create_optimizer_v2(model, opt=name, **settings)
 
 
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
