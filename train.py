@@ -41,6 +41,7 @@ from dbsl.setup import prepare, print_run
 from dbsl.stages import LrSchedule, Schedule, learning_rate_at
 from dbsl.stopping import Stopping, deadline_of
 from dbsl.trackers import ReportTo, check_tracker
+from dbsl.transfer import Wire
 from dbsl.transforms import Augment
 
 
@@ -88,6 +89,7 @@ class Config:
     sync: Sync = "bsp"  # barrier each round; ssp: bounded lead; asp: no wait; step: every step
     push: Push = "weights"  # or gradients: the server has the optimizer, workers share each batch
     push_every: int = 1  # push gradients: steps whose gradients are summed in a push
+    wire: Wire = "float32"  # several processes: pushes in bf16 are half as long
     damp_stale: bool = False  # push gradients: scale a push by 1/(1 + staleness)
     drop_last: bool = False  # joint steps: leave out an epoch's last, shorter global batch
     sync_batch_norm: bool = False  # sync step on GPUs: statistics of the global batch
@@ -126,6 +128,7 @@ class Config:
     max_bad_images: int = 16  # left out because they cannot be decoded, of each split
     cpu_threads: int | None = None  # of torch; unset: the process's part of the cores
     mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
+    compile: bool = False  # torch.compile; graphs for all batch sizes are made before training
     seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
     output_dir: str | None = None  # the run folder, new; unset: runs/<dataset>-<model>-<time>
     report_to: ReportTo = "wandb"  # offline without a login or a network

@@ -20,11 +20,14 @@ from dbsl.packing import as_counts
 from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
 from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
-from dbsl.wire import SERVER_RANK, ControlGroup, SharedPlans, exchange_reports
+from dbsl.wire import SERVER_RANK, ControlGroup, FusedSum, SharedPlans
 
 
 class BarrierSync:
-    """Bulk synchronous rounds: one weighted reduce to the server rank and one broadcast back.
+    """Bulk synchronous rounds: one weighted sum over all ranks, with their reports in it.
+
+    The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
+    broadcast, as they do before the first round and where a whole round was refused.
 
     Args:
         weights: This process's model.
@@ -35,6 +38,7 @@ class BarrierSync:
         rounds_per_epoch: Rounds that make an epoch.
         outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
         control: How processes agree on what to do.
+        wire: Weights travel as their change since the pull where that is less than their dtype.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class BarrierSync:
         rounds_per_epoch: int,
         outgoing: Tensor | None = None,
         control: ControlGroup,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.weights = weights
         self.server = server
@@ -62,6 +67,10 @@ class BarrierSync:
         self._clock = 0  # rounds that are over
         self._has_global = False
         self._waited_s = 0.0
+        self._sum = FusedSum(self.outgoing, wire or self.outgoing.dtype)
+        # What the workers' changes count from; only where changes are what travels.
+        changes = self._averages and self._sum.vector.dtype != self.outgoing.dtype
+        self._pulled = weights.vector.clone() if changes else None
         self.refused = 0  # rounds that were not finite
         self.idle: Callable[[], object] = lambda: None  # called in place of a round's steps
 
@@ -135,6 +144,7 @@ class BarrierSync:
             "has_global": self._has_global,
             "refused": self.refused,
             "waited_s": self._waited_s,
+            "pulled": self._pulled,
             "server": self.server and self.server.state_dict(),
         }
 
@@ -143,29 +153,42 @@ class BarrierSync:
         self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
         self._has_global = bool(state["has_global"])
         self._waited_s = state["waited_s"]
+        if self._pulled is not None:
+            if state.get("pulled") is None:
+                raise ValueError("wire must be as it was when the checkpoint was made, got bf16")
+            self._pulled.copy_(state["pulled"])
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
     @torch.no_grad()
     def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
         began = time.perf_counter()
-        vector = self.outgoing
         total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
+        summed = self._sum.vector
         if report is None or report.refused:
-            vector.zero_()  # zero times what is not finite would not be
-        elif self._averages:
-            vector.mul_(report.merge_weight / total)
+            summed.zero_()  # zero times what is not finite would not be
+        elif not self._averages:
+            summed.copy_(self.outgoing)
+        elif self._pulled is None:
+            torch.mul(self.outgoing, report.merge_weight / total, out=summed)
+        else:
+            change = self.outgoing - self._pulled
+            summed.copy_(change.mul_(report.merge_weight / total))
         self.control.enter()
-        dist.reduce(vector, dst=SERVER_RANK)
-        reports = exchange_reports([report] if report else [], vector.device)
+        reports = self._sum.exchange(report)
         self.refused += sum(r.refused for r in reports)
+        taken = [r.merge_weight for r in reports if not r.refused]
+        if self._averages and len(taken) < len(reports) and taken:
+            summed.mul_(total / sum(taken))
+        self._has_global = self._averages and bool(taken)
+        if self._has_global:
+            if self._pulled is not None:
+                summed = self._pulled.add_(summed)
+            self.weights.load(summed)
         if self.server is not None:
-            taken = [r.merge_weight for r in reports if not r.refused]
-            if self._averages and taken and len(taken) < len(reports):
-                vector.mul_(total / sum(taken))
-            self.server.push_joined(vector if taken else None, reports)
+            joined = self.weights.vector if self._averages else summed.to(self.outgoing.dtype)
+            self.server.push_joined(joined if taken else None, reports)
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
-        self._has_global = False
         self._waited_s += time.perf_counter() - began
 
     @torch.no_grad()
@@ -174,9 +197,13 @@ class BarrierSync:
             return
         began = time.perf_counter()
         if self.server is not None:
-            self.weights.load(self.server.snapshot())
+            snapshot = self.server.snapshot()
+            self.weights.load(snapshot)
+            self.server.release(snapshot)
         self.control.enter()
         dist.broadcast(self.weights.vector, src=SERVER_RANK)
+        if self._pulled is not None:
+            self._pulled.copy_(self.weights.vector)
         self._has_global = True
         self._waited_s += time.perf_counter() - began
 

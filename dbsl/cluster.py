@@ -85,7 +85,9 @@ class SimulatedCluster:
     def pull(self, turn: Round) -> None:
         """Load the weights that the worker's round started from into the model."""
         (worker,) = turn.workers
-        self.weights.load(self._pulled.pop(worker))
+        pulled = self._pulled.pop(worker)
+        self.weights.load(pulled)
+        self.server.release(pulled)
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand the worker's weights, or gradients, to the server; True: they were refused."""

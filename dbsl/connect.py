@@ -10,6 +10,7 @@ from torch import nn
 from dbsl.barrier import BarrierSync
 from dbsl.clock import ComputeClock
 from dbsl.cluster import SimulatedCluster
+from dbsl.compiling import compile_for
 from dbsl.lockstep import Lockstep
 from dbsl.model import build_optimizer
 from dbsl.rollcall import RollCall
@@ -40,6 +41,9 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
+    if config.compile:
+        dropout = {stage.resolution: stage.dropout for stage in run.stages}
+        compile_for(model, run.batch_sizes(workers), dropout, accelerator)
     clock = ComputeClock(accelerator.device, None if alone else run.emulation)
 
     meets = not alone and config.sync in ("bsp", "step")
@@ -61,6 +65,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         "epochs": config.epochs,
         "rounds_per_epoch": run.rounds,
     }
+    wire = torch.bfloat16 if config.wire == "bf16" else None
     if config.sync == "step":
         weights = FlatWeights(model)
         if alone:
@@ -72,7 +77,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
             side = config.resolutions[0]
             example = torch.zeros(2, 3, side, side)
             stepper = DistributedSteps(
-                model, weights, clock, prepared, own, example, on_exchange=control.enter
+                model, weights, clock, prepared, own, example, on_exchange=control.enter, wire=wire
             )
             finish = stepper.average_buffers
         cluster = Lockstep(
@@ -128,7 +133,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         )
     else:
         worker = own if own >= 0 else None
-        common |= {"worker": worker, "outgoing": outgoing}
+        common |= {"worker": worker, "outgoing": outgoing, "wire": wire}
         if config.sync == "bsp":
             cluster = BarrierSync(weights, server, control=control, **common)
         else:

@@ -31,7 +31,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     if precision == "auto":
         state = PartialState(cpu, **group.to_kwargs())
         native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
-        precision = "bf16" if int(reduce(native)) == state.num_processes else "no"
+        precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
     return Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
 
 

@@ -77,7 +77,7 @@ def know_machines(
     limits: list[list[int] | None] = [None] * len(resolutions)
     if measured or find_limits:
         profiler = Profiler(
-            Setup.of(config.model, model, data.num_classes, accelerator),
+            Setup.of(config.model, model, data.num_classes, accelerator, compiled=config.compile),
             model,
             accelerator,
             seconds=config.profile_seconds / len(resolutions),

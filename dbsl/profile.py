@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.compiling import compile_in_place
 from dbsl.launch import Precision, start_accelerator
 from dbsl.machines import TimeModel
 from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory
@@ -87,12 +88,20 @@ class TrainingStep:
     """A training step with synthetic images on a copy of a model, for any batch size."""
 
     def __init__(
-        self, model: nn.Module, resolution: int, num_classes: int, accelerator: Accelerator
+        self,
+        model: nn.Module,
+        resolution: int,
+        num_classes: int,
+        accelerator: Accelerator,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.resolution = resolution
         self.num_classes = num_classes
         self._model = copy.deepcopy(model).train()
+        if compiled:
+            compile_in_place(self._model, accelerator.device)
         self._optimizer = torch.optim.SGD(
             self._model.parameters(), lr=0.0, momentum=0.9, fused=True
         )
@@ -272,6 +281,7 @@ class _Arguments:
     large_batch_size: int = 128  # the largest batch to measure
     held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
     mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
+    compile: bool = False  # measure what torch.compile makes of the model
     cpu_threads: int | None = None  # of torch; unset: all cores
     profile_seconds: float = 30.0  # at most about this long, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has it
@@ -309,7 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = build_model(
             arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
         ).to(accelerator.device, memory_format=torch.channels_last)
-        setup = Setup.of(arguments.model, model, arguments.num_classes, accelerator)
+        setup = Setup.of(
+            arguments.model, model, arguments.num_classes, accelerator, compiled=arguments.compile
+        )
         profiler = Profiler(
             setup,
             model,

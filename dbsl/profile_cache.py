@@ -51,7 +51,14 @@ class Setup:
     timm: str
 
     @staticmethod
-    def of(name: str, model: nn.Module, num_classes: int, accelerator: Accelerator) -> Setup:
+    def of(
+        name: str,
+        model: nn.Module,
+        num_classes: int,
+        accelerator: Accelerator,
+        *,
+        compiled: bool = False,
+    ) -> Setup:
         """Return the setup of this process."""
         return Setup(
             device=device_name(accelerator.device),
@@ -59,7 +66,7 @@ class Setup:
             parameters=sum(p.numel() for p in model.parameters()),
             num_classes=num_classes,
             precision=str(accelerator.mixed_precision),
-            compile=False,
+            compile=compiled,
             cpu_threads=torch.get_num_threads(),
             local_processes=local_processes(),
             torch=torch.__version__,
@@ -186,7 +193,13 @@ class Profiler:
         return profile
 
     def _step(self, resolution: int) -> TrainingStep:
-        return TrainingStep(self._model, resolution, self.setup.num_classes, self._accelerator)
+        return TrainingStep(
+            self._model,
+            resolution,
+            self.setup.num_classes,
+            self._accelerator,
+            compiled=self.setup.compile,
+        )
 
     def _all(self, here: bool) -> bool:
         """Whether a condition holds in every process."""

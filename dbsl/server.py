@@ -97,12 +97,16 @@ class Handover:
 
 
 @torch.no_grad()
-def merge_one(global_: Tensor, pushed: Tensor, weight: float, rule: Merge) -> None:
-    """Merge one worker's weights w into the global weights g in place, with factor f in (0, 1].
+def merge_one(
+    global_: Tensor, pushed: Tensor, weight: float, rule: Merge, out: Tensor | None = None
+) -> None:
+    """Merge one worker's weights w into the global weights g with factor f in (0, 1].
 
     ``ratio`` (journal): g <- (g + f*w)/(1 + f). ``half`` (conference): g <- ((2 - f)*g + f*w)/2.
+    In place, or into `out`.
     """
-    global_.lerp_(pushed, weight / (1 + weight) if rule == "ratio" else weight / 2)
+    part = weight / (1 + weight) if rule == "ratio" else weight / 2
+    torch.lerp(global_, pushed, part, out=global_ if out is None else out)
 
 
 class Server:
@@ -145,6 +149,7 @@ class Server:
         self.reports: deque[RoundReport] = deque()
         self._weights = weights.detach().clone()
         self._snapshot: Tensor | None = None
+        self._readers = 0  # of the snapshot, that may still read it
         self._pulled_version = [0] * workers
         self._sum: Tensor | None = None
         self._sum_weight = 0.0
@@ -176,7 +181,9 @@ class Server:
         if self.rule == "mean":
             self._collect(weights, report)
         elif not report.refused:
-            merge_one(self._writable(), weights, report.merge_weight, self.rule)
+            current = self._weights
+            out = self._writable(keep=False)  # another tensor where `current` is still read
+            merge_one(current, weights, report.merge_weight, self.rule, out)
             self.version += 1
         self._advance([report])
         return report
@@ -187,7 +194,7 @@ class Server:
         None: all of it was refused.
         """
         if joined is not None:
-            self._writable().copy_(joined)
+            self._writable(keep=False).copy_(joined)
         self.version += 1
         self._advance(reports)
 
@@ -216,7 +223,7 @@ class Server:
         self.clocks = as_counts(state["clocks"], workers)
         self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
         self._pulled_version = as_counts(state["pulled_version"], workers)
-        self._writable().copy_(state["weights"])
+        self._writable(keep=False).copy_(state["weights"])
         self._sum = None
         if state["sum"] is not None:
             self._sum = state["sum"].to(self._weights.device)
@@ -229,22 +236,35 @@ class Server:
 
     def take_over(self, handover: Handover) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
-        self._writable().copy_(handover.weights)
+        self._writable(keep=False).copy_(handover.weights)
         self.version = handover.version
         self.clocks = [handover.clock] * len(self.clocks)
         self._pulled_version = [handover.version] * len(self.clocks)
         self._epochs_ended = handover.clock // self.rounds_per_epoch
 
     def snapshot(self) -> Tensor:
-        """Return the current global weights; later merges leave the returned tensor as it is."""
+        """Return the current global weights; later merges leave the returned tensor as it is.
+
+        That lasts until it is given back with `release`, if it is.
+        """
         # Readers share one tensor per version: pulls copy nothing until a merge has to write.
         if self._snapshot is None:
-            self._snapshot = self._weights
+            self._snapshot, self._readers = self._weights, 0
+        self._readers += 1
         return self._snapshot
 
-    def _writable(self) -> Tensor:
+    def release(self, snapshot: Tensor) -> None:
+        """Note that a reader of a snapshot is done: without readers, merges write in place."""
+        if snapshot is self._snapshot:
+            self._readers -= 1
+            if self._readers == 0:
+                self._snapshot = None
+
+    def _writable(self, *, keep: bool = True) -> Tensor:
+        """Return the weights to write to; not `keep`: all of them are to be overwritten."""
         if self._snapshot is not None:
-            self._weights, self._snapshot = self._snapshot.clone(), None
+            self._weights = self._snapshot.clone() if keep else torch.empty_like(self._snapshot)
+            self._snapshot = None
         return self._weights
 
     @torch.no_grad()
@@ -257,7 +277,7 @@ class Server:
         self._collected += 1
         if self._collected == len(self.clocks):  # the barrier: everyone has pushed this round
             if self._sum_weight:  # else all were refused, and the weights stay
-                torch.div(self._sum, self._sum_weight, out=self._writable())
+                torch.div(self._sum, self._sum_weight, out=self._writable(keep=False))
             self._sum.zero_()
             self._sum_weight, self._collected = 0.0, 0
             self.version += 1
@@ -380,7 +400,10 @@ class GradientServer(Server):
         if handover.server_optimizer is not None:
             self._owner.load_state_dict(handover.server_optimizer)
 
-    def _writable(self) -> Tensor:
+    def release(self, snapshot: Tensor) -> None:
+        """Nothing to do: a snapshot is a copy here, which a step does not write to."""
+
+    def _writable(self, *, keep: bool = True) -> Tensor:
         self._snapshot = None
         return self._weights
 

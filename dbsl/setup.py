@@ -75,6 +75,22 @@ class Setting:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
         return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
 
+    def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
+        """Return the sizes of these workers' batches at the start, by resolution."""
+        sizes: dict[int, set[int]] = {}
+        joint = next(iter(self.plans.values())).global_batch_size is not None
+        for epoch in range(self.config.epochs):
+            of_resolution = sizes.setdefault(self.stage_at(epoch).resolution, set())
+            if of_resolution:
+                continue
+            for group in [tuple(workers)] if joint else [(worker,) for worker in workers]:
+                for round_ in range(self.rounds):
+                    turn = Round(group, epoch, round_)
+                    steps = self.steps(self.planner.at(epoch, round_), turn)
+                    parts = [part for step in steps for part in step.parts]
+                    of_resolution |= {len(part.indices) for part in parts} - {0}
+        return sizes
+
     def fixed_segments(self, handover: Handover) -> dict[int, list[Segment]]:
         """Return the plans of epochs of which other workers have left a part, by epoch."""
         fixed, samples = {}, len(self.data.train)
@@ -139,6 +155,10 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         raise ValueError(
             f"time_noise must be 0 with several processes, whose times are real, "
             f"got {config.time_noise:g}"
+        )
+    if config.wire != "float32" and accelerator.num_processes == 1:
+        raise ValueError(
+            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
         )
     if config.sync_batch_norm and (
         accelerator.num_processes == 1 or accelerator.device.type != "cuda"
@@ -310,7 +330,8 @@ def profile_command(run: Setting, processes: int) -> str:
         f"{launch} -m dbsl.profile --model {config.model} --num-classes {run.data.num_classes} "
         f"--resolutions {','.join(map(str, config.resolutions))} "
         f"--large-batch-size {largest} "
-        f"--mixed-precision {config.mixed_precision} --profile-refresh"
+        f"--mixed-precision {config.mixed_precision} {'--compile ' * config.compile}"
+        "--profile-refresh"
     )
 
 

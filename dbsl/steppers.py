@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.clock import ComputeClock
@@ -149,6 +152,7 @@ class DistributedSteps(_Stepper):
         worker: int,
         example: Tensor,  # images that the model takes, [B, 3, R, R]
         on_exchange: Callable[[], object] = lambda: None,
+        wire: torch.dtype | None = None,  # that gradients are rounded to on their way
     ) -> None:
         self._world_size = dist.get_world_size()
         cuda = weights.vector.is_cuda
@@ -164,6 +168,8 @@ class DistributedSteps(_Stepper):
         self._buffers = weights.buffers
         self.clock = clock
         self.on_exchange = on_exchange
+        self.exchange = allreduce_hook if wire is None else bf16_compress_hook
+        self._wire = wire
         self.warm = False
         self._worker = worker
         self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
@@ -238,6 +244,8 @@ class DistributedSteps(_Stepper):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+        if self._wire is not None:
+            flat = flat.to(self._wire)
         dist.all_reduce(flat)
         for parameter, piece in zip(
             parameters, flat.split([p.numel() for p in parameters]), strict=True
@@ -359,4 +367,4 @@ def _timed_allreduce(stepper, bucket):
     if stepper.warm:
         # After the last only waiting for the others follows.
         stepper.clock.mark(last=bucket.is_last())
-    return allreduce_hook(None, bucket)
+    return stepper.exchange(None, bucket)

@@ -24,6 +24,7 @@ from dbsl.errors import SyncError
 from dbsl.packing import as_counts
 from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
 from dbsl.stopping import Wish
+from dbsl.transfer import Transfer
 from dbsl.weights import FlatWeights
 from dbsl.wire import (
     CPU,
@@ -33,6 +34,7 @@ from dbsl.wire import (
     PLAN,
     PULL,
     PUSH,
+    PUSH_CHANGE,
     SERVER_RANK,
     answer,
     check_report,
@@ -77,6 +79,8 @@ class ServerSync:
         rounds_per_epoch: Rounds that make an epoch.
         timeout_s: Longest silence of a worker before it counts as lost; of the server 5 s more.
         outgoing: What a push hands over; None for the weights.
+        wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
+            rounded to it, and of weights their change since the pull.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class ServerSync:
         rounds_per_epoch: int,
         timeout_s: float,
         outgoing: Tensor | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.weights = weights
         self._planner = planner
@@ -118,10 +123,16 @@ class ServerSync:
         self._changed = threading.Condition()  # guards the server
         self._failure: SyncError | None = None
         self._threads: list[threading.Thread] = []
+        narrow = wire if wire != weights.vector.dtype else None
+        # Weights lose less as their change, which both sides then count from what was pulled.
+        self._sends_changes = narrow is not None and outgoing is None
+        self._pulled: Tensor | None = None
         if server is None:
             self._pair = pairs[self._rank]
-            self._staging = _host_like(weights.vector)
+            self._whole = Transfer(weights.vector, SERVER_RANK, self._pair)
+            self._narrow = Transfer(weights.vector, SERVER_RANK, self._pair, narrow)
         else:
+            self._narrow_dtype = narrow
             for rank, pair in pairs.items():
                 thread = threading.Thread(
                     target=self._serve, args=(rank, pair), name=f"serve-{rank}", daemon=True
@@ -169,20 +180,24 @@ class ServerSync:
                     f"worker {worker}'s turn",
                 )
                 stop = self._interrupted
-                weights = self.server.pull(worker)
+                if not stop:
+                    weights = self.server.pull(worker)
+                    self.weights.load(weights)
+                    self.server.release(weights)
         else:
             head = answer()
             with _exchange():
                 dist.send(message(PULL), SERVER_RANK, group=self._pair)
                 dist.recv(head, SERVER_RANK, group=self._pair)
+                self._sent()
                 stop, self.announced = read_answer(head)
                 if not stop:
-                    dist.recv(self._staging, SERVER_RANK, group=self._pair)
-            weights = self._staging
+                    self._whole.receive(self.weights.vector)
         if stop:
             self._interrupted = True
             self.on_stop()
-        self.weights.load(weights)
+        if self._sends_changes and self.server is None:
+            self._pulled = self.weights.vector.clone()
         self._waited_s += time.perf_counter() - began
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
@@ -193,10 +208,15 @@ class ServerSync:
         if self.server is not None:
             self._merge(self.outgoing.to("cpu"), report)
         else:
-            self._staging.copy_(self.outgoing)
             with _exchange():
-                dist.send(message(PUSH, report), SERVER_RANK, group=self._pair)
-                dist.send(self._staging, SERVER_RANK, group=self._pair)
+                # It is on its way while the next round is prepared, and there before the pull ends.
+                if self._sends_changes and self._pulled is not None:
+                    dist.send(message(PUSH_CHANGE, report), SERVER_RANK, group=self._pair)
+                    self._narrow.send(self._pulled.neg_().add_(self.outgoing))
+                else:  # where changes are sent: a run was resumed inside this round
+                    dist.send(message(PUSH, report), SERVER_RANK, group=self._pair)
+                    (self._whole if self._sends_changes else self._narrow).send(self.outgoing)
+                self._pulled = None
         self._waited_s = time.perf_counter() - began
         return report.refused
 
@@ -234,6 +254,7 @@ class ServerSync:
             with _exchange():
                 dist.send(message(LEAVE), SERVER_RANK, group=self._pair)
                 dist.recv(head, SERVER_RANK, group=self._pair)
+                self._sent()
             return read_answer(head)[1][0]
         with self._changed:
             self._stopping = self._interrupted = True
@@ -250,6 +271,7 @@ class ServerSync:
         if self.server is None:
             with _exchange():
                 dist.send(message(DONE), SERVER_RANK, group=self._pair)
+                self._sent()
         for thread in self._threads:
             thread.join(self._timeout_s)
 
@@ -283,6 +305,11 @@ class ServerSync:
         self._clock = handover.clock
         if self.server is not None:
             self.server.take_over(handover)
+
+    def _sent(self) -> None:
+        """Wait until the last push has left this process."""
+        self._whole.wait()
+        self._narrow.wait()
 
     def _finished(self, *, wait: bool) -> Iterator[EpochEnd]:
         if self.server is None:
@@ -339,7 +366,10 @@ class ServerSync:
                 self._changed.notify_all()
 
     def _converse(self, rank: int, worker: int, pair: dist.ProcessGroup) -> None:
-        head, buffer = message(DONE), _host_like(self.weights.vector)
+        head, buffer = message(DONE), torch.empty_like(self.weights.vector, device=CPU)
+        whole = Transfer(buffer, rank, pair)
+        narrow = Transfer(buffer, rank, pair, self._narrow_dtype)
+        pulled: Tensor | None = None  # which a change counts from
         while True:
             dist.recv(head, rank, group=pair)
             kind = message_kind(head)
@@ -353,13 +383,18 @@ class ServerSync:
                         self._wait_for(lambda: self._stopping, "rank 0 to stop")
                 dist.send(answer(stop=True, announced=self.announced), rank, group=pair)
                 return
-            if kind == PUSH:
+            if kind in (PUSH, PUSH_CHANGE):
                 report = decode(head[1:])
-                dist.recv(buffer, rank, group=pair)
+                if kind == PUSH_CHANGE and pulled is None:
+                    raise ValueError("a change of weights must follow a pull")
+                is_whole = self._sends_changes and kind == PUSH
+                finite = (whole if is_whole else narrow).receive(buffer, check=True)
+                if kind == PUSH_CHANGE:
+                    buffer.add_(pulled)
                 with self._changed:
                     clock = divmod(self.server.clocks[worker], self._rounds_per_epoch)
                 check_report(report, worker, *clock)
-                if not report.refused and not buffer.isfinite().all():
+                if not report.refused and not finite:
                     report = replace(report, refused=True)
                 self._merge(buffer, report)
             elif kind == PLAN:
@@ -377,7 +412,15 @@ class ServerSync:
                     weights = None if stop else self.server.pull(worker)
                 dist.send(answer(stop=stop, announced=self.announced), rank, group=pair)
                 if not stop:
-                    dist.send(weights, rank, group=pair)
+                    whole.send(weights)
+                    whole.wait()
+                    with self._changed:
+                        if self._sends_changes:
+                            pulled, last = weights, pulled
+                        else:
+                            last = weights
+                        if last is not None:
+                            self.server.release(last)
 
     def _lose(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker, if there is another; called with the lock held."""
@@ -406,8 +449,3 @@ def _exchange() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise SyncError(f"the server (rank {SERVER_RANK}) was lost: {reason}") from error
-
-
-def _host_like(vector: Tensor) -> Tensor:
-    """Return host memory for a copy of the vector, pinned where it comes from a CUDA device."""
-    return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=vector.is_cuda)

@@ -20,7 +20,8 @@ from dbsl.server import RoundReport
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
-DONE, PUSH, PULL, PLAN, LEAVE = range(5)  # kinds of messages to the server
+# Kinds of messages to the server. A push is of weights or gradients, or of the weights' change.
+DONE, PUSH, PUSH_CHANGE, PULL, PLAN, LEAVE = range(6)
 NOTHING_ANNOUNCED = (0, -1)
 
 _FIELDS = fields(RoundReport)
@@ -69,7 +70,7 @@ def message_kind(head: Tensor) -> int:
         ValueError: If there is none such.
     """
     kind = float(head[0])
-    if kind not in (DONE, PUSH, PULL, PLAN, LEAVE):
+    if kind not in range(LEAVE + 1):
         raise ValueError(f"message must be of a known kind, got {kind:g}")
     return int(kind)
 
@@ -133,6 +134,38 @@ def exchange_reports(reports: Sequence[RoundReport], device: torch.device) -> li
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
     return [decode(row) for row in rows if row[0] >= 0]
+
+
+class FusedSum:
+    """A vector summed over all ranks, and with it their reports, in one collective.
+
+    Reports travel as bytes behind the vector: integers below 256 are exact in every dtype, and
+    nothing but zeros is added to them.
+
+    Args:
+        like: A vector as they are summed.
+        dtype: What travels.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._row = len(_FIELDS) * torch.float64.itemsize
+        room = dist.get_world_size() * (1 + self._row)
+        self._all = torch.zeros(len(like) + room, dtype=dtype, device=like.device)
+        self.vector = self._all[: len(like)]  # this rank's, then the sum
+        self._rows = self._all[len(like) :].view(dist.get_world_size(), 1 + self._row)
+
+    def exchange(self, report: RoundReport | None) -> list[RoundReport]:
+        """Sum `vector` in place (a collective); return the ranks' reports, in their order."""
+        self._rows.zero_()
+        if report is not None:
+            letters = encode(report, CPU).view(torch.uint8).to(self._rows.dtype)
+            mine = self._rows[dist.get_rank()]
+            mine[0] = 1  # there is a report
+            mine[1:] = letters.to(mine.device)
+        dist.all_reduce(self._all)
+        rows = self._rows.cpu()
+        found = rows[rows[:, 0] != 0, 1:]
+        return [decode(row.view(torch.float64)) for row in found.to(torch.uint8).contiguous()]
 
 
 def plan_tensor(workers: int, device: torch.device) -> Tensor:

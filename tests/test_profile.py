@@ -56,7 +56,7 @@ def test_step_times_are_medians_of_turns_until_time_is_up(monkeypatch):
             clock[0] += 1.0
             return type("Measurement", (), {"times": [0.001 * self.size, outlier + 0.002]})
 
-    monkeypatch.setattr(profile, "Timer", FakeTimer)
+    monkeypatch.setattr("torch.utils.benchmark.Timer", FakeTimer)
     monkeypatch.setattr(profile.time, "perf_counter", lambda: clock[0])
     warmed = []
     times, errors = measure_step_times(warmed.append, [2, 8], seconds=9.0)

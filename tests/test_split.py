@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.optimize  # noqa: F401 - or the first example of a test would pay for its import
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

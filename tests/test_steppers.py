@@ -125,13 +125,14 @@ def one_process(model, how, sizes, samples, weighted=True):
     return train(cluster, stepper, sizes, samples, weighted)
 
 
-def one_rank(rank, model, how, sizes, samples, weighted=True):
+def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
     planner, plan = make_planner(sizes, samples)
     clock = ComputeClock(CPU)
     common = {"planner": planner, "epochs": EPOCHS}
     if how == "step":
         weights = FlatWeights(model)
-        stepper = DistributedSteps(model, weights, clock, build, rank, torch.zeros(2, 3, 8, 8))
+        example = torch.zeros(2, 3, 8, 8)
+        stepper = DistributedSteps(model, weights, clock, build, rank, example, wire=wire)
         cluster = Lockstep(
             weights,
             workers=[rank],
@@ -154,9 +155,29 @@ def one_rank(rank, model, how, sizes, samples, weighted=True):
         weights = FlatWeights(model)
         stepper = PushedGradients(model, weights, clock)
         cluster = BarrierSync(
-            weights, server, outgoing=stepper.vector, control=ControlGroup(20.0), **common
+            weights,
+            server,
+            outgoing=stepper.vector,
+            control=ControlGroup(20.0),
+            wire=wire,
+            **common,
         )
     return train(cluster, stepper, sizes, samples, weighted).tolist()
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+def test_gradients_on_a_narrow_wire_differ_by_their_rounding_alone(run_ranks, tiny_model, how):
+    sizes, samples = (6, 2), 43  # with a last global batch of another size
+    before = torch.cat([p.detach().flatten() for p in tiny_model.parameters()])
+    wide, narrow = (
+        torch.tensor(
+            run_ranks(one_rank, tiny_model, how, sizes, samples, True, wire)[0],
+            dtype=torch.float64,
+        )
+        for wire in (None, torch.bfloat16)
+    )
+    change = (wide - before[: len(wide)]).norm()
+    assert 0 < (wide - narrow).norm() < 0.02 * change
 
 
 @pytest.mark.parametrize("how", ["step", "gradients"])

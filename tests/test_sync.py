@@ -41,6 +41,7 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
         )
     common = {
         "planner": planner,
+        "wire": options.get("wire"),
         "worker": own if own >= 0 else None,
         "epochs": epochs,
         "rounds_per_epoch": rounds,
@@ -215,3 +216,31 @@ def lost_server_rank(rank):
 def test_without_the_server_every_worker_stops_and_names_it(run_ranks):
     results = run_ranks(lost_server_rank, world_size=3, expect_errors=True)
     assert all("the server (rank 0) was lost" in text for text in results[1:])
+
+
+def narrow_rank(rank, sync, wire):
+    weights, cluster, plan = make(rank, sync, world_size=2, epochs=4, wire=wire)
+    weights.vector.fill_(1000.0)  # of which bf16 would lose changes below 4
+    if cluster.server is not None:
+        cluster.server.snapshot().fill_(1000.0)
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            continue
+        cluster.pull(turn)
+        weights.vector.add_(1.0 + turn.workers[0])
+        cluster.push(make_reports(turn, plan))
+    cluster.close()
+    return cluster.server.snapshot().tolist() if cluster.server else None
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp"])
+def test_a_narrow_wire_carries_changes_that_it_would_lose_of_the_weights(run_ranks, sync):
+    wide, narrow = (
+        torch.tensor(run_ranks(narrow_rank, sync, wire)[0], dtype=torch.float64)
+        for wire in (None, torch.bfloat16)
+    )
+    assert (wide > 1002).all()
+    if sync == "bsp":
+        torch.testing.assert_close(narrow - 1000, wide - 1000, rtol=2**-7, atol=0)
+    else:  # the order of pushes may differ
+        assert (narrow > 1002).all()

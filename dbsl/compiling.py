@@ -1,0 +1,63 @@
+"""torch.compile for a run: a graph for each resolution and batch size, made before training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+
+from dbsl.model import set_dropout
+
+_MOST_GRAPHS = 64  # of a run; whatever comes after them runs uncompiled
+
+
+def compile_in_place(model: nn.Module, device: torch.device) -> None:
+    """Compile a model's calls, anew for each shape of its input.
+
+    On CUDA the graphs are recorded as CUDA graphs, which spare small batches the launch of every
+    kernel.
+    """
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    model.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
+
+
+def compile_for(
+    model: nn.Module,
+    batch_sizes: Mapping[int, Sequence[int]],
+    dropout: Mapping[int, float],
+    accelerator: Accelerator,
+) -> None:
+    """Compile a model in place, and make the graphs that training will need.
+
+    Weights, statistics and random streams stay as they are.
+
+    Args:
+        model: The model, on its device.
+        batch_sizes: Samples of the batches that are trained on, by resolution.
+        dropout: Before the classifier, by resolution.
+        accelerator: Tells the device and the precision.
+    """
+    device = accelerator.device
+    compile_in_place(model, device)
+    began, graphs = time.perf_counter(), 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for resolution, sizes in batch_sizes.items():
+            set_dropout(model, dropout[resolution])
+            for size in sorted(set(sizes)):
+                images = torch.zeros(size, 3, resolution, resolution, device=device)
+                images = images.contiguous(memory_format=torch.channels_last)
+                labels = torch.zeros(size, dtype=torch.int64, device=device)
+                with accelerator.autocast():
+                    loss = F.cross_entropy(model(images), labels)
+                loss.backward()
+                graphs += 1
+    model.zero_grad(set_to_none=True)
+    model.load_state_dict(before)
+    took = time.perf_counter() - began
+    accelerator.print(f"compiled for {graphs} pairs of resolution and batch size in {took:.0f} s")

@@ -1,0 +1,78 @@
+"""A vector from one process to another, in pieces: what is done with one overlaps with the next."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PIECE = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messages
+
+Wire = Literal["float32", "bf16"]
+
+
+class Transfer:
+    """Sends vectors of one length over a group of two, and receives them.
+
+    A vector in host memory and in the wire's dtype is sent from, and received into, where it is;
+    others pass a buffer, which is pinned for a CUDA device. Between `send` and `wait` the sent
+    vector must stay as it is.
+
+    Args:
+        like: A vector as they are sent.
+        peer: Rank of the other process.
+        group: Of this process and the other one.
+        dtype: What travels.
+    """
+
+    def __init__(
+        self, like: Tensor, peer: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    ) -> None:
+        self._peer = peer
+        self._group = group
+        self._dtype = dtype or like.dtype
+        self._buffer: Tensor | None = None
+        self._length = len(like)
+        self._pinned = like.is_cuda
+        self._pending: list[dist.Work] = []
+
+    def send(self, vector: Tensor) -> None:
+        """Begin to send."""
+        self.wait()
+        for piece, staged in self._pieces(vector):
+            if staged is not piece:
+                staged.copy_(piece)  # while the pieces before it are on their way
+            self._pending.append(dist.isend(staged, self._peer, group=self._group))
+
+    def wait(self) -> None:
+        """Wait until what was sent last is on its way, and may be changed."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+
+    def receive(self, vector: Tensor, *, check: bool = False) -> bool:
+        """Receive into a vector; on a CUDA device its pieces are being copied when this returns.
+
+        With `check`, return whether all of it is finite.
+        """
+        self.wait()
+        pieces, sums = self._pieces(vector), []
+        works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in pieces]
+        for work, (piece, staged) in zip(works, pieces, strict=True):
+            work.wait()
+            if staged is not piece:
+                piece.copy_(staged, non_blocking=True)
+            if check:
+                sums.append(piece.sum())  # while the next piece comes; finite ones do not overflow
+        return not sums or bool(torch.stack(sums).sum().isfinite())
+
+    def _pieces(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return pieces of the vector, each with what of it is sent or received."""
+        pieces = vector.split(PIECE)
+        if vector.dtype == self._dtype and vector.device.type == "cpu":
+            return [(piece, piece) for piece in pieces]
+        if self._buffer is None:
+            self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=self._pinned)
+        return list(zip(pieces, self._buffer.split(PIECE), strict=True))
