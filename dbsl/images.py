@@ -6,22 +6,24 @@ No source here may pass through `accelerator.prepare`, which would shard its bat
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from dbsl.crops import cut, upright
 from dbsl.lazy import lazy_import
-from dbsl.seeds import sample_seeds, stream_seed
 from dbsl.transforms import Transform, to_device
 
 datasets = lazy_import("datasets")
@@ -207,13 +209,13 @@ class ImageSplit:
     def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
         feature = datasets.Image(mode="RGB")  # which also applies EXIF orientation
-        rows = self.rows[samples]
-        for value in self.table[rows][self.image_column]:
-            try:
-                self._check_path(value)
-                yield feature.decode_example(value)
-            except Exception as error:  # Pillow raises OSError, SyntaxError, its own and more
-                yield " ".join(str(error).split()) or type(error).__name__
+
+        def decode(value: Mapping[str, Any]) -> Image.Image:
+            self._check_path(value)
+            return feature.decode_example(value)
+
+        for value in self._values(samples):
+            yield _attempt(decode, value)
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -239,21 +241,43 @@ class ImageSplit:
         a loader process's traceback in a message.
         """
         samples, transform, epoch = request
-        host_transform = transform.host_transform()
-        seeds = sample_seeds(stream_seed(transform.seed, "host augment", epoch), samples)
-        images, places, errors = [], [], {}
-        with torch.random.fork_rng(devices=[]):  # without loader processes this is the trainer's
-            decoded = zip(self.decode(samples), seeds.tolist(), strict=True)
-            for place, (image, seed) in enumerate(decoded):
-                if isinstance(image, str):
-                    errors[int(self.rows[samples[place]])] = image
-                    continue
-                torch.default_generator.manual_seed(seed)  # torch.manual_seed is the GPUs' as well
-                images.append(host_transform(image))
+        opened = [_attempt(self._open, value) for value in self._values(samples)]
+        sizes = np.array([(1, 1) if isinstance(image, str) else image.size for image in opened])
+        boxes, side = transform.boxes(sizes, samples, epoch), transform.resolution
+        mirrored = transform.mirrored(samples, epoch)
+        pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
+        for place, image in enumerate(opened):
+            opened[place] = None  # or a whole batch would stay in memory, decoded
+            if not isinstance(image, str):
+                image = _attempt(cut, image, boxes[place], side, mirrored[place])
+            if isinstance(image, str):
+                errors[int(self.rows[samples[place]])] = image
+            else:
+                pixels[len(places)] = image
                 places.append(place)
-        side = transform.resolution
-        stacked = torch.stack(images) if images else torch.empty(0, 3, side, side).byte()
-        return stacked, torch.tensor(places, dtype=torch.int64), errors
+        images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
+        return images, torch.tensor(places, dtype=torch.int64), errors
+
+    def _values(self, samples: np.ndarray) -> list[Any]:
+        return self.table[self.rows[samples]][self.image_column]
+
+    def _open(self, value: Mapping[str, Any]) -> Image.Image:
+        """Return an image that is not decoded yet, where that can be."""
+        self._check_path(value)
+        content, path = value["bytes"], value["path"]
+        if content is None and path is not None and Path(path).is_file():
+            content = Path(path).read_bytes()
+        if content is None:  # inside an archive
+            return datasets.Image().decode_example(value)
+        return upright(Image.open(io.BytesIO(content)))
+
+
+def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Image | str:
+    """Return an image, or why there is none: Pillow raises OSError, SyntaxError and more."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return " ".join(str(error).split()) or type(error).__name__
 
 
 def _process_context() -> multiprocessing.context.BaseContext:

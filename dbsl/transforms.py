@@ -7,18 +7,15 @@ looks the same whichever worker trains on it and whichever batch it stands in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dbsl.crops import DRAWS, centre_boxes, random_boxes, whole_boxes
 from dbsl.seeds import sample_uniforms, stream_seed
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 Augment = Literal["none", "crop", "paper"]
 
@@ -32,13 +29,13 @@ class Transform:
     """Turns uint8 images into what a model reads at one resolution.
 
     A batch passes one or two stops. Small images of one size stay on the device and pass
-    `__call__` alone. Large or uneven ones first pass `host_transform`, one by one in a loader
-    process, which leaves `__call__` what is cheap on a whole batch.
+    `__call__` alone. Of large or uneven ones a loader process cuts `boxes` and resizes them, which
+    leaves `__call__` what is cheap on a whole batch.
 
     | augment | small images, on the device | others, on the host | then, on the device |
     | --- | --- | --- | --- |
     | none | resize all of it | resize, centre crop 87.5 % | |
-    | crop | zero-pad by side/8, crop, flip, resize | random resized crop | flip |
+    | crop | zero-pad by side/8, crop, flip, resize | random resized crop, flip | |
     | paper | resize, flip, rotate, zoom | resize | flip, rotate, zoom |
 
     "none" is what evaluation uses. "paper" is the augmentation of the ImageNet runs of dual-batch
@@ -78,33 +75,37 @@ class Transform:
             images: uint8 [B, 3, H, W], square where `augment` is "crop" and they are not prepared.
             samples: Sample numbers in the training set, int64 [B].
             epoch: Epoch that the augmentation is drawn for.
-            prepared: The images come from `host_transform`.
+            prepared: The images were cut out by a loader process.
         """
-        if self.augment == "none":
+        if self.augment == "none" or (self.augment == "crop" and prepared):
             return self._normalise(self._resize(images))
         stream = stream_seed(self.seed, "augment", epoch)
         chance, first, second = sample_uniforms(stream, samples, 3).T
         flipped = (chance < 0.5) & self.mirror
         if self.augment == "paper":
             return _warp(self._normalise(self._resize(images)), flipped, first, second)
-        images = _flip(images, flipped) if prepared else _shift(images, flipped, first, second)
-        return self._normalise(self._resize(images))
+        return self._normalise(self._resize(_shift(images, flipped, first, second)))
 
-    def host_transform(self) -> Callable[[Image.Image], torch.Tensor]:
-        """Return what one PIL image passes in a loader process: out comes uint8 [3, R, R].
+    def boxes(self, sizes: np.ndarray, samples: np.ndarray, epoch: int) -> np.ndarray:
+        """Return which part of each large image is used: left, top, right, bottom, [B, 4].
 
-        It draws from torch's default generator, which the caller seeds per sample.
+        Args:
+            sizes: Width and height of each image, [B, 2].
+            samples: Sample numbers in the training set, int64 [B].
+            epoch: Epoch that the augmentation is drawn for.
         """
-        from torchvision.transforms import v2  # slow to import
-
-        size = (self.resolution, self.resolution)
         if self.augment == "crop":
-            resize = [v2.RandomResizedCrop(size)]
-        elif self.augment == "paper":
-            resize = [v2.Resize(size)]
-        else:
-            resize = [v2.Resize(round(self.resolution / _EVAL_CROP)), v2.CenterCrop(size)]
-        return v2.Compose([*resize, v2.PILToTensor()])
+            stream = stream_seed(self.seed, "crop", epoch)
+            return random_boxes(sizes, sample_uniforms(stream, samples, DRAWS))
+        if self.augment == "paper":
+            return whole_boxes(sizes)
+        return centre_boxes(sizes, _EVAL_CROP)
+
+    def mirrored(self, samples: np.ndarray, epoch: int) -> np.ndarray:
+        """Return which large images a loader process mirrors, bool [B]; see `boxes`."""
+        if self.augment != "crop" or not self.mirror:
+            return np.zeros(len(samples), dtype=bool)
+        return sample_uniforms(stream_seed(self.seed, "augment", epoch), samples, 1)[:, 0] < 0.5
 
     def _resize(self, images: torch.Tensor) -> torch.Tensor:
         from torchvision.transforms.v2 import functional as TF
@@ -112,9 +113,12 @@ class Transform:
         return TF.resize(images, [self.resolution, self.resolution], antialias=True)
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
-        scale, offset = _affine(self.mean, self.std, images.device)
-        images = images.to(torch.float32, memory_format=torch.channels_last)
-        return images.mul_(scale).add_(offset)
+        batch, _, height, width = images.shape
+        scale, offset = _affine(self.mean, self.std, width, images.device)
+        # Rows of whole pixels, so that the innermost loop is a row long and not three channels.
+        rows = images.permute(0, 2, 3, 1).reshape(batch * height, width * 3)
+        rows = torch.mul(rows, scale).add_(offset)  # from uint8 to float32 on the way
+        return rows.view(batch, height, width, 3).permute(0, 3, 1, 2)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -130,20 +134,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _affine(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and offset that turn 0..255 into (x / 255 - mean) / std, [1, 3, 1, 1] each."""
+    mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
+) -> torch.Tensor:
+    """Return scale and offset that turn 0..255 into (x / 255 - mean) / std, [2, width * 3]."""
     scale = 1 / (255 * np.asarray(std))
     offset = -np.asarray(mean) / np.asarray(std)
-    both = to_device(np.stack([scale, offset]).astype(np.float32), device)
-    return tuple(both.view(2, 1, 3, 1, 1))
-
-
-def _flip(images: torch.Tensor, flipped: np.ndarray) -> torch.Tensor:
-    if not flipped.any():
-        return images
-    chosen = to_device(flipped, images.device)[:, None, None, None]
-    return torch.where(chosen, images.flip(3), images)
+    return to_device(np.tile(np.stack([scale, offset]).astype(np.float32), width), device)
 
 
 def _shift(
