@@ -87,7 +87,8 @@ def balanced_sizes(
     def held(time_s: float) -> np.ndarray:
         return np.clip((time_s - intercepts) / slopes, least, limits)
 
-    latest = float((slopes * limits + intercepts).max())
+    # Later by more than rounding: at `latest` all of them hold exactly their limits.
+    latest = float((slopes * limits + intercepts).max()) * (1 + 1e-9)
     soonest = float((slopes * least + intercepts).min())
     enough = held(soonest).sum() >= global_batch_size
     time_s = (

@@ -126,7 +126,8 @@ class ServerSync:
         narrow = wire if wire != weights.vector.dtype else None
         # Weights lose less as their change, which both sides then count from what was pulled.
         self._sends_changes = narrow is not None and outgoing is None
-        self._pulled: Tensor | None = None
+        self._pulled = torch.empty_like(weights.vector) if self._sends_changes else None
+        self._can_change = False  # `_pulled` is what the round began with
         if server is None:
             self._pair = pairs[self._rank]
             self._whole = Transfer(weights.vector, SERVER_RANK, self._pair)
@@ -192,12 +193,11 @@ class ServerSync:
                 self._sent()
                 stop, self.announced = read_answer(head)
                 if not stop:
-                    self._whole.receive(self.weights.vector)
+                    self._whole.receive(self.weights.vector, copy=self._pulled)
+                    self._can_change = self._pulled is not None
         if stop:
             self._interrupted = True
             self.on_stop()
-        if self._sends_changes and self.server is None:
-            self._pulled = self.weights.vector.clone()
         self._waited_s += time.perf_counter() - began
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
@@ -210,13 +210,12 @@ class ServerSync:
         else:
             with _exchange():
                 # It is on its way while the next round is prepared, and there before the pull ends.
-                if self._sends_changes and self._pulled is not None:
+                if self._can_change:
                     dist.send(message(PUSH_CHANGE, report), SERVER_RANK, group=self._pair)
-                    self._narrow.send(self._pulled.neg_().add_(self.outgoing))
+                    self._narrow.send(self.outgoing, minus=self._pulled)
                 else:  # where changes are sent: a run was resumed inside this round
                     dist.send(message(PUSH, report), SERVER_RANK, group=self._pair)
                     (self._whole if self._sends_changes else self._narrow).send(self.outgoing)
-                self._pulled = None
         self._waited_s = time.perf_counter() - began
         return report.refused
 
@@ -369,7 +368,8 @@ class ServerSync:
         head, buffer = message(DONE), torch.empty_like(self.weights.vector, device=CPU)
         whole = Transfer(buffer, rank, pair)
         narrow = Transfer(buffer, rank, pair, self._narrow_dtype)
-        pulled: Tensor | None = None  # which a change counts from
+        pulled = torch.empty_like(buffer) if self._sends_changes else None
+        has_pulled = False
         while True:
             dist.recv(head, rank, group=pair)
             kind = message_kind(head)
@@ -385,12 +385,13 @@ class ServerSync:
                 return
             if kind in (PUSH, PUSH_CHANGE):
                 report = decode(head[1:])
-                if kind == PUSH_CHANGE and pulled is None:
-                    raise ValueError("a change of weights must follow a pull")
-                is_whole = self._sends_changes and kind == PUSH
-                finite = (whole if is_whole else narrow).receive(buffer, check=True)
                 if kind == PUSH_CHANGE:
-                    buffer.add_(pulled)
+                    if not has_pulled:
+                        raise ValueError("a change of weights must follow a pull")
+                    finite = narrow.receive(buffer, plus=pulled, check=True)
+                else:
+                    is_whole = self._sends_changes
+                    finite = (whole if is_whole else narrow).receive(buffer, check=True)
                 with self._changed:
                     clock = divmod(self.server.clocks[worker], self._rounds_per_epoch)
                 check_report(report, worker, *clock)
@@ -412,15 +413,11 @@ class ServerSync:
                     weights = None if stop else self.server.pull(worker)
                 dist.send(answer(stop=stop, announced=self.announced), rank, group=pair)
                 if not stop:
-                    whole.send(weights)
+                    whole.send(weights, copy=pulled)
                     whole.wait()
+                    has_pulled = pulled is not None
                     with self._changed:
-                        if self._sends_changes:
-                            pulled, last = weights, pulled
-                        else:
-                            last = weights
-                        if last is not None:
-                            self.server.release(last)
+                        self.server.release(weights)
 
     def _lose(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker, if there is another; called with the lock held."""

@@ -38,13 +38,19 @@ class Transfer:
         self._pinned = like.is_cuda
         self._pending: list[dist.Work] = []
 
-    def send(self, vector: Tensor) -> None:
-        """Begin to send."""
+    def send(
+        self, vector: Tensor, *, minus: Tensor | None = None, copy: Tensor | None = None
+    ) -> None:
+        """Begin to send a vector, or its difference to `minus`; `copy` becomes equal to it."""
         self.wait()
-        for piece, staged in self._pieces(vector):
+        for number, (piece, staged) in enumerate(self._pieces(vector, direct=minus is None)):
+            if minus is not None:
+                piece = piece - minus.split(PIECE)[number]
             if staged is not piece:
                 staged.copy_(piece)  # while the pieces before it are on their way
             self._pending.append(dist.isend(staged, self._peer, group=self._group))
+            if copy is not None:
+                copy.split(PIECE)[number].copy_(piece)
 
     def wait(self) -> None:
         """Wait until what was sent last is on its way, and may be changed."""
@@ -52,26 +58,39 @@ class Transfer:
         for work in pending:
             work.wait()
 
-    def receive(self, vector: Tensor, *, check: bool = False) -> bool:
+    def receive(
+        self,
+        vector: Tensor,
+        *,
+        plus: Tensor | None = None,
+        copy: Tensor | None = None,
+        check: bool = False,
+    ) -> bool:
         """Receive into a vector; on a CUDA device its pieces are being copied when this returns.
 
-        With `check`, return whether all of it is finite.
+        `plus` is added to it, and `copy` becomes equal to it. With `check`, return whether all of
+        it is finite.
         """
         self.wait()
         pieces, sums = self._pieces(vector), []
         works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in pieces]
-        for work, (piece, staged) in zip(works, pieces, strict=True):
+        for number, (work, (piece, staged)) in enumerate(zip(works, pieces, strict=True)):
             work.wait()
+            # All of this while the next piece comes.
             if staged is not piece:
                 piece.copy_(staged, non_blocking=True)
+            if plus is not None:
+                piece.add_(plus.split(PIECE)[number])
+            if copy is not None:
+                copy.split(PIECE)[number].copy_(piece)
             if check:
-                sums.append(piece.sum())  # while the next piece comes; finite ones do not overflow
+                sums.append(piece.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
 
-    def _pieces(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _pieces(self, vector: Tensor, *, direct: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Return pieces of the vector, each with what of it is sent or received."""
         pieces = vector.split(PIECE)
-        if vector.dtype == self._dtype and vector.device.type == "cpu":
+        if direct and vector.dtype == self._dtype and vector.device.type == "cpu":
             return [(piece, piece) for piece in pieces]
         if self._buffer is None:
             self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=self._pinned)

@@ -92,6 +92,12 @@ def test_bounded_parts_sum_exactly_and_keep_their_bounds(weights, extra, low):
     assert (parts <= highest).all()
 
 
+def test_a_batch_that_fills_every_worker_to_its_limit_is_split_so():
+    models = [TimeModel(0.0625, 0.0), TimeModel(0.021561237374960213, 0.0)]
+    machines = Machines.of(2, [6, 52], models)
+    assert balanced_sizes(58, machines, np.array([6, 52])).tolist() == [6, 52]
+
+
 @settings(max_examples=300)
 @given(
     st.lists(

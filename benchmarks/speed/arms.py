@@ -15,7 +15,9 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
@@ -58,6 +60,7 @@ class Pace:
         self._done = 0
         self._began = 0.0
         self._started = False
+        self.sync_s: list[float] = []  # of pulls and pushes, by round
 
     def __call__(self, images: int) -> None:
         """Note that so many images are done, or at the start of a loop none; wait when due."""
@@ -69,6 +72,7 @@ class Pace:
                 "images": self._done,
                 "seconds": time.perf_counter() - self._began,
                 "peak_mib": _peak_mib(),
+                "sync_s": self.sync_s,
             }
             print(json.dumps(answer), file=self._answers, flush=True)
         else:
@@ -77,6 +81,7 @@ class Pace:
         line = sys.stdin.readline()
         if not line:
             os._exit(0)  # the loops below have no end
+        self.sync_s = []
         self._left, self._done, self._began = int(line), 0, time.perf_counter()
 
 
@@ -86,9 +91,11 @@ def rounds(settings: Settings, pace: Pace) -> None:
 
     train_round, done = train.train_round, [0]
 
-    def paced(run, turn, cluster, stepper, *rest):
+    def paced(run, turn, cluster, *rest):
         pace(done[0])
-        train_round(run, turn, cluster, stepper, *rest)
+        timed = _Timed(cluster)
+        train_round(run, turn, timed, *rest)
+        pace.sync_s.append(timed.seconds)
         done[0] = round_images
 
     train.train_round = paced
@@ -196,6 +203,24 @@ def evaluation(settings: Settings, pace: Pace) -> None:
 
 
 ARMS = {arm.__name__: arm for arm in (rounds, bare, plain, forward, evaluation)}
+
+
+class _Timed:
+    """A cluster whose pulls and pushes are timed."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._cluster, name)
+        return partial(self._time, found) if name in ("pull", "push") else found
+
+    def _time(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = call(*arguments)
+        self.seconds += time.perf_counter() - began
+        return result
 
 
 class _Images(torch.utils.data.Dataset):

@@ -39,6 +39,7 @@ class Arm:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self.sync_s: list[float] = []  # of pulls and pushes, by round
         if self._line() != "ready":
             raise RuntimeError(f"the arm {name!r} did not start")
 
@@ -47,6 +48,7 @@ class Arm:
         self._process.stdin.write(f"{images}\n")
         self._process.stdin.flush()
         answer = json.loads(self._line())
+        self.sync_s += answer["sync_s"]
         return answer["images"] / answer["seconds"], answer["peak_mib"]
 
     def close(self) -> None:
@@ -145,6 +147,7 @@ def training_rows(
     images: int,
     turns: int,
     timm_script: Path | None,
+    compiled: bool = False,
 ) -> list[dict[str, Any]]:
     """Return a row for each arm, precision and resolution."""
     rows = []
@@ -156,6 +159,8 @@ def training_rows(
                 arms["bare step"] = Arm("bare", settings)
                 arms["train.py, 1 worker"] = Arm("rounds", settings)
                 arms["train.py, 4 workers"] = Arm("rounds", replace(settings, workers=4))
+                if compiled:
+                    arms["train.py --compile"] = Arm("rounds", replace(settings, compiled=True))
                 arms["plain loop"] = Arm("plain", settings)
                 arms["plain loop, 2 loaders"] = Arm("plain", replace(settings, loader_workers=2))
                 if precision != "no":
@@ -165,6 +170,7 @@ def training_rows(
                 if timm_script is not None:
                     arms["timm's script"] = TimmScript(timm_script, settings)
                 found = compare(arms, images, turns)
+                sync_s = {name: getattr(arm, "sync_s", []) for name, arm in arms.items()}
             finally:
                 for arm in arms.values():
                     arm.close()
@@ -185,4 +191,23 @@ def training_rows(
                 }
                 for name, values in found.items()
             ]
+            for workers in (1, 4):
+                name = f"train.py, {workers} worker{'s' * (workers > 1)}"
+                rows.append(_sync_row(rows[-1], name, sync_s[name], found[name]["rates"]))
     return rows
+
+
+def _sync_row(
+    like: Mapping[str, Any], name: str, seconds: Sequence[float], rates: Sequence[float]
+) -> dict[str, Any]:
+    """Return what pulls and pushes take of a round of 2,000 samples."""
+    shares = [s * median(rates) / 2000 for s in seconds]
+    return {
+        "part": "server and sync",
+        "what": name,
+        **{key: like[key] for key in ("precision", "resolution", "batch")},
+        "median": f"{100 * median(shares):.3f}",
+        "low": f"{100 * min(shares):.3f}",
+        "high": f"{100 * max(shares):.3f}",
+        "unit": "% of a round",
+    }

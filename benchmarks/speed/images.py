@@ -1,0 +1,107 @@
+"""Large images: decoded, cropped, resized, normalised per second and core, against torchvision.
+
+Both sides have one process with one thread, read the same rows in the same order and end with
+float32 batches.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torchvision.transforms import v2
+
+from dbsl.data import load_data
+from dbsl.transforms import Transform
+
+BATCH, TURNS, BATCHES = 64, 9, 4
+
+
+def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a row for each pipeline and resolution."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    data = load_data(dataset, loader_workers=0)
+    table = datasets.load_dataset(dataset, split="train").with_format(None)
+    found = []
+    for side in resolutions:
+        ours = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
+        theirs = v2.Compose(
+            [
+                v2.RandomResizedCrop(side),
+                v2.RandomHorizontalFlip(),
+                v2.PILToTensor(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(data.mean, data.std),
+            ]
+        )
+
+        def loader(batches: list[np.ndarray], transform: Transform = ours) -> None:
+            for _ in data.train.batches(batches, transform):
+                pass
+
+        def plain(batches: list[np.ndarray], transform: Callable[..., Any] = theirs) -> None:
+            for samples in batches:
+                images = (row[data.image_column] for row in table.select(samples))
+                torch.stack([transform(image.convert("RGB")) for image in images])
+
+        pipelines = {"loader": loader, "torchvision": plain}
+        rates: dict[str, list[float]] = {name: [] for name in pipelines}
+        for turn in range(TURNS + 1):
+            first = turn * BATCH * BATCHES % (len(data.train) - BATCH * BATCHES)
+            batches = list(np.arange(first, first + BATCH * BATCHES).reshape(BATCHES, BATCH))
+            for name in list(pipelines)[:: 1 if turn % 2 else -1]:
+                began = time.perf_counter()
+                pipelines[name](batches)
+                if turn:  # the first warms up
+                    rates[name].append(BATCH * BATCHES / (time.perf_counter() - began))
+        for name, values in rates.items():
+            pairs = zip(values, rates["torchvision"], strict=True)
+            found.append(
+                {
+                    "part": "large images",
+                    "what": name,
+                    "resolution": side,
+                    "batch": BATCH,
+                    "median": f"{median(values):.0f}",
+                    "low": f"{min(values):.0f}",
+                    "high": f"{max(values):.0f}",
+                    "unit": "images/s/core",
+                    "over_torchvision": f"{median(a / b for a, b in pairs):.3f}",
+                }
+            )
+    found += _memory(dataset, resolutions[0])
+    torch.set_num_threads(threads)
+    return found
+
+
+def _memory(dataset: str, side: int) -> list[dict[str, Any]]:
+    """Read 1,000 images over and over through loader processes; return memory by epoch."""
+    data = load_data(dataset, train_samples=1000, loader_workers=2)
+    transform = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
+    batches = list(np.arange(960).reshape(-1, BATCH))
+    used = []
+    for epoch in range(8):
+        for _ in data.train.batches(batches, transform, epoch):
+            pass
+        kib = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
+        used.append(kib / 1024)
+    return [
+        {
+            "part": "large images",
+            "what": "memory of the trainer after epochs 3 to 8, 2 loaders",
+            "resolution": side,
+            "batch": BATCH,
+            "median": f"{median(used[2:]):.0f}",
+            "low": f"{min(used[2:]):.0f}",
+            "high": f"{max(used[2:]):.0f}",
+            "unit": "MiB",
+        }
+    ]
