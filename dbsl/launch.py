@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from datetime import timedelta
 from typing import Literal
 
@@ -13,6 +15,7 @@ from dbsl.rollcall import join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 # Of torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert each time.
 _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
@@ -25,6 +28,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
         timeout_s: Longest wait for another process.
     """
     join_processes(timeout_s)
+    keep_freed_memory()
     # Without cpu=True, processes on a machine that has no accelerator would train alone.
     cpu = not torch.accelerator.is_available()
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
@@ -33,6 +37,18 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
         native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
         precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
     return Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse the memory of large tensors instead of giving it back to the system.
+
+    By default everything above 32 MiB comes in fresh pages, which are zeroed and mapped at each
+    use: activations of a training step, over and over. Does nothing where there is no glibc.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libc.so.6")
+        library.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def computes_bf16(device: torch.device) -> bool:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -77,6 +78,8 @@ class TimmScript:
         flags += ["--no-prefetcher", "--lr", "0.01", "--scale", "1", "1", "--ratio", "1", "1"]
         if settings.precision == "bf16":
             flags += ["--amp", "--amp-dtype", "bfloat16"]
+        self._scratch = tempfile.TemporaryDirectory()
+        flags += ["--output", self._scratch.name]
         self._batch = settings.batch
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.speed.timm_script", str(script), *flags],
@@ -105,6 +108,7 @@ class TimmScript:
         """End the process and its loaders."""
         self._send(signal.SIGKILL)
         self._process.communicate()
+        self._scratch.cleanup()
 
     def _next_update(self) -> None:
         said = []

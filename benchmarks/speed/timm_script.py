@@ -30,7 +30,7 @@ def main() -> None:
     def create_model(name, **_):
         return build_model(name, data.num_classes, final_resolution=side)
 
-    timm.create_model = timm.models.create_model = create_model
+    timm.models.create_model = create_model  # dbsl calls timm.create_model
     datasets.load_dataset = lambda path, split, **_: load_dataset(folder, split=split)
     flags += ["--dataset", "hfds/local", "--input-key", data.image_column]
     flags += [
