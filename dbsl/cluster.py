@@ -161,13 +161,11 @@ class SimulatedCluster:
 
     def _waiting(self) -> list[int]:
         """Return the workers that are in no round and may start one, in order."""
-        inside = {worker for _, worker in self._queue}
+        inside, latest = {worker for _, worker in self._queue}, self.server.latest_start()
         return [
             worker
-            for worker in self.workers
-            if worker not in inside
-            and self.server.clocks[worker] < self._rounds
-            and self.server.may_start(worker)
+            for worker, clock in enumerate(self.server.clocks)
+            if clock < self._rounds and clock <= latest and worker not in inside
         ]
 
     def _clock(self, worker: int) -> tuple[int, int]:

@@ -158,7 +158,11 @@ class Server:
 
     def may_start(self, worker: int) -> bool:
         """Whether the worker may start its next round now."""
-        return self.staleness is None or self.clocks[worker] - self.slowest() <= self.staleness
+        return self.staleness is None or self.clocks[worker] <= self.latest_start()
+
+    def latest_start(self) -> float:
+        """Return the clock up to which workers may start a round now."""
+        return float("inf") if self.staleness is None else self.slowest() + self.staleness
 
     def slowest(self) -> int:
         """Return the clock of the slowest worker that is still there."""
