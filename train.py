@@ -29,7 +29,7 @@ from dbsl.keeper import Keeper
 from dbsl.launch import Precision, start_accelerator
 from dbsl.model import check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
-from dbsl.reports import is_finite, make_reports
+from dbsl.reports import make_reports, read_losses
 from dbsl.results import start_log, sum_up
 from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
 from dbsl.runfolder import RunFolder, folder_of
@@ -161,7 +161,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     rates_left = rates[progress.steps :]
     smoothing = config.label_smoothing
     train_steps(stepper, images, steps_left, rates_left, accelerator, keeper, progress, smoothing)
-    losses = {worker: loss.item() for worker, loss in progress.losses.items()}
+    losses, finite = read_losses(progress.losses, cluster.outgoing)
     reports = make_reports(
         turn,
         segment.plan,
@@ -171,7 +171,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
         learning_rate=rates[-1],
         losses=losses,
         clock=stepper.clock,
-        refused=not is_finite(losses, cluster.outgoing),
+        refused=not finite,
     )
     if cluster.push(reports):  # not finite, and not merged: the next pull brings good weights
         for worker in turn.workers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from dbsl.clock import ComputeClock
@@ -12,10 +13,15 @@ from dbsl.plan import Plan
 from dbsl.server import Round, RoundReport
 
 
-def is_finite(losses: Mapping[int, float], vector: Tensor) -> bool:
-    """Whether losses and every number of a vector are finite."""
-    # One pass and one number to read: a sum of finite weights does not overflow.
-    return all(map(math.isfinite, losses.values())) and math.isfinite(vector.sum().item())
+def read_losses(losses: Mapping[int, Tensor], vector: Tensor) -> tuple[dict[int, float], bool]:
+    """Return losses by worker, and whether they and every number of a vector are finite.
+
+    It waits for the device, once.
+    """
+    # A sum of finite weights does not overflow.
+    values = torch.stack([vector.sum(), *(loss.to(vector.dtype) for loss in losses.values())])
+    _, *read = values = values.tolist()
+    return dict(zip(losses, read, strict=True)), all(map(math.isfinite, values))
 
 
 def make_reports(

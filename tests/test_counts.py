@@ -1,0 +1,158 @@
+"""What a round costs, as counts: waits for the device, copies of the weights, operators a step.
+
+Times cannot be tested on a shared machine; what makes them grow can.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from dbsl.data import load_data
+from dbsl.model import build_model, build_optimizer
+from dbsl.transforms import Transform
+
+WORKERS, BATCH = 4, 4
+# What waits for a device's queue where the tensor is on one: these methods, and these operators.
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+WAITS = {"nonzero", "equal", "masked_select"}
+COPIES = {"copy_", "_to_copy", "clone"}
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run inside, and apart those that copy as much as the weights."""
+
+    def __init__(self, weights=None):
+        super().__init__()
+        self.operators = Counter()
+        self.waits = 0
+        self.weight_copies = 0
+        self._weights = weights
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().partition("::")[2].partition(".")[0]
+        self.waits += name in WAITS
+        self.operators[name] += 1
+        found = function(*args, **(kwargs or {}))
+        if name in COPIES and found.numel() == self._weights:
+            self.weight_copies += 1
+        return found
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def waiting(read, count):
+    def counted(tensor, *args, **kwargs):
+        count.waits += 1
+        return read(tensor, *args, **kwargs)
+
+    return counted
+
+
+def count_rounds(folder, monkeypatch, steps, **settings):
+    """Train two epochs of rounds with so many steps each; return the last epoch's counts."""
+    train_round, found = train.train_round, []
+
+    def counted(run, turn, cluster, *rest):
+        with (
+            Count(cluster.weights.vector.numel()) as count,
+            monkeypatch.context() as patch,
+        ):
+            for name in READS:
+                patch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), count))
+            train_round(run, turn, cluster, *rest)
+        if turn.epoch == 1:
+            found.append(count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_round", counted)
+        AcceleratorState._reset_state(True)
+        train.main(
+            train.Config(
+                **{
+                    "model": "test_resnet",
+                    "dataset": "digits",
+                    "resolutions": (16,),
+                    "train_samples": WORKERS * BATCH * steps,
+                    "eval_samples": 20,
+                    "eval_every": 9,
+                    "epochs": 3,
+                    "local_batch_sizes": (BATCH,) * WORKERS,
+                    "slope": (0.001,),
+                    "intercept": (0.01,),
+                    "lr": 0.01,
+                    "mixed_precision": "no",
+                    "checkpoint_every": 0,
+                    "report_to": "none",
+                    "output_dir": str(folder / f"{steps}"),
+                }
+                | settings
+            )
+        )
+    return found
+
+
+def bare_step():
+    """Return the operators of the model's step alone."""
+    model = build_model("test_resnet", 10, final_resolution=16)
+    model = model.to(memory_format=torch.channels_last).train()
+    optimizer = build_optimizer("sgd", model, 0.1, 0.9, 5e-4)
+    images = torch.zeros(BATCH, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    for _ in range(2):  # the first makes the optimizer's state
+        with Count() as count:
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return count.operators
+
+
+MODES = {
+    "bsp": {},
+    "ssp": {"sync": "ssp"},
+    "asp": {"sync": "asp", "slowdown": ("0:1.5",)},
+    "step": {"sync": "step"},
+    "gradients": {"push": "gradients", "push_every": 100},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_round_waits_once_copies_the_weights_once_and_adds_few_operators_to_a_step(
+    tmp_path, monkeypatch, mode
+):
+    few, many = (count_rounds(tmp_path, monkeypatch, n, **MODES[mode]) for n in (3, 6))
+    assert len(few) == len(many) == (1 if mode == "step" else WORKERS)
+    for count in few + many:
+        assert count.waits == 1
+    # The pull; of pushed gradients the last of a barrier also makes the next snapshot.
+    copies = sum(count.weight_copies for count in many)
+    assert copies <= len(many) + (mode == "gradients")
+    parts = WORKERS if mode == "step" else 1  # of a step, each with a forward and backward pass
+    for one, other in zip(few, many, strict=True):
+        a_step = (other.operators.total() - one.operators.total()) / 3
+        assert a_step <= parts * (bare_step().total() + 35)
+
+
+def test_the_operators_of_a_batch_do_not_depend_on_its_size():
+    data = load_data("digits")
+    for augment, most in (("none", 16), ("crop", 28), ("paper", 38)):
+        transform = Transform(16, augment, True, data.mean, data.std, 0)
+        found = set()
+        for size in (2, 64):
+            batches = data.train.batches([np.arange(size)] * 2, transform)
+            next(batches)  # the first call sets up
+            with Count() as count:
+                next(batches)
+            found.add(count.operators.total())
+        assert max(found) <= most
+        assert len(found) == 1
