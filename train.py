@@ -146,17 +146,17 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     set_dropout(run.model, stage.dropout)
     torch.manual_seed(stream_seed(config.seed, "dropout", turn.workers[0], turn.epoch, turn.round))
     progress = keeper.progress()  # none, unless a resumed run was stopped inside this round
+    steps_left = steps[progress.steps :]
+    parts = [part for step in steps_left for part in step.parts if len(part.indices)]
+    images = run.data.train.batches(  # loader processes begin, while the weights come
+        [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
+    )
     if not progress.steps:
         cluster.pull(turn)
         if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
             for worker in turn.workers:
                 stepper.forget(worker)
     stepper.begin(turn, anew=not progress.steps)
-    steps_left = steps[progress.steps :]
-    parts = [part for step in steps_left for part in step.parts if len(part.indices)]
-    images = run.data.train.batches(
-        [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
-    )
     rates = [learning_rate(turn.epoch + step.progress) for step in steps]
     rates_left = rates[progress.steps :]
     smoothing = config.label_smoothing

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,21 @@ class ImageLoader(ImageSource):
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `ImageSource.batches`; a new call ends an earlier one that is still under way."""
+        """See `ImageSource.batches`; a new call ends an earlier one that is still under way.
+
+        Loader processes begin before the first batch is asked for.
+        """
         self._calls += 1
-        call = self._calls
         requests = [(samples, transform, epoch) for samples in index_batches]
         self._requests[:] = requests
-        for (wanted, _, _), (images, decoded, errors) in zip(requests, self._loader, strict=True):
+        return self._read(self._calls, requests, iter(self._loader))
+
+    def _read(
+        self, call: int, requests: Sequence[_Request], loaded: Iterator[Any]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for (wanted, transform, epoch), (images, decoded, errors) in zip(
+            requests, loaded, strict=True
+        ):
             samples = wanted[decoded.numpy()]
             if errors:
                 self._note_bad(errors)
