@@ -103,7 +103,7 @@ class Config:
     disturb: str | None = None  # probability:epochs[:factor] of slow spells, 0.1:4-20
     time_noise: float = 0.0  # relative sd of a simulated round's time
     # --- schedule
-    epochs: int = 14  # passes over the training data, all workers' shares together
+    epochs: int = 20  # passes over the training data, all workers' shares together
     resolutions: tuple[int, ...] | None = None  # image sides, ascending; unset: 3/4 and 1 of own
     schedule: Schedule = "cyclic"  # resolution climbs in every LR stage; progressive: once
     optimizer: str = "sgd"  # a name that timm.optim knows; sgd is Nesterov's, momentum plain

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SAMPLES, BATCH, EPOCHS = 8000, 8, 4
+SAMPLES, BATCH, EPOCHS = 4000, 4, 4
 
 
 def rows(dataset: str, simulated: list[int], real: list[int]) -> list[dict[str, Any]]:
