@@ -15,7 +15,10 @@ from dbsl.profile_cache import device_name
 
 
 def record(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
-    """Write rows to a CSV and print them as a table."""
+    """Write rows to a CSV and print them as a table.
+
+    Rows that have been read from such a file keep their machine and versions.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = {
         "device": device_name(device),
@@ -26,10 +29,11 @@ def record(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], *where])
+        writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *where])))
         writer.writeheader()
-        writer.writerows({**row, **where} for row in rows)
-    widths = [max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]]
-    for line in (list(rows[0]), *(list(row.values()) for row in rows)):
+        writer.writerows({**where, **row} for row in rows)
+    names = list(rows[0])
+    widths = [max(len(name), *(len(str(row[name])) for row in rows)) for name in names]
+    for line in (names, *([row[name] for name in names] for row in rows)):
         print("  ".join(f"{value!s:>{w}}" for value, w in zip(line, widths, strict=True)))
     print(f"written to {path}")

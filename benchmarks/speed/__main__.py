@@ -4,13 +4,15 @@
         --large-images ../shared/data/imagenette224 --timm path/to/timm's/train.py
 
 writes results/speed.csv: medians, lowest and highest of turns that alternate, and ratios between
-turns that followed each other. About half an hour on two cores; --parts chooses some.
+turns that followed each other. About half an hour on two cores; --parts measures some anew, and
+keeps what the file has of the others.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import csv
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from benchmarks.record import record
 from dbsl.cores import cores_of_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RECORDED = ("device", "threads", "torch", "timm", "date", "command")  # added by record()
 PARTS = ("training", "wire", "workers", "images", "startup")
 
 
@@ -47,10 +50,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     for part in arguments.parts:
         print(f"measuring {part}", flush=True)
         rows += _measure(part, arguments)
+    rows += _kept(arguments.output, {row["part"] for row in rows})
     # One table for all parts: rows have the columns of others, empty.
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    columns = list(dict.fromkeys(name for row in rows for name in row if name not in RECORDED))
+    rows = [
+        {name: row.get(name, "") for name in columns} | {k: row[k] for k in RECORDED if k in row}
+        for row in rows
+    ]
     record(arguments.output, rows, "python -m benchmarks.speed")
+
+
+def _kept(path: Path, measured: Collection[str]) -> list[dict[str, Any]]:
+    """Return the rows of an earlier run whose parts were not measured now."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["part"] not in measured]
 
 
 def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -265,7 +266,8 @@ def _batch(data: Data, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
 def _peak_mib() -> int:
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**20)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    # Not getrusage, whose maximum a process inherits from the one that started it.
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 
 
 def main() -> None:

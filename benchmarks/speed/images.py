@@ -6,7 +6,10 @@ float32 batches.
 
 from __future__ import annotations
 
-import resource
+import json
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ import torch
 from torchvision.transforms import v2
 
 from dbsl.data import load_data
+from dbsl.launch import keep_freed_memory
 from dbsl.transforms import Transform
 
 BATCH, TURNS, BATCHES = 64, 9, 4
@@ -83,25 +87,39 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _memory(dataset: str, side: int) -> list[dict[str, Any]]:
-    """Read 1,000 images over and over through loader processes; return memory by epoch."""
-    data = load_data(dataset, train_samples=1000, loader_workers=2)
-    transform = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
-    batches = list(np.arange(960).reshape(-1, BATCH))
-    used = []
-    for epoch in range(8):
-        for _ in data.train.batches(batches, transform, epoch):
-            pass
-        kib = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
-        used.append(kib / 1024)
+    """Read images over and over, in a process that does nothing else; return its memory."""
+    command = [sys.executable, "-m", "benchmarks.speed.images", dataset, str(side)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
+    used = json.loads(done.stdout.splitlines()[-1])[2:]
     return [
         {
             "part": "large images",
-            "what": "memory of the trainer after epochs 3 to 8, 2 loaders",
+            "what": "memory after each of epochs 3 to 12, 2 loaders",
             "resolution": side,
             "batch": BATCH,
-            "median": f"{median(used[2:]):.0f}",
-            "low": f"{min(used[2:]):.0f}",
-            "high": f"{max(used[2:]):.0f}",
+            "median": f"{median(used):.1f}",
+            "low": f"{min(used):.1f}",
+            "high": f"{max(used):.1f}",
             "unit": "MiB",
         }
     ]
+
+
+def main() -> None:
+    """Read 960 images twelve times through loader processes; print MiB after each epoch."""
+    dataset, side = sys.argv[1], int(sys.argv[2])
+    keep_freed_memory()
+    data = load_data(dataset, train_samples=1000, loader_workers=2)
+    transform = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
+    batches = list(np.arange(960).reshape(-1, BATCH // 2))
+    used = []
+    for epoch in range(12):
+        for _ in data.train.batches(batches, transform, epoch):
+            pass
+        status = Path("/proc/self/status").read_text()
+        used.append(int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024)
+    print(json.dumps(used))
+
+
+if __name__ == "__main__":
+    main()
