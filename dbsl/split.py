@@ -20,8 +20,9 @@ optimize = lazy_import("scipy.optimize")
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
     """Split fewer samples than a global batch in proportion to its parts' `sizes`, int64 [n].
 
-    Parts come to `samples` exactly and are never above their size. Each has at least `least`
-    samples (or its size, if that is less) or none: of too few samples the largest parts get some.
+    Parts come to `samples` exactly. Each has at least `least` samples (or its size, if that is
+    less) or none: of too few samples the largest parts get some. None is above its size, but where
+    what is left is less than `least`: three samples for two parts of 2 are 3 and none.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     if samples >= sizes.sum():
@@ -31,7 +32,9 @@ def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1)
     reach = np.cumsum(lowest[order])
     taking = order[: max(1, int(np.searchsorted(reach, samples, side="right")))]
     parts = np.zeros_like(sizes)
-    parts[taking] = bounded_split(samples, sizes[taking], lowest[taking], sizes[taking])
+    held = min(samples, int(sizes[taking].sum()))
+    parts[taking] = bounded_split(held, sizes[taking], lowest[taking], sizes[taking])
+    parts[order[0]] += samples - held
     return parts
 
 
