@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def compile_in_place(model: nn.Module, device: torch.device) -> None:
 
 def compile_for(
     model: nn.Module,
-    batch_sizes: Mapping[int, Sequence[int]],
+    batch_sizes: Mapping[int, Collection[int]],
     dropout: Mapping[int, float],
     accelerator: Accelerator,
 ) -> None:
@@ -49,7 +49,7 @@ def compile_for(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for resolution, sizes in batch_sizes.items():
             set_dropout(model, dropout[resolution])
-            for size in sorted(set(sizes)):
+            for size in sorted(sizes):
                 images = torch.zeros(size, 3, resolution, resolution, device=device)
                 images = images.contiguous(memory_format=torch.channels_last)
                 labels = torch.zeros(size, dtype=torch.int64, device=device)

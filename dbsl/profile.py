@@ -28,6 +28,7 @@ from dbsl.compiling import compile_in_place
 from dbsl.launch import Precision, start_accelerator
 from dbsl.machines import TimeModel
 from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory
+from dbsl.model import build_optimizer
 
 _TIMEOUT_S = 1800.0  # of the shell command, for other processes
 TOLERANCE = 0.10  # of a prediction, relative: within it the line is said to hold
@@ -102,9 +103,7 @@ class TrainingStep:
         self._model = copy.deepcopy(model).train()
         if compiled:
             compile_in_place(self._model, accelerator.device)
-        self._optimizer = torch.optim.SGD(
-            self._model.parameters(), lr=0.0, momentum=0.9, fused=True
-        )
+        self._optimizer = build_optimizer("momentum", self._model, 0.0, 0.9, 0.0)
         self._images, self._labels = self._batch(0)
 
     def __call__(self, batch_size: int) -> None:
