@@ -29,7 +29,7 @@ from dbsl.keeper import Keeper
 from dbsl.launch import Precision, start_accelerator
 from dbsl.model import check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
-from dbsl.reports import make_reports, read_losses
+from dbsl.reports import make_reports, read_round
 from dbsl.results import start_log, sum_up
 from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
 from dbsl.runfolder import RunFolder, folder_of
@@ -69,6 +69,8 @@ class Config:
     small_share: float | None = None  # of the samples, in (0, 1); decides instead of time_ratio
     # one, or one per resolution (and worker); auto: the largest that fits; unset: up to 128
     large_batch_size: tuple[int, ...] | Literal["auto"] | None = None
+    batch_limit: Literal["memory", "useful"] = "memory"  # of auto; useful: as a study or run found
+    batch_evidence: str | None = None  # that study or run; unset: the newest of this model and data
     local_batch_sizes: tuple[int, ...] | None = None  # by hand, one per worker (and resolution)
     global_batch_size: int | None = None  # of joint steps; unset: the sum over workers
     small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
@@ -128,6 +130,7 @@ class Config:
     max_bad_images: int = 16  # left out because they cannot be decoded, of each split
     cpu_threads: int | None = None  # of torch; unset: the process's part of the cores
     mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
+    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 %
     compile: bool = False  # torch.compile; graphs for all batch sizes are made before training
     seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
     output_dir: str | None = None  # the run folder, new; unset: runs/<dataset>-<model>-<time>
@@ -159,9 +162,12 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     stepper.begin(turn, anew=not progress.steps)
     rates = [learning_rate(turn.epoch + step.progress) for step in steps]
     rates_left = rates[progress.steps :]
-    smoothing = config.label_smoothing
-    train_steps(stepper, images, steps_left, rates_left, accelerator, keeper, progress, smoothing)
-    losses, finite = read_losses(progress.losses, cluster.outgoing)
+    loss_of = partial(compute_loss, accelerator=accelerator, smoothing=config.label_smoothing)
+    noise = run.noise_probe(turn)  # measures at the first step, if it is this round's turn
+    train_steps(
+        stepper, images, steps_left, rates_left, accelerator, keeper, progress, loss_of, noise
+    )
+    losses, finite, measured = read_round(progress, cluster.outgoing)
     reports = make_reports(
         turn,
         segment.plan,
@@ -172,6 +178,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
         losses=losses,
         clock=stepper.clock,
         refused=not finite,
+        noise=measured,
     )
     if cluster.push(reports):  # not finite, and not merged: the next pull brings good weights
         for worker in turn.workers:
@@ -179,8 +186,14 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     keeper.round_over()
 
 
+def compute_loss(model, images, labels, *, accelerator, smoothing):
+    """Return the mean loss of images [B, 3, R, R] and labels [B] that the model is trained on."""
+    with accelerator.autocast():
+        return F.cross_entropy(model(images), labels, label_smoothing=smoothing)
+
+
 def train_steps(
-    stepper, batches, steps, learning_rates, accelerator, keeper, progress, label_smoothing
+    stepper, batches, steps, learning_rates, accelerator, keeper, progress, loss_of, noise
 ) -> None:
     """Take optimizer steps, adding each worker's loss, summed over its samples, to `progress`."""
     stepper.model.train()
@@ -192,14 +205,14 @@ def train_steps(
             with stepper.part(step, part) as weight:
                 images, labels = next(batches)
                 # images [B, 3, R, R], labels [B]: B is the worker's batch size, R the stage's side
-                with accelerator.autocast():
-                    logits = stepper.model(images)
-                    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+                loss = loss_of(stepper.model, images, labels)
                 accelerator.backward(loss * weight)
             # .item() would wait for the device
             so_far = progress.losses.get(part.worker, zero)
             progress.losses[part.worker] = so_far + loss.detach() * len(labels)
             progress.samples[part.worker] = progress.samples.get(part.worker, 0) + len(labels)
+        if noise and not progress.steps:
+            progress.noise = noise.measure(step, stepper.joint, images, labels, loss_of)
         stepper.step(step, learning_rate)  # here, of all workers together, or at the server
         progress.steps += 1
         keeper.after_step(round_over=number == len(steps))  # saves, or stops, if it is time to

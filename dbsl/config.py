@@ -147,6 +147,12 @@ def check_run(config: Any) -> None:
             in_range("large_batch_size", size, 1)
     for size in config.local_batch_sizes or ():
         in_range("local_batch_sizes", size, 1)
+    if config.batch_limit == "useful" and config.large_batch_size != "auto":
+        raise ValueError("batch_limit must be memory but with large_batch_size auto, got useful")
+    if config.batch_evidence is not None and config.batch_limit != "useful":
+        raise ValueError(
+            f"batch_evidence must go with batch_limit useful, got {config.batch_evidence}"
+        )
     in_range("time_noise", config.time_noise, 0)
     for name in ("memory_limit", "small_share"):
         value = getattr(config, name)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from dbsl.config import parse_interval
 from dbsl.errors import RunStopped, SaveError
 from dbsl.model import copy_model_state, save_model
 from dbsl.packing import pack
+from dbsl.reports import Progress
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
 from dbsl.server import EpochEnd
@@ -45,15 +46,6 @@ from dbsl.stopping import Stopping, Wish
 from dbsl.wire import SERVER_RANK
 
 _LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
-
-
-@dataclass
-class Progress:
-    """How far a process is in its round."""
-
-    steps: int = 0  # taken
-    losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
-    samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
 
 
 @dataclass

@@ -21,6 +21,7 @@ from dbsl.memory import GIB
 from dbsl.plan import Plan, WorkerPlan, plan_with_fallback
 from dbsl.profile_cache import Profiler, Setup
 from dbsl.split import balanced_sizes, check_global_batch
+from dbsl.useful import useful_batch_size
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
@@ -91,7 +92,11 @@ def know_machines(
         found = [profiler.largest_batch(r, limit_bytes=limit, at_most=most) for r in resolutions]
         limits = [[int(size) for size in row] for row in _gather(found, workers, accelerator)]
     if auto:
-        large = [[min(size, share) for size in row] for row in limits]
+        most = share
+        if config.batch_limit == "useful":
+            useful = useful_batch_size(config, accelerator)
+            most = min(share, -(-useful // workers) if joint else useful)
+        large = [[min(size, most) for size in row] for row in limits]
     elif joint and given and config.global_batch_size is not None:
         limits = large
     if measured:
@@ -125,6 +130,8 @@ def know_machines(
         intercept=from_workers(intercepts),
         profile=None,
         profile_refresh=False,
+        batch_limit="memory",  # it is in large_batch_size
+        batch_evidence=None,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +15,29 @@ from dbsl.plan import Plan
 from dbsl.server import Round, RoundReport
 
 
-def read_losses(losses: Mapping[int, Tensor], vector: Tensor) -> tuple[dict[int, float], bool]:
-    """Return losses by worker, and whether they and every number of a vector are finite.
+@dataclass
+class Progress:
+    """How far a process is in its round."""
+
+    steps: int = 0  # taken
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
+    samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
+    noise: dict[str, Any] = field(default_factory=dict)  # of the first step (`NoiseProbe`)
+
+
+def read_round(progress: Progress, vector: Tensor) -> tuple[dict[int, float], bool, dict[str, Any]]:
+    """Return losses by worker, whether they and a whole vector are finite, and the noise measured.
 
     It waits for the device, once.
     """
+    losses, noise = progress.losses, progress.noise
+    on_device = [name for name, value in noise.items() if isinstance(value, Tensor)]
+    tensors = [*losses.values(), *(noise[name] for name in on_device)]
     # A sum of finite weights does not overflow.
-    values = torch.stack([vector.sum(), *(loss.to(vector.dtype) for loss in losses.values())])
-    _, *read = values = values.tolist()
-    return dict(zip(losses, read, strict=True)), all(map(math.isfinite, values))
+    values = torch.stack([vector.sum(), *(tensor.to(vector) for tensor in tensors)]).tolist()
+    own, squares = values[: 1 + len(losses)], values[1 + len(losses) :]
+    noise = noise | dict(zip(on_device, squares, strict=True))
+    return dict(zip(losses, own[1:], strict=True)), all(map(math.isfinite, own)), noise
 
 
 def make_reports(
@@ -35,6 +51,7 @@ def make_reports(
     losses: Mapping[int, float],
     clock: ComputeClock,
     refused: bool = False,
+    noise: Mapping[str, Any] | None = None,
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
@@ -48,6 +65,7 @@ def make_reports(
         losses: Training loss by worker, summed over the samples; none for a worker without any.
         clock: Has measured what each worker computed.
         refused: Whether the round is not to be merged, since it is not finite.
+        noise: What was measured of the gradients; it goes with the turn's first worker.
     """
     reports = []
     for worker in turn.workers:
@@ -67,6 +85,7 @@ def make_reports(
                 learning_rate=learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=refused,
+                **(noise or {} if worker == turn.workers[0] else {}),
             )
         )
     return reports

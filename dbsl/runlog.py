@@ -26,6 +26,7 @@ from tqdm import tqdm
 from dbsl.balance import plan_from_plain
 from dbsl.errors import SaveError
 from dbsl.files import write_text
+from dbsl.noise import NoiseAverage, noise_summary
 from dbsl.plan import Plan
 from dbsl.server import RoundReport
 from dbsl.stages import Stage, stage_at
@@ -93,6 +94,7 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._evaluations: list[Evaluation] = []
         self._epoch = 0  # the last that ended
+        self._noise = NoiseAverage()
         if state:
             self._load_state_dict(state)
         self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
@@ -136,6 +138,7 @@ class RunLog:
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "epoch": self._epoch,
             "lost_workers": list(self.lost_workers),
+            "noise": self._noise.state_dict(),
             "tracker": tracker_id(self._accelerator),
         }
 
@@ -155,6 +158,8 @@ class RunLog:
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         self._epoch = state["epoch"]
         self.lost_workers = list(state["lost_workers"])
+        if "noise" in state:  # not in checkpoints of before
+            self._noise.load_state_dict(state["noise"])
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
         """Record a worker's round.
@@ -244,6 +249,7 @@ class RunLog:
         }
         row = {"epoch": epoch, "resolution": resolution, **means, **of_workers}
         self._write("times", row)
+        self._noise.add_epoch(reports)
         speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
         self._train_time_s, self._epoch = train_time_s, epoch
         record = {
@@ -270,6 +276,10 @@ class RunLog:
         record |= {f"time/{name.removesuffix('_time_s')}_s": value for name, value in means.items()}
         if virtual_time_s is not None:
             record["time/virtual_s"] = virtual_time_s
+        if (scale := self._noise.estimate()) is not None:
+            self._write("noise", {"epoch": epoch, "resolution": resolution} | asdict(scale))
+            finite = {name: v for name, v in asdict(scale).items() if math.isfinite(v)}
+            record |= {f"noise/{name}": value for name, value in finite.items()}
         for worker, values in workers.items():
             record |= {f"worker/{worker}/{name}": value for name, value in values.items()}
         for tracker in self._accelerator.trackers:
@@ -335,8 +345,8 @@ class RunLog:
                     pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
                 tracker.log_images({name: pixels}, step=self._step(tracker), **layout)
 
-    def results(self) -> dict[str, float]:
-        """Return what the run came to so far: accuracies, loss, seconds and samples of training."""
+    def results(self) -> dict[str, Any]:
+        """Return what the run came to so far: accuracies, loss, time, samples, noise scale."""
         return {
             "final_accuracy": self._evaluations[-1].accuracy,
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
@@ -344,6 +354,7 @@ class RunLog:
             "train_time_s": self._train_time_s,
             "images_per_s": self._samples / max(self._train_time_s, 1e-9),
             "samples_seen": self._samples,
+            **noise_summary(self._noise.estimate(), self._plans[self._stages[-1].resolution]),
         }
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -355,6 +366,8 @@ class RunLog:
         for tracker in self._accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.tracker.summary.update(dict(values))
+        if "noise_advice" in values:
+            self._print(values["noise_advice"])
         self._print(f"{_result(values)}  {self.folder}")
 
     def close(self) -> None:
@@ -409,9 +422,8 @@ def _plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
 
 def _round_row(report: RoundReport) -> dict[str, Any]:
     row = asdict(report)
-    if not report.refused:
-        del row["refused"]
-    return row
+    seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
+    return {name: value for name, value in row.items() if value or name not in seldom}
 
 
 def _plan_totals(plan: Plan) -> dict[str, float]:

@@ -47,6 +47,12 @@ class RoundReport:
     compute_time_s: float = 0.0
     wait_time_s: float = 0.0
     refused: bool = False  # loss or weights were not finite: nothing of it was merged
+    # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
+    # batch of 0 where they were not measured (see dbsl.noise).
+    micro_batch: int = 0
+    micro_square: float = 0.0
+    gradient_batch: int = 0
+    gradient_square: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
 from dbsl.model import build_model, least_batch
+from dbsl.noise import UNLIKE, NoiseProbe, probe_interval
 from dbsl.plan import Plan, count_workers
 from dbsl.planning import Planning, know_machines
 from dbsl.sampler import EpochSampler, Step, StepSampler
@@ -53,6 +54,7 @@ class Setting:
         transforms: Augmentation, by resolution.
         rounds: Rounds per epoch; where gradients are pushed, pushes.
         least: Samples of a worker in a shorter global batch, unless it has none.
+        noise: Measures what the gradient noise scale is estimated from.
     """
 
     config: Config
@@ -66,6 +68,7 @@ class Setting:
     transforms: dict[int, Transform]
     rounds: int
     least: int
+    noise: NoiseProbe
 
     def stage_at(self, epoch: int) -> Stage:
         """Return the stage of an epoch."""
@@ -74,6 +77,11 @@ class Setting:
     def steps(self, segment: Segment, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
         return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
+
+    def noise_probe(self, turn: Round) -> NoiseProbe | None:
+        """Return what measures the gradients of a turn, or None where it is not its turn."""
+        due = self.noise.due(turn.workers[0], turn.epoch * self.rounds + turn.round)
+        return self.noise if due else None
 
     def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
         """Return the sizes of these workers' batches at the start, by resolution."""
@@ -234,7 +242,33 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         transforms=transforms,
         rounds=rounds,
         least=least,
+        noise=_noise_probe(config, plans, machines.models, rounds, least, model, accelerator),
     )
+
+
+def _noise_probe(
+    config: Config,
+    plans: Mapping[int, Plan],
+    models: Mapping[int, Sequence[TimeModel]],
+    rounds: int,
+    least: int,
+    model: nn.Module,
+    accelerator: Accelerator,
+) -> NoiseProbe:
+    """Return the probe of a run; with fp16, whose gradients are scaled, it measures nothing."""
+    sizes = [[w.local_batch_size for w in plan.workers] for plan in plans.values()]
+    joint = config.sync == "step"
+    unlike = not joint and all(max(own) >= UNLIKE * min(own) for own in sizes)
+    every = 1
+    if not config.noise_scale or accelerator.scaler is not None:
+        every = 0
+    elif not unlike:
+        every = max(
+            probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
+            for resolution, plan in plans.items()
+            for own, worker in zip(models[resolution], plan.workers, strict=True)
+        )
+    return NoiseProbe(every=every, micro=not unlike, least=least, model=model)
 
 
 def _planner(

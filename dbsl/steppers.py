@@ -37,9 +37,15 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class _Stepper:
-    """What steppers have in common: optimizers by worker, and their state."""
+    """What steppers have in common: optimizers by worker, and their state.
+
+    Attributes:
+        optimizers: Of this process's workers.
+        joint: Whether, by the time of a step, gradients are those of all workers' batches.
+    """
 
     optimizers: dict[int, torch.optim.Optimizer]
+    joint = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -95,6 +101,8 @@ class JointSteps(_Stepper):
     weighted as their losses.
     """
 
+    joint = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -142,6 +150,8 @@ class DistributedSteps(_Stepper):
     with the parts' weights before such a step and where a round ends (their update is linear:
     averaging later gives the same).
     """
+
+    joint = True
 
     def __init__(
         self,

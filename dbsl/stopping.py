@@ -41,11 +41,17 @@ class Stopping:
 
     Args:
         deadline: When to stop, by time.monotonic(); None: never.
+        then: What the process does after the first signal, for the line that says so.
+
+    Attributes:
         on_signal: Called in a thread of its own after the first signal.
     """
 
-    def __init__(self, deadline: float | None = None) -> None:
+    def __init__(
+        self, deadline: float | None = None, then: str = "finishing the step and saving"
+    ) -> None:
         self.deadline = deadline
+        self._then = then
         self.signal: str | None = None
         self.on_signal: Callable[[], object] = lambda: None
         self._came = threading.Event()
@@ -77,7 +83,7 @@ class Stopping:
         self._restore()  # the next one ends the process
         self._came.set()
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{self.signal}: finishing the step and saving; once more to end\n".encode())
+        os.write(2, f"{self.signal}: {self._then}; once more to end\n".encode())
 
     def _tell(self) -> None:
         # The signal's own thread may be anywhere, also inside a lock that a listener takes.

@@ -23,7 +23,7 @@ from dbsl.cores import cores_of_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDED = ("device", "threads", "torch", "timm", "date", "command")  # added by record()
-PARTS = ("training", "wire", "workers", "images", "startup")
+PARTS = ("training", "wire", "workers", "images", "startup", "noise")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,17 +69,22 @@ def _kept(path: Path, measured: Collection[str]) -> list[dict[str, Any]]:
 
 
 def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks.speed.arms import Settings
+
+    base = Settings(
+        dataset=arguments.dataset,
+        model=arguments.model,
+        resolution=arguments.resolutions[-1],
+        batch=arguments.batch,
+        precision="no",
+    )
+    if part == "noise":
+        from benchmarks.speed.noise import rows
+
+        return rows(base)
     if part == "training":
-        from benchmarks.speed.arms import Settings
         from benchmarks.speed.steps import training_rows
 
-        base = Settings(
-            dataset=arguments.dataset,
-            model=arguments.model,
-            resolution=arguments.resolutions[-1],
-            batch=arguments.batch,
-            precision="no",
-        )
         return training_rows(
             base,
             arguments.precisions,

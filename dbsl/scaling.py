@@ -1,0 +1,242 @@
+"""Steps to result against batch size: the published definition, and where scaling ends.
+
+Pure. Shallue, Lee, Antognini, Sohl-Dickstein, Frostig, Dahl: Measuring the Effects of Data
+Parallelism on Neural Network Training, JMLR 20(112), 2019 (arXiv 1811.03600). A *workload* is a
+dataset, a model and an optimizer; a *study* is the search of one workload at one batch size; a
+*trial* is one training in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Status = Literal["COMPLETE", "INCOMPLETE", "INFEASIBLE"]
+
+OBJECTIVE = "val/classification_error"
+PERFECT, USEFUL = 1.2, 1.1  # factors of the two rules
+PERFECT_RULE = f"the largest b with steps(b) <= {PERFECT} * steps(b0) * b0 / b"
+USEFUL_RULE = f"the smallest b with steps(b) <= {USEFUL} * min steps"
+CRITICAL_RULE = "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples"
+EDGE = 0.05  # of a search range, on its own scale
+EDGE_RULE = f"in the outermost {EDGE:.0%} of the range searched".replace("%", " %")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: what it was given, and what was measured on its way.
+
+    Attributes:
+        trial_id: Number in its study.
+        status: COMPLETE; INCOMPLETE (cut short, says nothing); INFEASIBLE (diverged).
+        steps: Steps taken.
+        parameters: Values of the metaparameters, ``learning_rate`` among them.
+        measurements: Columns of equal length: ``step`` and the metrics, float64.
+    """
+
+    trial_id: int
+    status: Status
+    steps: int
+    parameters: Mapping[str, Any]
+    measurements: Mapping[str, np.ndarray] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Study:
+    """All trials of a workload at one batch size.
+
+    Attributes:
+        dataset: Name of the data set.
+        model: Name of the model.
+        optimizer: Name of the optimizer.
+        batch_size: Samples per step.
+        trials: By ascending number.
+        search: The range of each metaparameter that was searched, as in ``study.json``.
+        goal: Error that its trials were to fall under, if the study says so.
+    """
+
+    dataset: str
+    model: str
+    optimizer: str
+    batch_size: int
+    trials: tuple[Trial, ...]
+    search: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    goal: float | None = None
+
+    @property
+    def workload(self) -> str:
+        """The workload's name."""
+        return f"{self.dataset}/{self.model}/{self.optimizer}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The trial that got past the goal first, at one batch size.
+
+    Attributes:
+        batch_size: Samples per step.
+        steps: Steps to result.
+        trial: The trial.
+        at_edge: Metaparameters whose value lies on the edge of what was searched (`edges`).
+    """
+
+    batch_size: int
+    steps: int
+    trial: Trial
+    at_edge: tuple[str, ...] = ()
+
+    @property
+    def examples(self) -> int:
+        """Samples trained on up to there, repeated ones counted."""
+        return self.steps * self.batch_size
+
+
+@dataclass(frozen=True)
+class Knees:
+    """Where perfect scaling ends, and from where on more batch saves no steps.
+
+    Attributes:
+        perfect: `PERFECT_RULE`, with b0 the smallest batch size that reached the goal.
+        useful: `USEFUL_RULE`.
+        is_seen: Whether a larger batch was tried, so that `useful` is not only the last one.
+    """
+
+    perfect: int
+    useful: int
+    is_seen: bool
+
+
+def steps_to_result(
+    study: Study,
+    goal: float,
+    *,
+    objective: str = OBJECTIVE,
+    step_budget: float = math.inf,
+    example_budget: float = math.inf,
+) -> Result | None:
+    """Return the first measurement strictly under the goal, the least over complete trials.
+
+    Of equal ones the trial with the lower number counts. Trials that diverged or were cut short do
+    not, whatever was measured before.
+
+    Args:
+        study: The trials of one batch size.
+        goal: Value that the objective has to fall under.
+        objective: Column of the measurements.
+        step_budget: Steps after which measurements do not count.
+        example_budget: Samples after which they do not.
+
+    Returns:
+        None where no trial got there.
+    """
+    budget = min(step_budget, example_budget / study.batch_size)
+    found: tuple[int, Trial] | None = None
+    for trial in sorted(study.trials, key=lambda trial: trial.trial_id):
+        if trial.status != "COMPLETE":
+            continue
+        if objective not in trial.measurements:
+            raise ValueError(
+                f"objective must be a column of the measurements "
+                f"({', '.join(sorted(set(trial.measurements) - {'step'}))}), got {objective}"
+            )
+        steps = trial.measurements["step"]
+        good = steps[(trial.measurements[objective] < goal) & (steps <= budget)]  # NaN is not
+        if len(good) and (found is None or good.min() < found[0]):
+            found = int(good.min()), trial
+    if found is None:
+        return None
+    steps, trial = found
+    return Result(study.batch_size, steps, trial, edges(trial.parameters, study.search))
+
+
+def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
+    """Return where scaling stops to be perfect and where it ends, by `PERFECT_RULE`, `USEFUL_RULE`.
+
+    Args:
+        steps: Steps to result by batch size, of those that reached the goal.
+        tried: Other batch sizes, which did not.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if not steps:
+        raise ValueError("steps must have a batch size that reached the goal, got none")
+    least, first = min(steps.values()), min(steps)
+    perfect = max(b for b, s in steps.items() if s <= PERFECT * steps[first] * first / b)
+    useful = min(b for b, s in steps.items() if s <= USEFUL * least)
+    return Knees(perfect, useful, is_seen=useful < max(*steps, *tried, 0))
+
+
+def critical_batch(steps: Mapping[int, int]) -> float | None:
+    """Return the batch size at which training takes twice the fewest steps and samples.
+
+    Of the curve steps(b) = S_min*(1 + B/b) of McCandlish et al. (arXiv 1812.06162, eq. 2.11), with
+    least relative errors. It is what the gradient noise scale predicts.
+
+    Args:
+        steps: Steps to result by batch size.
+
+    Returns:
+        None where the sizes do not show both ends of such a curve.
+    """
+    if len(steps) < 3 or min(steps.values()) < 1:
+        return None
+    sizes, counts = np.array(list(steps), dtype=float), np.array(list(steps.values()), dtype=float)
+    columns = np.stack([1 / counts, 1 / (sizes * counts)], axis=1)
+    (fewest, slope), *_ = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)
+    return float(slope / fewest) if fewest > 0 and slope > 0 else None
+
+
+def edges(
+    parameters: Mapping[str, Any], search: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """Return which values lie in the outermost 5 % of their range, on the scale it was searched.
+
+    A bound that cannot be moved (a factor of 1, a momentum of 0) is no edge, nor is there one among
+    listed values.
+    """
+    found = []
+    for name, entry in search.items():
+        if name not in parameters or entry.get("type") == "DISCRETE":
+            continue
+        low, high, value = (
+            _on_scale(v, entry.get("scale", ""))
+            for v in (entry["min_value"], entry["max_value"], parameters[name])
+        )
+        if low == high:
+            continue
+        place = (value - low) / (high - low)
+        fixed = entry.get("fixed_bounds", ())
+        if (place < EDGE and "min" not in fixed) or (place > 1 - EDGE and "max" not in fixed):
+            found.append(name)
+    return tuple(found)
+
+
+def heuristic_rates(
+    results: Sequence[Result], rates: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the linear and the square-root rule make of the smallest batch's learning rate.
+
+    Args:
+        results: By ascending batch size.
+        rates: Their learning rates.
+    """
+    growth = np.array([result.batch_size / results[0].batch_size for result in results])
+    return rates[0] * growth, rates[0] * np.sqrt(growth)
+
+
+def effective_rate(parameters: Mapping[str, Any]) -> float:
+    """Return learning rate / (1 - momentum), which momentum makes of a step in the long run."""
+    return parameters["learning_rate"] / (1 - parameters.get("momentum", 0.0))
+
+
+def _on_scale(value: float, scale: str) -> float:
+    if scale == "LOG_SCALE":
+        return math.log(value)
+    if scale == "REVERSE_LOG_SCALE":
+        return math.log(1 - value)
+    return float(value)

@@ -1,0 +1,251 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dbsl.machines import TimeModel
+from dbsl.noise import (
+    NoiseAverage,
+    NoiseProbe,
+    NoiseScale,
+    advise,
+    noise_summary,
+    pairs_of,
+    probe_interval,
+    separate,
+)
+from dbsl.sampler import Part, Step
+from dbsl.server import RoundReport
+
+REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
+
+
+def test_two_sizes_give_the_published_formulas():
+    # By hand: |G|^2 = (32*3 - 8*9)/24 = 1, tr(Sigma) = (9 - 3)/(1/8 - 1/32) = 64.
+    gradient_square, trace = separate([(8, 9.0), (32, 3.0)])
+    assert gradient_square == pytest.approx(1.0)
+    assert trace == pytest.approx(64.0)
+    with pytest.raises(ValueError, match="two batch sizes"):
+        separate([(8, 1.0), (8, 2.0)])
+
+
+def test_more_sizes_give_the_line_through_them():
+    assert separate([(8, 9.0), (16, 5.0), (32, 3.0), (64, 2.0)]) == pytest.approx((1.0, 64.0))
+
+
+class Quadratic(nn.Module):
+    """Loss 1/2 |w - x|^2 of a sample x: its gradient is w - x, and nothing else is random."""
+
+    def __init__(self, size, distance):
+        super().__init__()
+        self.place = nn.Parameter(torch.full((size,), distance / math.sqrt(size)))
+
+    def forward(self, samples):
+        return self.place - samples
+
+
+def quadratic_loss(model, samples, labels):
+    return 0.5 * model(samples).square().sum(1).mean()
+
+
+def measure(model, sizes, rng, probe):
+    """Return the pairs of a round: of one worker's micro-batch, or of two workers together."""
+    reports = []
+    for worker, size in enumerate(sizes):
+        samples = torch.randn(size, len(model.place), generator=rng, dtype=torch.float64) * 2.0
+        labels = torch.zeros(size, dtype=torch.int64)
+        model.zero_grad()
+        quadratic_loss(model, samples, labels).backward()
+        step = Step((Part(worker, np.arange(size), 1.0),), 0.0)
+        found = probe.measure(step, False, samples, labels, quadratic_loss)
+        numbers = {name: float(value) for name, value in found.items() if name.endswith("square")}
+        reports.append(replace(REPORT, worker=worker, **(found | numbers)))
+    return pairs_of(reports)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro"), [((64,), True), ((16, 64), False), ((8, 16, 64), False)]
+)
+def test_known_noise_scale_is_estimated_within_a_tenth(sizes, micro):
+    # Samples have variance 4 in each of 50 dimensions, the optimum is 2 away: 200 / 4 = 50.
+    model = Quadratic(50, 2.0).double()
+    probe = NoiseProbe(every=1, micro=micro, least=1, model=model)
+    rng = torch.Generator().manual_seed(0)
+    pairs = np.array([measure(model, sizes, rng, probe) for _ in range(3000)])[:, 0]
+    gradient_square, trace = pairs.mean(0)
+    assert gradient_square == pytest.approx(4.0, rel=0.05)
+    assert trace == pytest.approx(200.0, rel=0.05)
+    assert trace / gradient_square == pytest.approx(50.0, rel=0.1)
+
+
+def test_interval_holds_the_truth_about_as_often_as_it_says():
+    model = Quadratic(50, 2.0).double()
+    probe = NoiseProbe(every=1, micro=True, least=1, model=model)
+    rng = torch.Generator().manual_seed(1)
+    inside, estimates = 0, []
+    for _ in range(100):
+        average = NoiseAverage()
+        for _ in range(60):
+            average.add(*measure(model, (64,), rng, probe)[0])
+        scale = average.estimate()
+        inside += scale.low <= 50.0 <= scale.high
+        estimates.append(scale.b_simple)
+        assert scale.low < scale.b_simple < scale.high
+    assert 88 <= inside <= 100
+    assert np.median(estimates) == pytest.approx(50.0, rel=0.1)
+
+
+def test_smoothing_is_before_dividing_and_forgets():
+    average = NoiseAverage()
+    assert average.estimate() is None
+    for value in (1.0, -0.5, 1.0, 0.5):  # single ratios would be nonsense
+        average.add(value, 10.0)
+    scale = average.estimate()
+    weights = 0.95 ** np.arange(3, -1, -1)
+    mean = np.average([1.0, -0.5, 1.0, 0.5], weights=weights)
+    assert scale.gradient_square == pytest.approx(mean)
+    assert scale.b_simple == pytest.approx(10.0 / mean)
+    for _ in range(300):
+        average.add(2.0, 50.0)
+    assert average.estimate().b_simple == pytest.approx(25.0, rel=1e-4)
+
+
+def test_signal_that_may_be_zero_has_no_upper_end():
+    average = NoiseAverage()
+    for value in (1.0, -1.0, 0.5, -0.4, 0.8, -0.8):
+        average.add(value, 10.0)
+    scale = average.estimate()
+    assert scale.high == math.inf
+    average = NoiseAverage()
+    for _ in range(5):
+        average.add(-1.0, 10.0)
+    scale = average.estimate()
+    assert (scale.b_simple, scale.low, scale.high) == (math.inf, 0.0, math.inf)
+
+
+def test_what_is_not_finite_is_left_out():
+    average = NoiseAverage()
+    for value in (1.0, math.nan, 2.0, math.inf, 3.0):
+        average.add(value, 1.0)
+    assert average.pairs == 3
+
+
+def test_state_goes_on_to_the_bit():
+    rng = np.random.default_rng(0)
+    whole, first = NoiseAverage(), NoiseAverage()
+    values = rng.normal(size=(20, 2)) + 3
+    for pair in values[:8]:
+        first.add(*pair)
+    resumed = NoiseAverage()
+    resumed.load_state_dict(first.state_dict())
+    for pair in values[8:]:
+        resumed.add(*pair)
+    for pair in values:
+        whole.add(*pair)
+    assert resumed.estimate() == whole.estimate()
+
+
+def test_pairs_are_of_one_round_and_of_good_ones():
+    small = replace(REPORT, gradient_batch=8, gradient_square=9.0)
+    large = replace(REPORT, worker=1, gradient_batch=32, gradient_square=3.0)
+    later = replace(large, round=1)
+    assert pairs_of([large, later, small]) == [pytest.approx((1.0, 64.0))]
+    assert pairs_of([small, replace(large, refused=True)]) == []
+    assert pairs_of([small, replace(small, worker=1)]) == []  # sizes that are not unlike
+    own = replace(small, gradient_batch=32, gradient_square=3.0, micro_batch=8, micro_square=9.0)
+    assert pairs_of([own, replace(own, worker=1)]) == [pytest.approx((1.0, 64.0))] * 2
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(144, 2)
+        )
+
+    def forward(self, images):
+        return self.body(images)
+
+
+def test_probe_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    model = Net().train()
+    images, labels = torch.randn(12, 3, 8, 8), torch.arange(12) % 2
+
+    def loss_of(module, images, labels):
+        return nn.functional.cross_entropy(module(images), labels)
+
+    loss_of(model, images, labels).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    probe = NoiseProbe(every=1, micro=True, least=2, model=model)
+    step = Step((Part(0, np.arange(12), 1.0),), 0.0)
+    found = probe.measure(step, False, images, labels, loss_of)
+    assert found["micro_batch"] == 3
+    assert found["gradient_batch"] == 12
+    squares = sum(g.square().sum() for g in gradients)
+    torch.testing.assert_close(found["gradient_square"], squares)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_gradients_of_parts_are_scaled_back():
+    model = Quadratic(4, 2.0).double()
+    samples, labels = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    (quadratic_loss(model, samples, labels) * 0.25).backward()
+    probe = NoiseProbe(every=1, micro=False, least=1, model=model)
+    step = Step((Part(0, np.arange(3), 0.25),), 0.0)
+    pushed = probe.measure(step, False, samples, labels, quadratic_loss)
+    assert (pushed["gradient_batch"], float(pushed["gradient_square"])) == (3, pytest.approx(4.0))
+    together = probe.measure(step, True, samples, labels, quadratic_loss)
+    assert together["gradient_batch"] == 12
+    assert float(together["gradient_square"]) == pytest.approx(0.25)
+    odd = replace(step, odd=True)  # not summed over the processes yet
+    assert probe.measure(odd, True, samples, labels, quadratic_loss) == {}
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10, 30, 100])
+def test_extra_passes_stay_within_their_share(steps):
+    model = TimeModel(0.01, 0.05)
+    every = probe_interval(model, 64, steps, 2)
+    round_s, extra_s = steps * model.time(64, 1), model.time(16, 1)
+    assert extra_s / (every * round_s) <= 0.015
+    assert every == 1 or extra_s / ((every - 1) * round_s) > 0.015
+
+
+def test_workers_take_turns():
+    probe = NoiseProbe(every=3, micro=True, least=1, model=nn.Linear(1, 1))
+    due = [[probe.due(worker, clock) for clock in range(6)] for worker in range(3)]
+    assert np.sum(due, axis=0).tolist() == [1] * 6
+    assert np.sum(due, axis=1).tolist() == [2] * 3
+    off = NoiseProbe(every=0, micro=True, least=1, model=nn.Linear(1, 1))
+    assert not any(off.due(0, clock) for clock in range(6))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (16, "a larger batch would save steps"),
+        (100, "about what is worth having"),
+        (1000, "a smaller batch would take hardly more steps"),
+    ],
+)
+def test_advice_compares_the_batch_with_the_interval(batch, words):
+    scale = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
+    text = advise(scale, batch, "B_L")
+    assert f"gradient noise scale 100 (95 %: 80 to 130); B_L is {batch}: {words}" in text
+
+
+def test_advice_admits_what_it_does_not_know():
+    scale = NoiseScale(100.0, 10.0, math.inf, 1.0, 100.0, 50)
+    assert "too uncertain" in advise(scale, 64, "B_L")
+    assert "10 to unknown" in advise(scale, 64, "B_L")
+    assert "a larger batch" in advise(scale, 4, "B_L")  # whatever the upper end is
+    few = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 5)
+    assert "too uncertain" in advise(few, 16, "B_L")
+    assert noise_summary(None, None) == {}

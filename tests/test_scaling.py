@@ -1,0 +1,225 @@
+"""Files in the published layout, written by hand; results and knees computed by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from dbsl.scaling import (
+    Study,
+    Trial,
+    critical_batch,
+    edges,
+    find_knees,
+    heuristic_rates,
+    steps_to_result,
+)
+from dbsl.study_files import find_studies, read_study, read_workloads, write_study, write_trial
+from dbsl.study_report import write_report
+
+STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
+ "optimizer": "sgd", "train_steps": 400, "parameter_configs": {"learning_rate": {
+ "max_value": 10.0, "min_value": 0.01, "scale": "LOG_SCALE", "type": "DOUBLE"}}}"""
+HEADER = "step,train/cross_entropy_error,val/cross_entropy_error,val/classification_error\n"
+
+
+def write_by_hand(folder, number, status, errors, learning_rate=0.3):
+    """Write a trial; `errors` are of every hundredth step from 100 on."""
+    own = folder / str(number)
+    own.mkdir(parents=True)
+    rows = [f"{100 * k},1.5,1.25,{error}\n" for k, error in enumerate(errors, 1)]
+    (own / "measurements.csv").write_text(HEADER + "0,2.3,2.3,0.9\n" + "".join(rows))
+    metadata = {
+        "_internal_trial_id": number,
+        "parameters": {"learning_rate": learning_rate},
+        "status": status,
+        "steps": 100 * len(errors),
+        "trial_id": number,
+    }
+    (own / "metadata.json").write_text(json.dumps(metadata))
+
+
+@pytest.fixture
+def workload(tmp_path):
+    root = tmp_path / "cifar_10/resnet_8/sgd"
+    for size in (16, 32, 64):
+        (root / str(size)).mkdir(parents=True)
+        (root / f"{size}/study.json").write_text(STUDY % size)
+    # 16: exactly at the goal is not past it; of two at step 300 the lower number counts, as a
+    # number; trials that diverged or were cut short count for nothing.
+    write_by_hand(root / "16", 10, "COMPLETE", [0.5, 0.4, 0.29, 0.2])
+    write_by_hand(root / "16", 2, "COMPLETE", [0.6, 0.3, 0.28, 0.35], learning_rate=9.9)
+    write_by_hand(root / "16", 3, "INFEASIBLE", [0.2, 0.1])
+    write_by_hand(root / "16", 1, "INCOMPLETE", [0.1])
+    write_by_hand(root / "32", 1, "COMPLETE", [0.5, 0.4, 0.3, 0.3])
+    write_by_hand(root / "64", 1, "COMPLETE", [0.25, 0.4, 0.4, 0.4])
+    write_by_hand(root / "64", 2, "COMPLETE", ["", "nan", 0.1, 0.1])
+    return tmp_path
+
+
+def test_files_by_hand_give_steps_by_hand(workload):
+    studies = read_workloads([workload])["cifar_10/resnet_8/sgd"]
+    assert [study.batch_size for study in studies] == [16, 32, 64]
+    first, never, last = (steps_to_result(study, 0.3) for study in studies)
+    assert (first.steps, first.trial.trial_id, first.examples) == (300, 2, 4800)
+    assert never is None
+    assert (last.steps, last.trial.trial_id) == (100, 1)
+    assert first.at_edge == ("learning_rate",)  # 9.9 of 0.01 to 10
+    assert last.at_edge == ()
+
+
+def test_goal_is_strict_and_budgets_cut(workload):
+    (study, *_) = read_workloads([workload])["cifar_10/resnet_8/sgd"]
+    assert steps_to_result(study, 0.29).trial.trial_id == 2
+    assert steps_to_result(study, 0.28).steps == 400  # trial 10, at 0.2
+    assert steps_to_result(study, 0.2) is None
+    assert steps_to_result(study, 0.3, step_budget=299) is None
+    assert steps_to_result(study, 0.3, step_budget=300).steps == 300
+    assert steps_to_result(study, 0.3, example_budget=16 * 300).steps == 300
+    assert steps_to_result(study, 0.3, example_budget=16 * 300 - 1) is None
+    assert steps_to_result(study, 1.3, objective="val/cross_entropy_error").steps == 100
+
+
+def test_objective_that_is_not_there_is_refused(workload):
+    (study, *_) = read_workloads([workload])["cifar_10/resnet_8/sgd"]
+    with pytest.raises(ValueError, match=r"objective must be a column .*val/class.* got test/x"):
+        steps_to_result(study, 0.3, objective="test/x")
+
+
+def test_knees_follow_the_stated_rules():
+    # From 8 on, 1.2 times perfect is 1200, 600, 300, 150, 75; 1.1 times the least is 132.
+    steps = {8: 1000, 16: 500, 32: 299, 64: 151, 128: 130, 256: 120}
+    knees = find_knees(steps)
+    assert (knees.perfect, knees.useful, knees.is_seen) == (32, 128, True)
+    # Exactly on the rule counts: 1.2 * 600 * 8 / 16 = 360, 1.1 * 200 = 220.
+    knees = find_knees({8: 600, 16: 360, 32: 220, 64: 200})
+    assert (knees.perfect, knees.useful) == (16, 32)
+    assert not find_knees({8: 100, 16: 50}).is_seen
+    assert find_knees({8: 100, 16: 50}, tried=[8, 16, 32]).is_seen
+    with pytest.raises(ValueError, match="got none"):
+        find_knees({})
+
+
+def test_critical_batch_is_that_of_the_curve_that_made_the_steps():
+    steps = {b: round(1000 * (1 + 80 / b)) for b in (4, 8, 16, 32, 64, 128, 256, 512)}
+    assert critical_batch(steps) == pytest.approx(80, rel=0.01)
+    assert critical_batch({8: 800, 16: 400}) is None
+    assert critical_batch({8: 800, 16: 399, 32: 199}) is None  # only perfect scaling was seen
+
+
+def test_edges_are_judged_on_the_scale_that_was_searched():
+    search = {
+        "learning_rate": {
+            "type": "DOUBLE",
+            "scale": "LOG_SCALE",
+            "min_value": 0.001,
+            "max_value": 1.0,
+        },
+        "momentum": {
+            "type": "DOUBLE",
+            "scale": "REVERSE_LOG_SCALE",
+            "min_value": 0.9,
+            "max_value": 0.999,
+        },
+        "factor": {
+            "type": "DOUBLE",
+            "scale": "LINEAR_SCALE",
+            "min_value": 0.0,
+            "max_value": 1.0,
+            "fixed_bounds": ["max"],
+        },
+        "label_smoothing": {"type": "DISCRETE", "feasible_points": [0.0, 0.1]},
+    }
+    inside = {"learning_rate": 0.03, "momentum": 0.99, "factor": 1.0, "label_smoothing": 0.1}
+    assert edges(inside, search) == ()
+    # 5 % of three decades is a factor of 1.41 from the end.
+    assert edges({"learning_rate": 0.75}, search) == ("learning_rate",)
+    assert edges({"learning_rate": 0.0013}, search) == ("learning_rate",)
+    assert edges({"learning_rate": 0.68}, search) == ()
+    assert edges({"momentum": 0.9988}, search) == ("momentum",)
+    assert edges({"momentum": 0.998}, search) == ()
+    assert edges({"factor": 0.04}, search) == ("factor",)
+
+
+def test_learning_rate_rules_start_at_the_smallest_batch(workload):
+    studies = read_workloads([workload])["cifar_10/resnet_8/sgd"]
+    results = [r for study in studies if (r := steps_to_result(study, 0.3))]
+    linear, root = heuristic_rates(results, [0.1, 0.9])
+    np.testing.assert_allclose(linear, [0.1, 0.4])
+    np.testing.assert_allclose(root, [0.1, 0.2])
+
+
+def test_layout_that_is_written_is_read_back(tmp_path):
+    columns = {"step": [0, 5], "val/classification_error": [0.875, math.nan]}
+    measured = {name: np.array(values, dtype=float) for name, values in columns.items()}
+    trial = Trial(3, "INFEASIBLE", 5, {"learning_rate": 0.1}, measured)
+    folder = tmp_path / "d/m/o/8"
+    values = {"batch_size": 8, "dataset": "d", "model": "m", "optimizer": "o"}
+    write_study(folder, values | {"parameter_configs": {}, "goal_error": 0.25})
+    write_trial(folder, trial)
+    (folder / "7").mkdir()  # a trial that is being written
+    assert find_studies(tmp_path) == [folder]
+    study = read_study(folder)
+    assert (study.workload, study.batch_size, study.goal) == ("d/m/o", 8, 0.25)
+    (read,) = study.trials
+    assert (read.trial_id, read.status, read.steps) == (3, "INFEASIBLE", 5)
+    for name, column in measured.items():
+        np.testing.assert_array_equal(read.measurements[name], column)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("study.json", "{", "readable JSON"),
+        ("study.json", "[1]", "hold a JSON object"),
+        ("study.json", '{"dataset": "d"}', "entry 'parameter_configs'"),
+        ("2/metadata.json", '{"status": "DONE"}', "status must be one of COMPLETE"),
+        ("2/measurements.csv", "step,a\n1,x\n", "rows of 2 numbers"),
+        ("2/measurements.csv", "a,b\n1,2\n", "a column step"),
+        ("2/measurements.csv", "step,a\n1,2,3\n", "rows of 2 numbers"),
+    ],
+)
+def test_broken_files_are_named(workload, name, text, message):
+    path = workload / "cifar_10/resnet_8/sgd/16" / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_workloads([workload])
+
+
+def test_nothing_to_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"must have a study.json in it or below"):
+        find_studies(tmp_path / "nowhere")
+
+
+def test_one_study_twice_is_refused(workload):
+    with pytest.raises(ValueError, match=r"resnet_8/sgd at 16 a second time"):
+        read_workloads([workload, workload])
+
+
+def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
+    text = write_report(read_workloads([workload]), tmp_path / "out", 0.3)
+    assert "not reached" in text
+    assert "perfect scaling up to 16 (the largest b with steps(b) <= 1.2" in text
+    assert "maximum useful batch 64 (the smallest b with steps(b) <= 1.1" in text
+    assert "the largest tried: more may still be useful" in text
+    assert "warning: at batch 16 the best trial's learning_rate lies in the outermost 5 %" in text
+    assert {p.name for p in (tmp_path / "out/plots").iterdir()} == {
+        "steps.png",
+        "examples.png",
+        "learning_rate.png",
+    }
+    report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
+    assert report["steps_to_result"] == {"16": 300, "64": 100}
+    rows = (tmp_path / "out/results.csv").read_text().splitlines()
+    assert rows[1].startswith("cifar_10,resnet_8,sgd,16,0.3,300,4800,2,9.9,0,learning_rate,2,1,1")
+    assert rows[2].startswith("cifar_10,resnet_8,sgd,32,0.3,,,,")
+
+
+def test_report_without_a_goal_is_refused(workload, tmp_path):
+    with pytest.raises(ValueError, match="goal_error must be given"):
+        write_report(read_workloads([workload]), tmp_path, None)
+
+
+def test_study_without_trials_has_no_result():
+    assert steps_to_result(Study("d", "m", "o", 8, ()), 0.3) is None

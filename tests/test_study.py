@@ -1,0 +1,477 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+import train
+from dbsl import study
+from dbsl.data import load_data
+from dbsl.errors import one_line_errors
+from dbsl.model import load_model
+from dbsl.scaling import Study, steps_to_result
+from dbsl.search import Range, SearchSpace, TrialStore, quasi_random_points
+from dbsl.seeds import stream_seed
+from dbsl.study_files import read_workloads
+from dbsl.transforms import Transform
+from dbsl.trials import Images, ImageTask, Measurement, decayed_rate, measured_steps, run_trial
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = {
+    "--batch-sizes": "16,32",
+    "--goal-error": "0.8",
+    "--trials": "3",
+    "--optimizers": "sgd,momentum",
+    "--model": "test_resnet",
+    "--train-samples": "64",
+    "--eval-samples": "40",
+    "--max-steps": "6",
+    "--mixed-precision": "no",
+    "--cpu-threads": "1",
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def flags(folder, **changes):
+    given = TINY | {f"--{name.replace('_', '-')}": str(v) for name, v in changes.items()}
+    return [part for pair in given.items() for part in pair] + ["--output-dir", str(folder)]
+
+
+def run_study(folder, **changes):
+    AcceleratorState._reset_state(True)
+    study.main(flags(folder, **changes))
+
+
+def trials_of(folder):
+    """Return what every trial of a study came to, by workload, batch size and number."""
+    return {
+        (name, own.batch_size, trial.trial_id): (trial.status, trial.steps, dict(trial.parameters))
+        for name, studies in read_workloads([folder / "digits"]).items()
+        for own in studies
+        for trial in own.trials
+    }
+
+
+# --- a quadratic whose steps to result are known
+
+
+class Quadratic:
+    """SGD on 1/2 |w|^2 with gradients of known noise; the error is |w|^2 over that at the start."""
+
+    def __init__(self, batch_size, seed, dimensions=10_000, variance=0.5):
+        self._rng = np.random.default_rng(seed)
+        self._weights = np.ones(dimensions)
+        self._sd = math.sqrt(variance / batch_size)
+
+    def advance(self, rates):
+        for rate in rates:
+            noise = self._rng.standard_normal(len(self._weights)) * self._sd
+            self._weights -= rate * (self._weights + noise)
+        return self.measure().loss
+
+    def measure(self):
+        square = float(np.mean(self._weights**2))
+        return Measurement(square / 2 if square < 1e6 else math.inf, square)
+
+
+def closed_form(rate, batch_size, goal, variance=0.5):
+    """Return the first step at which E|w|^2 is under the goal, or inf."""
+    shrink, added = (1 - rate) ** 2, rate**2 * variance / batch_size
+    if shrink >= 1:
+        return math.inf
+    rest = added / (1 - shrink)
+    if rest >= goal:
+        return math.inf
+    # rest + (1 - rest) * shrink**t < goal
+    ratio = (goal - rest) / (1 - rest)
+    return math.floor(math.log(ratio) / math.log(shrink)) + 1 if shrink else 1
+
+
+def test_quadratic_takes_the_steps_of_its_closed_form():
+    goal, rates = 0.01, np.geomspace(0.01, 3.0, 20)
+    found = {}
+    for batch_size in (1, 2, 4, 8, 16, 32, 64, 256):
+        trials = tuple(
+            run_trial(
+                Quadratic(batch_size, seed=100 * batch_size + number),
+                number,
+                {"learning_rate": float(rate)},
+                budget=500,
+                goal=goal,
+                spacing=0.0,
+            )
+            for number, rate in enumerate(rates, 1)
+        )
+        result = steps_to_result(Study("quadratic", "w", "sgd", batch_size, trials), goal)
+        known = [closed_form(rate, batch_size, goal) for rate in rates]
+        assert result.steps == pytest.approx(min(known), rel=0.05, abs=1)
+        assert [t.status for t in trials if t.parameters["learning_rate"] > 2.2] == [
+            "INFEASIBLE"
+        ] * sum(rates > 2.2)
+        found[batch_size] = result.steps
+    assert found[2] / found[1] == pytest.approx(0.5, rel=0.2)  # perfect scaling where noise rules
+    assert found[256] < found[64] * 1.1 + 2  # and an end to it
+
+
+# --- the loop of a trial
+
+
+class Script:
+    """A task whose errors are given, by step."""
+
+    def __init__(self, errors, loss=1.0):
+        self._errors, self._loss, self.taken = errors, loss, 0
+
+    def advance(self, rates):
+        self.taken += len(rates)
+        return self._loss
+
+    def measure(self):
+        return Measurement(1.0, self._errors[min(self.taken, len(self._errors) - 1)])
+
+
+def run_script(errors, **changes):
+    settings = {"budget": 10, "goal": 0.5, "spacing": 0.0} | changes
+    task = Script(errors, settings.pop("loss", 1.0))
+    return run_trial(task, 1, {"learning_rate": 0.1}, **settings)
+
+
+def test_trial_ends_at_the_goal_which_is_strict():
+    trial = run_script([0.9, 0.8, 0.5, 0.49, 0.1])
+    assert (trial.status, trial.steps) == ("COMPLETE", 3)
+    whole = run_script([0.9, 0.8, 0.5, 0.49, 0.1], early_stopping=False)
+    assert (whole.status, whole.steps) == ("COMPLETE", 10)
+    assert whole.measurements["step"].tolist() == list(range(11))
+
+
+def test_trial_that_cannot_be_the_best_any_more_is_cut_short():
+    trial = run_script([0.9] * 10 + [0.1], best=lambda: 4)
+    assert (trial.status, trial.steps) == ("INCOMPLETE", 3)  # at step 4 it would only be as good
+    just = run_script([0.9, 0.9, 0.9, 0.1], best=lambda: 4)
+    assert (just.status, just.steps) == ("COMPLETE", 3)
+    never = run_script([0.9] * 12)
+    assert (never.status, never.steps) == ("COMPLETE", 10)
+
+
+def test_trial_whose_loss_is_not_finite_is_infeasible():
+    trial = run_script([0.9, 0.1], loss=math.nan)
+    assert (trial.status, trial.steps) == ("INFEASIBLE", 1)
+    assert math.isnan(trial.measurements["val/classification_error"][-1])
+
+
+def test_measurements_are_a_share_of_the_steps_apart():
+    assert list(measured_steps(7, 0.0)) == [1, 2, 3, 4, 5, 6, 7]
+    steps = list(measured_steps(1000, 0.05))
+    assert steps[:20] == list(range(1, 21))
+    assert steps[-1] == 1000
+    gaps = np.diff(steps[20:-1]) / steps[20:-2]
+    assert (gaps <= 0.05).all()
+    assert len(steps) < 130
+
+
+def test_rate_falls_in_a_line_then_stays():
+    given = {
+        "learning_rate": 0.4,
+        "end_learning_rate_factor": 0.25,
+        "learning_rate_decay_steps": 10,
+    }
+    rates = [decayed_rate(step, given) for step in (0, 5, 10, 50)]
+    assert rates == pytest.approx([0.4, 0.25, 0.1, 0.1])
+    assert decayed_rate(7, {"learning_rate": 0.4}) == 0.4
+
+
+# --- the same step as train.py's
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum):
+    train.main(
+        train.Config(
+            model="test_resnet",
+            resolutions=(16,),
+            train_samples=70,
+            eval_samples=40,
+            workers=1,
+            sync="step",
+            local_batch_sizes=(16,),
+            drop_last=True,
+            epochs=2,
+            lr=0.05,
+            momentum=momentum,
+            lr_milestones=(),
+            warmup_epochs=0.0,
+            slope=(0.001,),
+            intercept=(0.01,),
+            mixed_precision="no",
+            checkpoint_every=0,
+            report_to="none",
+            output_dir=str(tmp_path / "run"),
+            seed=3,
+        )
+    )
+    data = load_data("digits", train_samples=70, eval_samples=40, seed=3)
+    transform = Transform(16, "crop", data.mirror, data.mean, data.std, 3)
+    images = Images(data, "test_resnet", transform, 0.0, 0.0, 64, accelerator)
+    given = {"learning_rate": 0.05, "momentum": momentum, "weight_decay": 5e-4}
+    task = ImageTask(images, "sgd" if momentum == 0 else "nesterov", 16, given, seed=3)
+    task.advance([0.05] * 5)
+    task.advance([0.05] * 3)  # 4 steps an epoch: both calls end inside one
+    trained = load_model(tmp_path / "run").state_dict()
+    for name, value in task._stepper.model.state_dict().items():
+        assert torch.equal(value, trained[name]), name
+    records = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    last = [row for row in map(json.loads, records) if row["event"] == "eval"][-1]
+    measured = task.measure()
+    assert measured.error == pytest.approx(1 - last["accuracy"])
+    assert measured.loss == pytest.approx(last["loss"], rel=1e-5)
+
+
+# --- search
+
+
+SPACE = SearchSpace(
+    Range(0.01, 10.0, "LOG_SCALE"),
+    Range(0.5, 0.99, "REVERSE_LOG_SCALE"),
+    Range(0.1, 1.0, "LOG_SCALE"),
+    Range(0.25, 1.0, "LINEAR_SCALE"),
+    Range(5e-4, 5e-4, "LOG_SCALE"),
+)
+
+
+def test_points_fill_every_range_evenly_and_repeat():
+    found = SPACE.distributions()
+    assert "weight_decay" not in found
+    points = quasi_random_points(found, 64, seed=5)
+    assert points == quasi_random_points(found, 64, seed=5)
+    assert points[:10] == quasi_random_points(found, 10, seed=5)
+    assert points != quasi_random_points(found, 64, seed=6)
+    given = [SPACE.parameters(point, 200) for point in points]
+    rates = np.array([values["effective_learning_rate"] for values in given])
+    eighths = np.histogram(np.log10(rates), bins=8, range=(-2, 1))[0]
+    assert (eighths == 8).all()  # which random points would not do
+    momenta = np.array([values["momentum"] for values in given])
+    assert momenta.min() >= 0.5
+    assert momenta.max() <= 0.99
+    assert np.histogram(np.log(1 - momenta), bins=8)[0].min() >= 6
+    for values in given:
+        assert values["learning_rate"] == pytest.approx(
+            values["effective_learning_rate"] * (1 - values["momentum"])
+        )
+        assert 50 <= values["learning_rate_decay_steps"] <= 200
+        assert values["weight_decay"] == 5e-4
+
+
+def test_space_is_written_under_the_names_of_the_parameters():
+    entries = SPACE.entries()
+    assert set(entries) <= set(SPACE.parameters(quasi_random_points({}, 1, 0)[0], 10))
+    assert entries["end_learning_rate_factor"]["fixed_bounds"] == ["max"]
+    assert "weight_decay" not in entries
+
+
+def test_store_gives_each_trial_to_one_process_and_dead_ones_back(tmp_path):
+    space = SPACE.distributions()
+    first, second = TrialStore(tmp_path), TrialStore(tmp_path)
+    for store in (first, second):
+        store.fill("sgd/16", space, 3, seed=0)
+    claims = [first.claim({"sgd/16": space}), second.claim({"sgd/16": space})]
+    assert [claim.trial_id for claim in claims] == [1, 2]
+    assert [c.searched for c in claims] == quasi_random_points(
+        space, 2, stream_seed(0, "search sgd/16")
+    )
+    first.finish(claims[0], "COMPLETE", 40)
+    claims[1].lock.release()  # as the system does when a process dies
+    third = first.claim({"sgd/16": space})
+    assert third.trial_id == 3
+    again = first.claim({"sgd/16": space})
+    assert (again.trial_id, again.searched) == (2, claims[1].searched)
+    assert first.claim({"sgd/16": space}) is None
+    assert first.best("sgd/16") == 40
+    first.finish(again, "INFEASIBLE", math.inf)
+    first.give_back(third)
+    assert first.counts("sgd/16") == {"waiting": 1, "running": 0, "finished": 2}
+    first.fill("sgd/16", space, 5, seed=0)  # more trials later
+    assert first.counts("sgd/16") == {"waiting": 3, "running": 0, "finished": 2}
+    assert second.best("sgd/16") == 40
+
+
+def test_trial_that_kills_its_process_every_time_is_named(tmp_path):
+    space = SPACE.distributions()
+    store = TrialStore(tmp_path)
+    store.fill("sgd/16", space, 1, seed=0)
+    for _ in range(3):
+        store.claim({"sgd/16": space}).lock.release()
+    with pytest.raises(ValueError, match="3 processes that died in trial 1 of sgd/16"):
+        store.claim({"sgd/16": space})
+
+
+# --- the command
+
+
+def test_study_runs_writes_and_goes_on(tmp_path, capsys):
+    study.main([*flags(tmp_path), "--no-early-stopping"])
+    printed = capsys.readouterr().out
+    assert "maximum useful batch" in printed or "no batch size reached the goal" in printed
+    found = trials_of(tmp_path)
+    assert len(found) == 2 * 2 * 3
+    assert {status for status, _, _ in found.values()} == {"COMPLETE"}
+    assert all(steps == 6 for _, steps, _ in found.values())
+    assert all(
+        "momentum" not in given for (name, *_), (_, _, given) in found.items() if "sgd" in name
+    )
+    AcceleratorState._reset_state(True)
+    study.main([*flags(tmp_path), "--no-early-stopping"])
+    assert "trial" not in capsys.readouterr().out.partition("digits/")[0]  # nothing ran again
+    AcceleratorState._reset_state(True)
+    study.main([*flags(tmp_path, trials=4), "--no-early-stopping"])
+    more = trials_of(tmp_path)
+    assert len(more) == 2 * 2 * 4
+    assert {key: more[key] for key in found} == found
+
+
+def test_killed_study_goes_on_with_no_trial_lost_or_repeated(tmp_path):
+    unbroken = tmp_path / "unbroken"
+    run_study(unbroken)
+    broken = tmp_path / "broken"
+    command = [sys.executable, "-m", "dbsl.study", *flags(broken)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    for done in (2, 5):
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        lines = 0
+        for line in process.stdout:
+            lines += ", trial " in line
+            if lines == (done if done == 2 else 3):
+                break
+        time.sleep(0.05)  # inside the next trial, as a rule
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        process.stdout.close()
+        assert lines >= 2
+        finished = len(trials_of(broken))
+        assert done <= finished < 12
+    output = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    ran = [line for line in output.splitlines() if ", trial " in line]
+    assert 1 <= len(ran) <= 12 - finished + 1  # one may have been written, but not been recorded
+    assert trials_of(broken) == trials_of(unbroken)
+
+
+def test_study_in_two_processes_finds_what_one_does(tmp_path):
+    run_study(tmp_path / "one")
+    command = [sys.executable, "-m", "dbsl.study", *flags(tmp_path / "two"), "--processes", "2"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert done.stdout.count("digits/test_resnet/sgd:") == 1  # one report, of all
+    one, two = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("one", "two"))
+    assert one == two
+    assert len(trials_of(tmp_path / "two")) == 12
+
+
+def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "dbsl.study",
+        *flags(tmp_path, max_steps=600, goal_error=0.001),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "giving its trial back" in errors
+    assert "stopped; the same command goes on" in errors
+    counts = TrialStore(tmp_path).counts("sgd/16")
+    assert counts["running"] == 0
+    assert counts["waiting"] + counts["finished"] == 3
+
+
+def test_plot_reads_a_study_again(tmp_path, capsys):
+    run_study(tmp_path / "a", goal_error=0.89)
+    capsys.readouterr()
+    study.main(["--plot", str(tmp_path / "a"), "--output-dir", str(tmp_path / "b")])
+    assert "error < 0.89" in capsys.readouterr().out
+    assert (tmp_path / "b/results.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "goal_error must be given, in (0, 1), got none"),
+        (["--goal-error", "1.5"], "goal_error must be in (0, 1), got 1.5"),
+        (["--goal-error", "0.3", "--batch-sizes", "16,16"], "batch_sizes must be one or more"),
+        (["--goal-error", "0.3", "--momentum", "0.9,1"], "momentum must be in [0, 1), got 1"),
+        (["--goal-error", "0.3", "--effective-lr", "0"], "effective_lr must be above 0, got 0"),
+        (["--goal-error", "0.3", "--effective-lr", "1,0.1"], "effective_lr must be one value, or"),
+        (["--goal-error", "0.3", "--weight-decay", "0,1"], "weight_decay must be above 0, got 0"),
+        (["--goal-error", "0.3", "--decay-factor", "2"], "decay_factor must be in (0, 1], got 2"),
+        (["--goal-error", "0.3", "--trials", "0"], "trials must be at least 1, got 0"),
+        (["--goal-error", "0.3", "--objective", "x"], "objective must be val/classification"),
+        (["--goal-error", "0.3", "--optimizers", "sgdd"], "optimizer must be a name that timm"),
+        (["--plot", "nowhere"], "folder must have a study.json in it or below, got nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        study.main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_that_the_data_or_the_model_cannot_have_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"batch_sizes must be in \[1, 64\], got 65"):
+        run_study(tmp_path / "a", batch_sizes="16,65")
+    with pytest.raises(ValueError, match="batch_sizes must be at least 2, got 1"):
+        run_study(tmp_path / "a", batch_sizes="1,16", resolution=8, model="resnet18")
+    assert not (tmp_path / "a").exists()
+
+
+def test_folder_of_another_study_is_refused(tmp_path):
+    run_study(tmp_path, batch_sizes="16", trials=1, optimizers="sgd")
+    with pytest.raises(ValueError, match=r"goal_error must be 0.8 as in .*study.yaml, or output_d"):
+        run_study(tmp_path, goal_error=0.7)
+    assert len(trials_of(tmp_path)) == 1
+
+
+def test_budget_is_the_smaller_of_steps_and_examples():
+    config = study.StudyConfig(goal_error=0.3)
+    assert config.budget(100, 1000) == 400  # 40 epochs
+    assert replace(config, max_steps=50).budget(100, 1000) == 50
+    both = replace(config, max_steps=50, max_examples=2000)
+    assert [both.budget(size, 1000) for size in (10, 100, 5000)] == [50, 20, 1]

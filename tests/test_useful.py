@@ -1,0 +1,153 @@
+import json
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+
+import train
+from dbsl.config import parse_config
+from dbsl.useful import find_evidence
+
+SETTINGS = {
+    "model": "test_resnet",
+    "dataset": "digits",
+    "resolutions": (16,),
+    "train_samples": 240,
+    "eval_samples": 40,
+    "epochs": 4,
+    "slope": (0.001,),
+    "intercept": (0.0001,),
+    "lr": 0.01,
+    "dropout": (0.1,),
+    "mixed_precision": "no",
+    "checkpoint_every": 0,
+    "report_to": "none",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def run(folder, **changes):
+    AcceleratorState._reset_state(True)
+    train.main(train.Config(**(SETTINGS | {"output_dir": str(folder)} | changes)))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return (folder / "model.safetensors").read_bytes(), records
+
+
+MODES = {
+    "dual batch": {
+        "rounds_per_epoch": 2,
+        "small_workers": 2,
+        "small_batch_size": (4,),
+        "large_batch_size": (16,),
+    },
+    "asp": {
+        "sync": "asp",
+        "rounds_per_epoch": 2,
+        "small_workers": 2,
+        "small_batch_size": (4,),
+        "large_batch_size": (16,),
+    },
+    "equal batches": {"local_batch_sizes": (4, 4, 4, 4)},
+    "step": {"sync": "step", "local_batch_sizes": (4, 8, 8, 12), "epochs": 20},
+    "push": {"push": "gradients", "local_batch_sizes": (8, 8, 8, 8)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
+    with_noise, records = run(tmp_path / "with", **MODES[mode])
+    without, silent = run(tmp_path / "without", noise_scale=False, **MODES[mode])
+    assert with_noise == without
+    noise = [row for row in records if row["event"] == "noise"]
+    assert noise, "no estimate in the whole run"
+    assert {"epoch", "resolution", "b_simple", "low", "high", "pairs"} <= noise[-1].keys()
+    summary = json.loads((tmp_path / "with/summary.json").read_text())
+    assert summary["noise_scale"] == noise[-1]["b_simple"]
+    assert summary["noise_advice"].startswith("gradient noise scale")
+    assert not [row for row in silent if row["event"] == "noise"]
+    assert "noise_scale" not in json.loads((tmp_path / "without/summary.json").read_text())
+    measured = [row for row in records if row["event"] == "round" and "gradient_batch" in row]
+    sizes = {row["gradient_batch"] for row in measured}
+    micro = {row.get("micro_batch") for row in measured}
+    if mode in ("dual batch", "asp"):
+        assert micro == {None}
+        assert max(sizes) > 2 * min(sizes)
+        assert len(measured) == 4 * 4 * 2  # every worker's every round
+    else:
+        assert None not in micro
+        assert (max(sizes), micro) == {
+            "equal batches": (4, {2}),  # not 1, on which batch norm cannot train
+            "step": (32, {3}),  # the global batch, and of its last part a quarter
+            "push": (8, {2}),
+        }[mode]
+
+
+def write_study(folder, workload, useful):
+    folder.mkdir(parents=True)
+    report = {workload: {"useful_batch_size": useful}}
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+def write_run(folder, scale, model="test_resnet"):
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"noise_scale": scale}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"dataset": "digits", "model": model}))
+
+
+def evidence(**changes):
+    settings = SETTINGS | {"large_batch_size": "auto", "batch_limit": "useful"} | changes
+    return find_evidence(train.Config(**settings))
+
+
+def test_auto_is_bounded_by_a_studys_useful_maximum(tmp_path):
+    write_study(tmp_path / "study", "digits/test_resnet/nesterov", 12)
+    given = {"large_batch_size": "auto", "batch_limit": "useful", "memory_limit": 64.0}
+    _, records = run(tmp_path / "run", batch_evidence=str(tmp_path / "study"), **given)
+    (plan, *_) = [row for row in records if row["event"] == "plan"]
+    assert {worker["local_batch_size"] for worker in plan["workers"]} == {12}
+    again = parse_config(train.Config, ["--config", str(tmp_path / "run/config.yaml")])
+    assert (again.large_batch_size, again.batch_limit, again.batch_evidence) == (
+        (12,),
+        "memory",
+        None,
+    )
+
+
+def test_auto_of_joint_steps_shares_the_useful_batch(tmp_path):
+    write_study(tmp_path / "study", "digits/test_resnet/nesterov", 14)
+    given = {"large_batch_size": "auto", "batch_limit": "useful", "memory_limit": 64.0}
+    where = {"batch_evidence": str(tmp_path / "study")}
+    _, records = run(tmp_path / "run", sync="step", **where, **given)
+    (plan, *_) = [row for row in records if row["event"] == "plan"]
+    assert [worker["local_batch_size"] for worker in plan["workers"]] == [4] * 4
+
+
+def test_evidence_is_found_where_it_is_usual(tmp_path):
+    with pytest.raises(ValueError, match=r"a study of digits/test_resnet/nesterov, or of a run"):
+        evidence()
+    write_run(tmp_path / "runs/old", 70.4)
+    assert evidence()[0] == 70
+    write_run(tmp_path / "runs/other", 5.0, model="resnet18")
+    write_run(tmp_path / "runs/unknown", None)
+    assert evidence() == (70, "the gradient noise scale of runs/old/summary.json")
+    write_study(tmp_path / "studies/a", "digits/test_resnet/nesterov", 32)
+    write_study(tmp_path / "studies/b", "digits/test_resnet/sgd", 16)
+    assert evidence()[0] == 32  # a study counts before a run
+    assert evidence(momentum=0.0)[0] == 16
+    assert evidence(batch_evidence="runs/old")[0] == 70
+    with pytest.raises(ValueError, match=r"with a noise scale, got runs/other"):
+        evidence(batch_evidence="runs/other")
+
+
+def test_bounds_that_bound_nothing_are_refused():
+    with pytest.raises(ValueError, match="batch_limit must be memory but with large_batch_size"):
+        train.Config(batch_limit="useful")
+    with pytest.raises(ValueError, match="batch_evidence must go with batch_limit useful, got x"):
+        train.Config(batch_evidence="x")
