@@ -163,9 +163,9 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     rates = [learning_rate(turn.epoch + step.progress) for step in steps]
     rates_left = rates[progress.steps :]
     loss_of = partial(compute_loss, accelerator=accelerator, smoothing=config.label_smoothing)
-    noise = run.noise_probe(turn)  # measures at the first step, if it is this round's turn
+    measure = partial(run.noise.measure, turn) if run.noise.due(turn) else None
     train_steps(
-        stepper, images, steps_left, rates_left, accelerator, keeper, progress, loss_of, noise
+        stepper, images, steps_left, rates_left, accelerator, keeper, progress, loss_of, measure
     )
     losses, finite, measured = read_round(progress, cluster.outgoing)
     reports = make_reports(
@@ -193,9 +193,12 @@ def compute_loss(model, images, labels, *, accelerator, smoothing):
 
 
 def train_steps(
-    stepper, batches, steps, learning_rates, accelerator, keeper, progress, loss_of, noise
+    stepper, batches, steps, learning_rates, accelerator, keeper, progress, loss_of, measure
 ) -> None:
-    """Take optimizer steps, adding each worker's loss, summed over its samples, to `progress`."""
+    """Take optimizer steps, adding each worker's loss, summed over its samples, to `progress`.
+
+    `measure`, if any, looks at the gradients of the first step, for the noise scale.
+    """
     stepper.model.train()
     zero = torch.zeros((), device=accelerator.device)
     for number, (step, learning_rate) in enumerate(zip(steps, learning_rates, strict=True), 1):
@@ -211,8 +214,8 @@ def train_steps(
             so_far = progress.losses.get(part.worker, zero)
             progress.losses[part.worker] = so_far + loss.detach() * len(labels)
             progress.samples[part.worker] = progress.samples.get(part.worker, 0) + len(labels)
-        if noise and not progress.steps:
-            progress.noise = noise.measure(step, stepper.joint, images, labels, loss_of)
+        if measure and not progress.steps:
+            progress.noise = measure(step, stepper.joint, images, labels, loss_of)
         stepper.step(step, learning_rate)  # here, of all workers together, or at the server
         progress.steps += 1
         keeper.after_step(round_over=number == len(steps))  # saves, or stops, if it is time to

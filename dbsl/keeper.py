@@ -276,6 +276,7 @@ class Keeper:
             "log": self._log.state_dict() if self._log.enabled else None,
             "progress": asdict(progress) if progress else None,
             "random": random_state(self._accelerator.device) if progress else None,
+            "noise": self._run.noise.state_dict(),
             "epochs_done": self._epochs_done,
             "loop_s": time.perf_counter() - self.loop_began,
             "eval_time_s": self.eval_time_s,
@@ -314,6 +315,8 @@ class Keeper:
         self._stepper.load_state_dict(state["stepper"])
         self._stepper.clock.load_state_dict(state["clock"])
         self._run.planner.load_state_dict(state["planner"])
+        if "noise" in state:  # not in checkpoints of before
+            self._run.noise.load_state_dict(state["noise"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
             self._progress = Progress(**state["progress"])

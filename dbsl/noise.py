@@ -3,25 +3,22 @@
 McCandlish, Kaplan, Amodei et al.: An Empirical Model of Large-Batch Training (arXiv 1812.06162).
 With the gradient G of the whole data set and the covariance Sigma of single samples' gradients, a
 batch of b has E|g_b|^2 = |G|^2 + tr(Sigma)/b, and B_simple = tr(Sigma)/|G|^2. Two batch sizes at
-the same weights give both. Training with a batch of B_simple takes about twice the fewest steps,
-and twice the fewest samples, that any batch size can do with.
+the same weights give both (`dbsl.probe` measures them). Training with a batch of B_simple takes
+about twice the fewest steps, and twice the fewest samples, that any batch size can do with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from dbsl.lazy import lazy_import
-from dbsl.machines import TimeModel
 from dbsl.plan import Plan
-from dbsl.sampler import Step
 from dbsl.server import RoundReport
 
 special = lazy_import("scipy.special")
@@ -30,9 +27,8 @@ Squares = Sequence[tuple[int, float]]  # batch sizes, and the squared norms of t
 
 CONFIDENCE = 0.95
 _KEPT = 0.95  # of a pair's weight, when the next one comes: about the last 40 count
-_COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
-UNLIKE = 1.5  # ratio of batch sizes from which on they tell signal and noise apart
-_MICRO = 4  # a micro-batch is this part of a batch
+_FEW = 10  # measurements, below which nothing is advised
+_WIDE = 10.0  # ratio of an interval's ends from which on it says little
 
 
 @dataclass(frozen=True)
@@ -148,21 +144,22 @@ def _ratio_interval(
 def pairs_of(reports: Iterable[RoundReport]) -> list[tuple[float, float]]:
     """Return |G|^2 and tr(Sigma) of each measurement that an epoch's rounds have brought.
 
-    A worker that measured a micro-batch beside its batch gives one by itself. Others give one a
-    round together, by their batches of unlike sizes.
+    Workers that each measured a part of their batch beside it give one each. Else a round gives one
+    altogether: by workers' batches of unlike sizes, or by those and all of them joined.
     """
-    found, rounds = [], {}
+    rounds: dict[int, list[list[tuple[int, float]]]] = {}
     for report in sorted(reports, key=lambda report: (report.round, report.worker)):
         if report.refused or not report.gradient_batch:
             continue
-        own = (report.gradient_batch, report.gradient_square)
-        if report.micro_batch:
-            found.append(separate([(report.micro_batch, report.micro_square), own]))
-        else:
-            rounds.setdefault(report.round, []).append(own)
-    for squares in rounds.values():
-        if len({batch for batch, _ in squares}) > 1:
-            found.append(separate(squares))
+        part = [(report.micro_batch, report.micro_square)] * bool(report.micro_batch)
+        whole = (report.gradient_batch, report.gradient_square)
+        rounds.setdefault(report.round, []).append([*part, whole])
+    found = []
+    for own in rounds.values():
+        groups = own if all(len(squares) > 1 for squares in own) else [list(chain(*own))]
+        for squares in groups:
+            if len({batch for batch, _ in squares}) > 1:
+                found.append(separate(squares))
     return found
 
 
@@ -189,12 +186,12 @@ def advise(scale: NoiseScale, batch: int, name: str) -> str:
         name: What to call it: ``B_L``, or ``the global batch``.
     """
     text = f"gradient noise scale {describe(scale)}; {name} is {batch}: "
-    if scale.pairs < 10 or (scale.high == math.inf and batch >= scale.low):
-        return text + "too uncertain to say which batch is worth having"
-    if batch < scale.low / 2:
+    if scale.pairs >= _FEW and batch < scale.low / 2:
         return text + "a larger batch would save steps at few extra samples"
-    if batch > 2 * scale.high:
+    if scale.pairs >= _FEW and batch > 2 * scale.high:
         return text + "a smaller batch would take hardly more steps, and far fewer samples"
+    if scale.pairs < _FEW or scale.high > _WIDE * scale.low:
+        return text + "too uncertain to say which batch is worth having"
     return text + "about what is worth having"
 
 
@@ -205,96 +202,3 @@ def describe(scale: NoiseScale) -> str:
 
 def _samples(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else "unknown" if value == math.inf else f"{value:.0f}"
-
-
-class NoiseProbe:
-    """Measures squared gradient norms at the first step of a round, where weights were just pulled.
-
-    It changes nothing that is trained: gradients, batch norm's statistics and random streams are
-    afterwards what they were. Nothing in it waits for the device.
-
-    Args:
-        every: Rounds from one measurement of a worker to its next; 0: none at all.
-        micro: Whether a part of the batch passes once more by itself; else workers' batches of
-            unlike sizes give the noise scale together.
-        least: Samples of such a part at least.
-        model: The model; nothing is wrapped around it.
-    """
-
-    def __init__(self, *, every: int, micro: bool, least: int, model: nn.Module) -> None:
-        self._every, self._micro, self._least = every, micro, least
-        self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def due(self, worker: int, clock: int) -> bool:
-        """Whether a worker's round is measured; `clock`: rounds that it has behind it."""
-        return bool(self._every) and (clock + worker) % self._every == 0
-
-    def measure(
-        self,
-        step: Step,
-        joint: bool,
-        images: Tensor,
-        labels: Tensor,
-        loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
-    ) -> dict[str, Any]:
-        """Return what a report tells of the gradients, the squares still on the device.
-
-        Args:
-            step: The step; its last part's gradients have been computed.
-            joint: Whether the gradients are of all workers' batches together.
-            images: The last part's images, [B, 3, R, R].
-            labels: Their labels, [B].
-            loss_of: Mean loss of a model on images and labels.
-        """
-        parts = [part for part in step.parts if len(part.indices)]
-        if not parts or (joint and step.odd):  # not summed over the processes yet
-            return {}
-        part, found = parts[-1], {}
-        size = max(self._least, -(-len(labels) // _MICRO))
-        if self._micro:
-            if size >= len(labels):
-                return {}
-            found["micro_batch"] = size
-            found["micro_square"] = self._pass(images[:size], labels[:size], loss_of)
-        square = _square(parameter.grad for parameter in self._parameters)
-        # A joint step's gradients are those of the mean over all; others carry the part's weight.
-        found["gradient_batch"] = round(len(labels) / part.weight) if joint else len(labels)
-        found["gradient_square"] = square if joint else square / part.weight**2
-        return found
-
-    def _pass(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        kept = [buffer.clone() for buffer in self._model.buffers()]
-        devices = [images.device] if images.is_cuda else []
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-            loss = loss_of(self._model, images, labels)
-            # Not backward(): DDP would take it for the step's own.
-            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        with torch.no_grad():
-            for buffer, before in zip(self._model.buffers(), kept, strict=True):
-                buffer.copy_(before)
-        return _square(gradients)
-
-
-def _square(gradients: Iterable[Tensor | None]) -> Tensor:
-    there = [gradient for gradient in gradients if gradient is not None]
-    return torch.nn.utils.get_total_norm(there).square()
-
-
-def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:
-    """Return the rounds from one extra pass of a micro-batch to the next, within 1.5 % of the time.
-
-    Args:
-        model: Time of a step.
-        batch: Samples per step.
-        steps: Steps of a round.
-        least: Samples of a micro-batch at least.
-    """
-    step_s = model.time(batch, 1)
-    extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO)
-    return max(1, math.ceil(extra_s / (_COST * steps * step_s)))

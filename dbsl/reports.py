@@ -22,7 +22,7 @@ class Progress:
     steps: int = 0  # taken
     losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
     samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
-    noise: dict[str, Any] = field(default_factory=dict)  # of the first step (`NoiseProbe`)
+    noise: dict[str, Any] = field(default_factory=dict)  # of the first step (`dbsl.probe`)
 
 
 def read_round(progress: Progress, vector: Tensor) -> tuple[dict[int, float], bool, dict[str, Any]]:

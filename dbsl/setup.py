@@ -18,9 +18,9 @@ from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
 from dbsl.model import build_model, least_batch
-from dbsl.noise import UNLIKE, NoiseProbe, probe_interval
 from dbsl.plan import Plan, count_workers
 from dbsl.planning import Planning, know_machines
+from dbsl.probe import NoiseProbe, choose_probe
 from dbsl.sampler import EpochSampler, Step, StepSampler
 from dbsl.server import Handover, Round
 from dbsl.split import bounded_split
@@ -77,11 +77,6 @@ class Setting:
     def steps(self, segment: Segment, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
         return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
-
-    def noise_probe(self, turn: Round) -> NoiseProbe | None:
-        """Return what measures the gradients of a turn, or None where it is not its turn."""
-        due = self.noise.due(turn.workers[0], turn.epoch * self.rounds + turn.round)
-        return self.noise if due else None
 
     def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
         """Return the sizes of these workers' batches at the start, by resolution."""
@@ -242,33 +237,17 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         transforms=transforms,
         rounds=rounds,
         least=least,
-        noise=_noise_probe(config, plans, machines.models, rounds, least, model, accelerator),
+        noise=choose_probe(
+            plans,
+            machines.models,
+            model,
+            enabled=config.noise_scale and accelerator.scaler is None,  # fp16 scales gradients
+            sync=config.sync,
+            processes=accelerator.num_processes,
+            rounds=rounds,
+            least=least,
+        ),
     )
-
-
-def _noise_probe(
-    config: Config,
-    plans: Mapping[int, Plan],
-    models: Mapping[int, Sequence[TimeModel]],
-    rounds: int,
-    least: int,
-    model: nn.Module,
-    accelerator: Accelerator,
-) -> NoiseProbe:
-    """Return the probe of a run; with fp16, whose gradients are scaled, it measures nothing."""
-    sizes = [[w.local_batch_size for w in plan.workers] for plan in plans.values()]
-    joint = config.sync == "step"
-    unlike = not joint and all(max(own) >= UNLIKE * min(own) for own in sizes)
-    every = 1
-    if not config.noise_scale or accelerator.scaler is not None:
-        every = 0
-    elif not unlike:
-        every = max(
-            probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
-            for resolution, plan in plans.items()
-            for own, worker in zip(models[resolution], plan.workers, strict=True)
-        )
-    return NoiseProbe(every=every, micro=not unlike, least=least, model=model)
 
 
 def _planner(

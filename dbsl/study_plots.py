@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from dbsl.plots import DPI, save_figure
 from dbsl.scaling import (
@@ -46,7 +46,9 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
         sizes, steps = _columns(own)
         knees = find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
         low, high = sizes[0] / 1.3, sizes[-1] * 1.3
-        ends = (low, min(knees.perfect, knees.useful), knees.useful, high)
+        # Where no larger batch was tried, nobody has seen the end of the gain.
+        useful = knees.useful if knees.is_seen else high
+        ends = (low, min(knees.perfect, useful), useful, high)
         for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
             if end > start:
                 axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
@@ -133,7 +135,11 @@ def _finish(axes: Axes, sizes: np.ndarray, title: str, label: str) -> None:
     axes.set_yscale("log", base=10)
     axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(plain)
+    # Numbers between the decades only where there is hardly a decade.
+    low, high = axes.get_ylim()
+    axes.yaxis.set_minor_formatter(plain if high < 30 * low else NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.set_xlabel("batch size (samples)")
     axes.set_ylabel(label)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dbsl.scaling import (
+    Result,
     Study,
     Trial,
     critical_batch,
@@ -16,6 +17,7 @@ from dbsl.scaling import (
     steps_to_result,
 )
 from dbsl.study_files import find_studies, read_study, read_workloads, write_study, write_trial
+from dbsl.study_plots import examples_figure, rates_figure, steps_figure
 from dbsl.study_report import write_report
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
@@ -223,3 +225,28 @@ def test_report_without_a_goal_is_refused(workload, tmp_path):
 
 def test_study_without_trials_has_no_result():
     assert steps_to_result(Study("d", "m", "o", 8, ()), 0.3) is None
+
+
+def test_pictures_show_what_was_computed():
+    def result(size, steps):
+        parameters = {"learning_rate": 0.01 * size, "momentum": 0.9}
+        return Result(size, steps, Trial(1, "COMPLETE", steps, parameters, {}))
+
+    own = [result(8, 1000), result(16, 500), result(32, 300), result(64, 290), result(128, 280)]
+    (axes,) = steps_figure({"w": own}, {"w": 0.3}).axes
+    lines = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
+    assert lines["measured"] == [1000, 500, 300, 290, 280]
+    assert lines["steps halve as the batch doubles"] == [1000, 500, 250, 125, 62.5]
+    spans = {p.get_label(): (p.get_x(), p.get_x() + p.get_width()) for p in axes.patches}
+    assert spans["perfect scaling"][1] == 32  # 300 is exactly 1.2 times 250
+    assert spans["no gain"][0] == 32  # 300 is below 1.1 times 280
+    assert "diminishing" not in spans
+    (axes,) = steps_figure({"w": own[:3]}, {"w": 0.3}).axes
+    assert "no gain" not in {p.get_label() for p in axes.patches}  # nobody has seen it
+    (axes,) = examples_figure({"w": own}, {"w": 0.3}).axes
+    assert axes.lines[0].get_ydata().tolist() == [8000, 8000, 9600, 18560, 35840]
+    left, right = rates_figure({"w": own}).axes
+    assert left.lines[0].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
+    assert left.lines[1].get_ydata() == pytest.approx([0.08, 0.16, 0.32, 0.64, 1.28])
+    assert left.lines[2].get_ydata()[-1] == pytest.approx(0.08 * 4)
+    assert right.lines[0].get_ydata() == pytest.approx([0.8, 1.6, 3.2, 6.4, 12.8])

@@ -55,6 +55,7 @@ MODES = {
         "large_batch_size": (16,),
     },
     "equal batches": {"local_batch_sizes": (4, 4, 4, 4)},
+    "one worker": {"workers": 1, "local_batch_sizes": (8,)},
     "step": {"sync": "step", "local_batch_sizes": (4, 8, 8, 12), "epochs": 20},
     "push": {"push": "gradients", "local_batch_sizes": (8, 8, 8, 8)},
 }
@@ -76,17 +77,15 @@ def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     measured = [row for row in records if row["event"] == "round" and "gradient_batch" in row]
     sizes = {row["gradient_batch"] for row in measured}
     micro = {row.get("micro_batch") for row in measured}
-    if mode in ("dual batch", "asp"):
+    if mode in ("dual batch", "equal batches", "push"):  # all at the same weights
+        assert max(sizes) == {"dual batch": 36, "equal batches": 16, "push": 32}[mode]
+        assert noise[-1]["pairs"] == {"dual batch": 8, "equal batches": 4, "push": 32}[mode]
+    elif mode == "asp":
         assert micro == {None}
         assert max(sizes) > 2 * min(sizes)
         assert len(measured) == 4 * 4 * 2  # every worker's every round
     else:
-        assert None not in micro
-        assert (max(sizes), micro) == {
-            "equal batches": (4, {2}),  # not 1, on which batch norm cannot train
-            "step": (32, {3}),  # the global batch, and of its last part a quarter
-            "push": (8, {2}),
-        }[mode]
+        assert (max(sizes), micro) == {"step": (32, {3}), "one worker": (8, {2})}[mode]
 
 
 def write_study(folder, workload, useful):
