@@ -57,6 +57,8 @@ class Study:
         trials: By ascending number.
         search: The range of each metaparameter that was searched, as in ``study.json``.
         goal: Error that its trials were to fall under, if the study says so.
+        ends_at_goal: Whether trials ended there, or where they could not be the first any more.
+            They then say nothing about another goal, be it easier or harder.
     """
 
     dataset: str
@@ -66,6 +68,7 @@ class Study:
     trials: tuple[Trial, ...]
     search: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     goal: float | None = None
+    ends_at_goal: bool = False
 
     @property
     def workload(self) -> str:

@@ -62,8 +62,8 @@ class StudyConfig:  # as train.py's Config: every field is a flag, its comment t
     """Steps to result against batch size. Ranges are two values; one value is not searched."""
 
     # --- the study
-    batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
-    goal_error: float | None = None  # classification error to fall under, in (0, 1)
+    batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # samples per step
+    goal_error: float | None = None  # classification error to fall under; must be given
     trials: int = 16  # at every batch size
     optimizers: tuple[str, ...] = ("nesterov",)  # sgd (no momentum), momentum, nesterov, or timm's
     effective_lr: tuple[float, ...] = (0.01, 10.0)  # learning rate / (1 - momentum), log scale
@@ -77,25 +77,26 @@ class StudyConfig:  # as train.py's Config: every field is a flag, its comment t
     early_stopping: bool = True  # end trials at the goal, or where they can no longer be the best
     # --- data, model and step, as train.py has them
     dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
-    image_column: str | None = None
-    label_column: str | None = None
+    image_column: str | None = None  # found from the dataset's features where not given
+    label_column: str | None = None  # the same; of several ClassLabels the one with most classes
     train_samples: int | None = None  # train on a stratified, seeded subset of this many
     eval_samples: int | None = None  # measure on a stratified, seeded subset of this many
-    augment: Augment = "crop"
+    augment: Augment = "crop"  # crop and flip; paper: flip, rotation, zoom; none
     loader_workers: int | None = None  # processes that decode large images
     resolution: int | None = None  # image side; unset: their own
     model: str = "resnet18"  # a name in timm's registry
     dropout: float = 0.0  # before the classifier
-    label_smoothing: float = 0.0
-    eval_batch_size: int = 256
-    mixed_precision: Precision = "auto"
-    seed: int = 0
+    label_smoothing: float = 0.0  # in [0, 1)
+    eval_batch_size: int = 256  # samples
+    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
+    seed: int = 0  # of everything random: subsets, search, and each trial's own streams
     # --- the launch
     processes: int = 1  # trials at a time on this machine; several GPUs are dealt out
     cpu_threads: int | None = None  # of each process; unset: its part of the cores
     max_minutes: float | None = None  # then stop with status 75; the same command goes on
     output_dir: str | None = None  # unset: studies/<dataset>-<model>
-    plot: tuple[str, ...] | None = None  # folders of studies to read and draw, released ones too
+    # read and draw studies instead: folders or tar archives, released measurements too
+    plot: tuple[str, ...] | None = None
     objective: str = OBJECTIVE  # --plot: the column that the goal is about
 
     def __post_init__(self) -> None:
@@ -160,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.plot is not None:
         workloads = read_workloads([Path(folder) for folder in config.plot])
         folder = Path(config.output_dir or config.plot[0])
+        if folder.is_file():
+            raise ValueError(f"output_dir must be given with an archive, got {folder} alone")
         budgets = (config.max_steps, config.max_examples)
         print(write_report(workloads, folder, config.goal_error, config.objective, budgets))
         return

@@ -11,6 +11,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import tarfile
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,23 +78,36 @@ def find_studies(root: Path) -> list[Path]:
 
 
 def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
-    """Return all studies under some folders, by workload, batch sizes ascending.
+    """Return all studies under some folders or in tar archives, by workload, sizes ascending.
 
     Raises:
         ValueError: If a file cannot be read, or two folders have the same study.
     """
     workloads: dict[str, dict[int, Study]] = {}
     for root in roots:
-        for folder in find_studies(root):
-            study = read_study(folder)
+        for study in _read_root(root):
             sizes = workloads.setdefault(study.workload, {})
             if study.batch_size in sizes:
                 raise ValueError(
                     f"a workload must have one study of each batch size, got {study.workload} "
-                    f"at {study.batch_size} a second time in {folder}"
+                    f"at {study.batch_size} a second time in {root}"
                 )
             sizes[study.batch_size] = study
     return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
+
+
+def _read_root(root: Path) -> list[Study]:
+    if not root.is_file():
+        return [read_study(folder) for folder in find_studies(root)]
+    # The released measurements come as such an archive.
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with tarfile.open(root) as archive:
+                archive.extractall(scratch, filter="data")  # nothing outside of the folder
+        except (tarfile.TarError, OSError, EOFError) as error:
+            reason = str(error).partition(":")[0]
+            raise ValueError(f"an archive must be a readable tar, got {root} ({reason})") from None
+        return [read_study(folder) for folder in find_studies(Path(scratch))]
 
 
 def read_study(folder: Path) -> Study:
@@ -116,6 +131,7 @@ def read_study(folder: Path) -> Study:
         trials=tuple(trials),
         search=search if isinstance(search, dict) else {},
         goal=None if goal is None else float(goal),
+        ends_at_goal=goal is not None and bool(values.get("early_stopping")),
     )
 
 

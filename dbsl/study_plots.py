@@ -21,7 +21,7 @@ from dbsl.scaling import (
     heuristic_rates,
 )
 
-_REGIONS = (("perfect scaling", "#009e73"), ("diminishing", "#e69f00"), ("no gain", "#999999"))
+_REGIONS = (("perfect scaling", "#009e73"), ("diminishing returns", "#e69f00"), ("no gain", "#999999"))
 
 Results = Mapping[str, Sequence[Result]]
 
@@ -140,6 +140,7 @@ def _finish(axes: Axes, sizes: np.ndarray, title: str, label: str) -> None:
     # Numbers between the decades only where there is hardly a decade.
     low, high = axes.get_ylim()
     axes.yaxis.set_minor_formatter(plain if high < 30 * low else NullFormatter())
+    axes.margins(y=0.1)
     axes.grid(alpha=0.3, which="both")
     axes.set_xlabel("batch size (samples)")
     axes.set_ylabel(label)

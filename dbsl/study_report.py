@@ -42,7 +42,7 @@ def write_report(
     Args:
         workloads: Studies by workload.
         folder: Where to.
-        goal: Value to fall under; None: each study's own.
+        goal: Value to fall under; None, or where trials ended at it: each study's own.
         objective: Column of the measurements that the goal is about.
         budgets: Steps and examples after which measurements do not count.
 
@@ -79,6 +79,11 @@ def write_report(
             "critical_rule": CRITICAL_RULE,
         }
         lines += _describe(name, studies, found, knees, goals[name], objective)
+        if goal not in (None, goals[name]):
+            lines.append(
+                f"its goal is kept, not {goal:g}: its trials ended at it (--no-early-stopping "
+                "measures for any goal)"
+            )
         if critical is not None:
             lines.append(f"critical batch {critical:.3g} ({CRITICAL_RULE})")
         lines += [*_edge_warnings(found), ""]
@@ -95,7 +100,7 @@ def write_report(
 
 
 def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
-    if goal is not None:
+    if goal is not None and not any(study.ends_at_goal for study in studies):
         return goal
     goals = {study.goal for study in studies}
     if len(goals) > 1 or None in goals:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tarfile
 
 import numpy as np
 import pytest
@@ -199,6 +200,21 @@ def test_one_study_twice_is_refused(workload):
         read_workloads([workload, workload])
 
 
+def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
+    path = tmp_path_factory.mktemp("archive") / "released.tar.bz2"
+    with tarfile.open(path, "w:bz2") as archive:
+        archive.add(workload, "batch_science")
+    ((name, inside),) = read_workloads([path]).items()
+    ((same, outside),) = read_workloads([workload]).items()
+    assert name == same
+    for one, other in zip(inside, outside, strict=True):
+        results = [steps_to_result(study, 0.3) for study in (one, other)]
+        assert len({result and (result.steps, result.trial.trial_id) for result in results}) == 1
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match="an archive must be a readable tar"):
+        read_workloads([path])
+
+
 def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
     text = write_report(read_workloads([workload]), tmp_path / "out", 0.3)
     assert "not reached" in text
@@ -216,6 +232,18 @@ def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
     rows = (tmp_path / "out/results.csv").read_text().splitlines()
     assert rows[1].startswith("cifar_10,resnet_8,sgd,16,0.3,300,4800,2,9.9,0,learning_rate,2,1,1")
     assert rows[2].startswith("cifar_10,resnet_8,sgd,32,0.3,,,,")
+
+
+def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_path):
+    for path in workload.rglob("study.json"):
+        values = json.loads(path.read_text()) | {"early_stopping": True, "goal_error": 0.3}
+        path.write_text(json.dumps(values))
+    text = write_report(read_workloads([workload]), tmp_path / "out", 0.25)
+    assert "val/classification_error < 0.3," in text
+    assert "its goal is kept, not 0.25" in text
+    report = json.loads((tmp_path / "out/report.json").read_text())["cifar_10/resnet_8/sgd"]
+    assert report["steps_to_result"] == {"16": 300, "64": 100}
+    assert "is kept" not in write_report(read_workloads([workload]), tmp_path / "out", 0.3)
 
 
 def test_report_without_a_goal_is_refused(workload, tmp_path):
@@ -240,7 +268,7 @@ def test_pictures_show_what_was_computed():
     spans = {p.get_label(): (p.get_x(), p.get_x() + p.get_width()) for p in axes.patches}
     assert spans["perfect scaling"][1] == 32  # 300 is exactly 1.2 times 250
     assert spans["no gain"][0] == 32  # 300 is below 1.1 times 280
-    assert "diminishing" not in spans
+    assert "diminishing returns" not in spans
     (axes,) = steps_figure({"w": own[:3]}, {"w": 0.3}).axes
     assert "no gain" not in {p.get_label() for p in axes.patches}  # nobody has seen it
     (axes,) = examples_figure({"w": own}, {"w": 0.3}).axes

@@ -102,6 +102,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     assert set(summary) == {
         *("final_accuracy", "best_accuracy", "final_loss", "train_time_s", "total_time_s"),
         *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
+        *("noise_scale", "noise_scale_low", "noise_scale_high", "noise_advice"),
     }
     assert (summary["samples_seen"], summary["workers"], summary["small_workers"]) == (180, 4, 1)
 

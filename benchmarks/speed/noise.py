@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from benchmarks.speed.arms import LR, MOMENTUM, WEIGHT_DECAY, Settings, _batch, 
 from dbsl.launch import start_accelerator
 from dbsl.machines import TimeModel
 from dbsl.model import build_optimizer
-from dbsl.noise import NoiseProbe, probe_interval
+from dbsl.probe import NoiseProbe, probe_interval
 from dbsl.sampler import Part, Step
+from dbsl.server import Round
 
-ROUND, TURNS = 2000, 15  # images of a round
+ROUND, TURNS, WORKERS = 2000, 16, 4  # images of a round
 
 
 def rows(settings: Settings) -> list[dict[str, Any]]:
@@ -30,28 +31,29 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
     loss_of = partial(train.compute_loss, accelerator=accelerator, smoothing=0.0)
     whole = Step((Part(0, np.arange(len(labels)), 1.0),), 0.0)
     probes = {
-        "norm of the gradients": NoiseProbe(every=1, micro=False, least=2, model=model),
-        "norms and a micro-batch": NoiseProbe(every=1, micro=True, least=2, model=model),
+        kind: NoiseProbe(kind, every=1, workers=WORKERS, rounds=1, least=2, model=model)
+        for kind in ("joined", "sizes", "micro")
     }
     steps = round(ROUND / settings.batch)
     every = probe_interval(TimeModel(1.0, 0.0), settings.batch, steps, 2)
     times: dict[str, list[float]] = {name: [] for name in ("step", *probes)}
-    for _ in range(TURNS):
+    for turn in range(TURNS):
         began = time.perf_counter()
         loss_of(model, images, labels).backward()
         spent = time.perf_counter() - began
+        who = Round((turn % WORKERS,), turn // WORKERS, 0)
         for name, probe in probes.items():
-            times[name].append(
-                _timed(partial(probe.measure, whole, False, images, labels, loss_of))
-            )
+            call = partial(probe.measure, who, whole, False, images, labels, loss_of)
+            times[name].append(_timed(call))
         began = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         times["step"].append(spent + time.perf_counter() - began)
     found = []
     for name in probes:
-        ratios = [a / b for a, b in zip(times[name][2:], times["step"][2:], strict=True)]
-        share = median(ratios) / (steps * (every if "micro" in name else 1))
+        first = WORKERS  # the first round warms up
+        ratios = [a / b for a, b in zip(times[name][first:], times["step"][first:], strict=True)]
+        share = fmean(ratios) / (steps * (every if name == "micro" else 1))
         found.append(
             {
                 "part": "noise scale",
