@@ -214,7 +214,7 @@ def train_steps(
             so_far = progress.losses.get(part.worker, zero)
             progress.losses[part.worker] = so_far + loss.detach() * len(labels)
             progress.samples[part.worker] = progress.samples.get(part.worker, 0) + len(labels)
-        if measure and not progress.steps:
+        if measure and progress.samples and not progress.steps:
             progress.noise = measure(step, stepper.joint, images, labels, loss_of)
         stepper.step(step, learning_rate)  # here, of all workers together, or at the server
         progress.steps += 1

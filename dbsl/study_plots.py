@@ -21,7 +21,11 @@ from dbsl.scaling import (
     heuristic_rates,
 )
 
-_REGIONS = (("perfect scaling", "#009e73"), ("diminishing returns", "#e69f00"), ("no gain", "#999999"))
+_REGIONS = (
+    ("perfect scaling", "#009e73"),
+    ("diminishing returns", "#e69f00"),
+    ("no gain", "#999999"),
+)
 
 Results = Mapping[str, Sequence[Result]]
 
