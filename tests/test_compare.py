@@ -1,0 +1,150 @@
+import csv
+import json
+import math
+
+import pytest
+import yaml
+
+from dbsl import compare
+from dbsl.compare_plots import arms_figure
+from dbsl.comparison import Run, interval, paired, read_run, table
+from dbsl.errors import one_line_errors
+
+ARM = {
+    "model": "test_resnet",
+    "resolutions": [16],
+    "train_samples": 60,
+    "eval_samples": 40,
+    "epochs": 2,
+    "slope": 0.001,
+    "intercept": 0.01,
+    "mixed_precision": "no",
+    "cpu_threads": 1,
+}
+
+
+def run_of(seed, accuracy, time_s=10.0):
+    curve = ((time_s / 2, accuracy / 2), (time_s, accuracy))
+    return Run(seed, accuracy, 1.0, time_s, 100, curve)
+
+
+def test_interval_is_students():
+    found = interval([0.70, 0.72, 0.74])
+    assert (found.mean, found.count) == (pytest.approx(0.72), 3)
+    assert found.sd == pytest.approx(0.02)
+    assert found.half == pytest.approx(4.3027 * 0.02 / math.sqrt(3), rel=1e-4)  # t(2, 0.975)
+    one = interval([0.5])
+    assert one.mean == 0.5
+    assert math.isnan(one.half)
+    with pytest.raises(ValueError, match="got none"):
+        interval([])
+
+
+def test_differences_are_paired_by_seed():
+    base = [run_of(0, 0.50), run_of(1, 0.60), run_of(2, 0.70)]
+    arm = [run_of(2, 0.73), run_of(0, 0.52), run_of(5, 0.99)]
+    found = paired(arm, base)
+    assert (found.count, found.mean) == (2, pytest.approx(0.025))
+    assert found.sd == pytest.approx(0.01 / math.sqrt(2))  # the seeds' own spread is not in it
+    assert paired(arm, [run_of(7, 0.1)]) is None
+
+
+def test_table_has_last_epochs_times_to_target_and_no_empty_arms():
+    arms = {
+        "base": [run_of(0, 0.50), run_of(1, 0.60)],
+        "fast": [run_of(0, 0.58, 4.0), run_of(1, 0.68, 4.0)],
+        "never": [run_of(0, 0.40), run_of(1, 0.56)],
+        "not run": [],
+    }
+    rows = {row["arm"]: row for row in table(arms, "base", target=0.5)}
+    assert list(rows) == ["base", "fast", "never"]
+    assert rows["base"]["accuracy"] == pytest.approx(55.0)
+    assert math.isnan(rows["base"]["difference"])
+    assert rows["fast"]["difference"] == pytest.approx(8.0)
+    assert rows["fast"]["time_to_target_s"] == pytest.approx(4.0)
+    assert (rows["never"]["reached"], rows["never"]["time_to_target_s"]) == (1, math.inf)
+    least = table(arms, "base")[0]["target"]
+    assert least == pytest.approx(48.0)  # of the least arm's mean
+
+
+def test_figure_shows_means_and_intervals():
+    arms = {"a": [run_of(0, 0.5), run_of(1, 0.6)], "b": [run_of(0, 0.7)], "none": []}
+    left, right = arms_figure(arms).axes
+    assert [line.get_ydata().tolist() for line in left.lines] == [
+        pytest.approx([27.5, 55.0]),
+        pytest.approx([35.0, 70.0]),
+    ]
+    assert [text.get_text() for text in right.get_yticklabels()] == ["a", "b"]
+
+
+@pytest.fixture
+def arms(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs/tiny").mkdir(parents=True)
+    paths = []
+    for name, extra in (("large", {}), ("dual", {"small_workers": 2, "small_batch_size": 4})):
+        path = tmp_path / f"configs/tiny/{name}.yaml"
+        path.write_text(yaml.safe_dump(ARM | {"large_batch_size": 8} | extra))
+        paths.append(str(path))
+    return paths
+
+
+def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
+    compare.main([*arms, "--seeds", "1"])
+    assert "run 2/2: dual, seed 0" in capfd.readouterr().out
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert folders == ["tiny-dual-s0", "tiny-large-s0"]
+    before = (tmp_path / "runs/tiny-dual-s0/summary.json").stat().st_mtime_ns
+    # One that was ended before it had a checkpoint begins anew; a finished one is left alone.
+    (tmp_path / "runs/tiny-large-s0/summary.json").unlink()
+    for file in (tmp_path / "runs/tiny-large-s0/checkpoints").glob("*/*"):
+        file.unlink()
+    compare.main([*arms, "--seeds", "1"])
+    printed = capfd.readouterr().out
+    assert "run 1/2: large, seed 0" in printed
+    assert "dual, seed" not in printed
+    assert (tmp_path / "runs/tiny-dual-s0/summary.json").stat().st_mtime_ns == before
+    with open(tmp_path / "results/tiny/arms.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == ["large", "dual"]
+    summary = json.loads((tmp_path / "runs/tiny-dual-s0/summary.json").read_text())
+    assert float(rows[1]["accuracy"]) == pytest.approx(100 * summary["final_accuracy"], abs=0.01)
+    assert (tmp_path / "results/tiny/arms.png").exists()
+    run = read_run(tmp_path / "runs/tiny-dual-s0")
+    assert (run.samples, len(run.curve)) == (120, 2)
+    assert run.train_time_s < 1.0  # the simulated workers' clock
+
+    (tmp_path / "configs/tiny/dual.yaml").write_text(yaml.safe_dump(ARM | {"epochs": 3}))
+    with pytest.raises(ValueError, match="epochs of arm dual must be 2 as in"):
+        compare.main([*arms, "--seeds", "1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "arms must be readable YAML files, got nowhere.yaml"),
+        (["a/x.yaml", "b/x.yaml"], "arms must be one or more YAML files with names of their own"),
+        (["x.yaml", "--baseline", "y"], "baseline must be one of x, got y"),
+        (["x.yaml", "--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["x.yaml", "--target", "2"], "target must be in (0, 1], got 2"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        compare.main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_arm_may_not_set_what_the_comparison_sets(arms, tmp_path):
+    (tmp_path / "configs/tiny/dual.yaml").write_text("seed: 3\n")
+    with pytest.raises(ValueError, match="an arm must leave seed to the comparison"):
+        compare.main(arms)
+
+
+def test_nothing_finished_is_refused(arms):
+    with pytest.raises(ValueError, match="a finished run at least, got none"):
+        compare.main([*arms, "--report-only"])
