@@ -76,6 +76,7 @@ def know_machines(
     on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
     find_limits = auto or (shifting and on_card)
     limits: list[list[int] | None] = [None] * len(resolutions)
+    useful = useful_batch_size(config, accelerator) if config.batch_limit == "useful" else None
     if measured or find_limits:
         profiler = Profiler(
             Setup.of(config.model, model, data.num_classes, accelerator, compiled=config.compile),
@@ -93,8 +94,7 @@ def know_machines(
         limits = [[int(size) for size in row] for row in _gather(found, workers, accelerator)]
     if auto:
         most = share
-        if config.batch_limit == "useful":
-            useful = useful_batch_size(config, accelerator)
+        if useful is not None:
             most = min(share, -(-useful // workers) if joint else useful)
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and given and config.global_batch_size is not None:

@@ -145,6 +145,13 @@ def test_evidence_is_found_where_it_is_usual(tmp_path):
         evidence(batch_evidence="runs/other")
 
 
+def test_missing_evidence_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("dbsl.planning.Profiler", None)
+    with pytest.raises(ValueError, match="batch_evidence must be the folder of a study"):
+        run(tmp_path / "run", large_batch_size="auto", batch_limit="useful")
+    assert not (tmp_path / "run").exists()
+
+
 def test_bounds_that_bound_nothing_are_refused():
     with pytest.raises(ValueError, match="batch_limit must be memory but with large_batch_size"):
         train.Config(batch_limit="useful")
