@@ -1,7 +1,7 @@
 """Which batch size is worth having: steps to result at every batch size, everything else re-tuned.
 
     python -m dbsl.study --batch-sizes 16,32,64,128,256,512,1024 --goal-error 0.3 --trials 16
-    python -m dbsl.study --plot studies/digits-resnet18 --goal-error 0.1    # read, train nothing
+    python -m dbsl.study --plot studies/digits-resnet18       # read and draw, train nothing
 
 After Shallue et al. (JMLR 20(112), 2019). Stopped or killed, the same command goes on; the same
 command in another shell helps.
