@@ -162,7 +162,8 @@ class TrialStore:
         """Have a study's first `count` trials in the store; those that are there stay."""
         with self._lock:
             own = optuna.create_study(storage=self._storage, study_name=study, load_if_exists=True)
-            there = {trial.user_attrs[_ID] for trial in own.get_trials(deepcopy=False)}
+            trials = own.get_trials(deepcopy=False)
+            there = {trial.user_attrs[_ID] for trial in trials if not _was_killed(trial)}
             points = quasi_random_points(distributions, count, stream_seed(seed, f"search {study}"))
             for trial_id, searched in enumerate(points, 1):
                 if trial_id not in there:
@@ -223,7 +224,7 @@ class TrialStore:
         with self._lock:
             own = optuna.load_study(storage=self._storage, study_name=study)
             trials = own.get_trials(deepcopy=False)
-        live = [t for t in trials if t.state != states.FAIL or _STATUS in t.user_attrs]
+        live = [trial for trial in trials if not _was_killed(trial)]
         return {
             "waiting": sum(t.state == states.WAITING for t in live),
             "running": sum(t.state == states.RUNNING for t in live),
@@ -265,6 +266,11 @@ class TrialStore:
 
     def _lock_of(self, study: str, number: int) -> Any:
         return filelock.FileLock(self._locks / f"{study.replace('/', '-')}-{number}")
+
+
+def _was_killed(trial: Any) -> bool:
+    """Whether a trial's process died; another entry of the store has the trial again."""
+    return trial.state == optuna.trial.TrialState.FAIL and _STATUS not in trial.user_attrs
 
 
 def _enqueue(own: optuna.Study, trial_id: int, searched: Mapping[str, float], attempt: int) -> None:

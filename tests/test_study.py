@@ -310,6 +310,18 @@ def test_store_gives_each_trial_to_one_process_and_dead_ones_back(tmp_path):
     assert second.best("sgd/16") == 40
 
 
+def test_trial_whose_process_died_while_giving_it_back_is_not_lost(tmp_path, monkeypatch):
+    space, store = SPACE.distributions(), TrialStore(tmp_path)
+    store.fill("sgd/16", space, 1, seed=0)
+    store.claim({"sgd/16": space}).lock.release()
+    with monkeypatch.context() as patch:
+        patch.setattr("dbsl.search._enqueue", None)  # after it was told to have failed
+        with pytest.raises(TypeError):
+            store.claim({"sgd/16": space})
+    store.fill("sgd/16", space, 1, seed=0)
+    assert store.claim({"sgd/16": space}).trial_id == 1
+
+
 def test_trial_that_kills_its_process_every_time_is_named(tmp_path):
     space = SPACE.distributions()
     store = TrialStore(tmp_path)
