@@ -323,7 +323,7 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
                 )
                 keeper.epoch_over(turn)
         cluster.close()
-    sum_up(run, folder, log, keeper)
+    sum_up(run, folder, log, keeper, accelerator)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Arms of a comparison side by side: runs them with several seeds, then a table and a picture.
+"""Arms of a comparison side by side: runs them with several seeds, then tables and pictures.
 
-    python -m dbsl.compare configs/mini/*.yaml --seeds 3
+    python -m dbsl.compare configs/mini/*.yaml --seeds 3 --baseline all_large --jobs 2
 
 Every YAML is an arm, a config of train.py. A run that is finished is not run again and one that was
 stopped goes on, so that the same command takes up where it was left.
@@ -9,25 +9,26 @@ stopped goes on, so that the same command takes up where it was left.
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import yaml
 from tyro.conf import Positional
 
-from dbsl.checkpoint import FOLDER as CHECKPOINTS
-from dbsl.comparison import Run, read_run, table
-from dbsl.config import in_range
-from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
+from dbsl.comparison import MADE_ON, Run, averaged, equal_time_epochs, read_run, table
+from dbsl.config import in_range, read_settings, yaml_to_argv
+from dbsl.cores import cores_of_process
+from dbsl.errors import one_line_errors
 from dbsl.flags import parse_flags
+from dbsl.launches import Launch, is_finished, launch_all
+from dbsl.stopping import Stopping
 from dbsl.study_files import write_table
 
-SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -39,12 +40,16 @@ class CompareConfig:  # every field is a flag, its comment the help
     seeds: int = 3  # of each arm: 0, 1, ...
     baseline: str | None = None  # the arm that others are compared with; unset: the first
     target: float | None = None  # accuracy to time, in (0, 1]; unset: the least of the arms' means
+    equal_time: bool = False  # then all arms again, with epochs that take the baseline's time
+    set: tuple[str, ...] = ()  # settings of all arms, as name=value: where the data are, say
+    jobs: int = 1  # runs at a time
     runs_dir: str = "runs"  # each run in <runs_dir>/<folder of the arms>-<arm>-s<seed>
-    output_dir: str | None = None  # of table and picture; unset: results/<folder of the arms>
+    output_dir: str | None = None  # of tables and pictures; unset: results/<folder of the arms>
     report_only: bool = False  # of what is finished; train nothing
 
     def __post_init__(self) -> None:
         in_range("seeds", self.seeds, 1)
+        in_range("jobs", self.jobs, 1)
         if self.target is not None:
             in_range("target", self.target, 0, 1, open_low=True)
         names = [Path(arm).stem for arm in self.arms]
@@ -55,112 +60,180 @@ class CompareConfig:  # every field is a flag, its comment the help
             )
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
+        for setting in self.set:
+            if "=" not in setting:
+                raise ValueError(f"set must be of the form name=value, got {setting}")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A config to be run with several seeds.
+
+    Attributes:
+        name: Of its row in the table: the file's.
+        run: Of its runs' folders.
+        path: The file.
+        settings: All that it sets, in the file, its bases and `extra`.
+        extra: Settings that are not from the file.
+    """
+
+    name: str
+    run: str
+    path: Path
+    settings: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+    def with_epochs(self, epochs: int, before: int) -> Arm:
+        """Return the arm with other epochs; milestones and warm-up move in proportion."""
+        if epochs == before:
+            return self
+        extra = {"epochs": epochs}
+        if (milestones := self.settings.get("lr_milestones")) is not None:
+            extra["lr_milestones"] = [round(int(m) * epochs / before) for m in milestones]
+        if (warmup := self.settings.get("warmup_epochs")) is not None:
+            extra["warmup_epochs"] = float(warmup) * epochs / before
+        return replace(
+            self,
+            run=f"{self.name}-{epochs}epochs",
+            settings={**self.settings, **extra},
+            extra={**self.extra, **extra},
+        )
+
+    def flags(self, seed: int, jobs: int) -> tuple[str, ...]:
+        """Return the flags of train.py for one run of several at a time."""
+        extra = {**self.extra, "seed": seed}
+        if "report_to" not in self.settings:
+            extra["report_to"] = "none"
+        if "cpu_threads" not in self.settings and jobs > 1:
+            extra["cpu_threads"] = max(1, cores_of_process() // jobs)
+        return ("--config", str(self.path), *yaml_to_argv(extra))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what is not finished, and report."""
+    argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
-    arms = {Path(arm).stem: Path(arm) for arm in config.arms}
-    settings = {name: _read_arm(path) for name, path in arms.items()}
+    command = shlex.join(["python", "-m", "dbsl.compare", *argv])
     group = Path(config.arms[0]).resolve().parent.name
-    folders = {
-        (name, seed): Path(config.runs_dir) / f"{group}-{name}-s{seed}"
-        for seed in range(config.seeds)  # all arms with one seed before any with the next
-        for name in arms
-    }
-    for (name, _), folder in folders.items():
-        _check_same(name, settings[name], folder)
-    if not config.report_only:
-        for number, ((name, seed), folder) in enumerate(folders.items(), 1):
-            if not (folder / "summary.json").exists():
-                print(f"run {number}/{len(folders)}: {name}, seed {seed}", flush=True)
-                _run(arms[name], settings[name], seed, folder)
-    runs: dict[str, list[Run]] = {name: [] for name in arms}
-    for (name, _), folder in folders.items():
-        if (folder / "summary.json").exists():
-            runs[name].append(read_run(folder))
+    shared = dict(setting.split("=", 1) for setting in config.set)
+    arms = [_read_arm(Path(path), shared) for path in config.arms]
+    baseline = config.baseline or arms[0].name
     output = Path(config.output_dir or f"results/{group}")
-    print(write_comparison(runs, config.baseline or next(iter(arms)), config.target, output))
+    with Stopping(then="stopping the runs, which save") as stopping:
+        runs = _make(arms, config, group, stopping)
+        print(write_comparison(runs, baseline, config.target, output, command))
+        if not config.equal_time:
+            return
+        if not runs[baseline]:
+            raise ValueError(f"equal_time must have a finished run of {baseline}, got none")
+        scaled = [
+            arm.with_epochs(
+                equal_time_epochs(runs[arm.name], runs[baseline]), runs[arm.name][0].epochs
+            )
+            for arm in arms
+            if runs[arm.name]
+        ]
+        runs = _make(scaled, config, group, stopping)
+        print("\nwith epochs that take the baseline's time:")
+        print(write_comparison(runs, baseline, config.target, output, command, "equal_time"))
+
+
+def _make(
+    arms: Sequence[Arm], config: CompareConfig, group: str, stopping: Stopping
+) -> dict[str, list[Run]]:
+    """Make the runs of arms, and return those that are finished."""
+    launches, folders = [], []
+    for seed in range(config.seeds):  # all arms with one seed before any with the next
+        for arm in arms:
+            folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
+            _check_same(arm, folder)
+            folders.append((arm.name, folder))
+            launches.append(Launch(f"{arm.run}, seed {seed}", folder, arm.flags(seed, config.jobs)))
+    if not config.report_only:
+        launch_all(launches, config.jobs, stopping)
+    runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+    for name, folder in folders:
+        if is_finished(folder):
+            runs[name].append(read_run(folder))
+    return runs
 
 
 def write_comparison(
-    runs: Mapping[str, Sequence[Run]], baseline: str, target: float | None, folder: Path
+    runs: Mapping[str, Sequence[Run]],
+    baseline: str,
+    target: float | None,
+    folder: Path,
+    command: str,
+    name: str = "arms",
 ) -> str:
-    """Write ``arms.csv``, ``runs.csv`` and ``arms.png``; return the table for people.
+    """Write ``<name>.csv``, ``<name>_runs.csv`` and ``<name>.png``; return the table for people.
+
+    Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
 
     Raises:
         ValueError: If no run is finished.
     """
     from dbsl.compare_plots import draw_arms  # slow to import
 
-    rows = table(runs, baseline, target)
+    shown = {}
+    for arm, own in runs.items():
+        shown[arm] = own
+        if of_average := averaged(own):
+            shown[f"{arm} (EMA)"] = of_average
+    rows = table(shown, baseline, target)
     if not rows:
         raise ValueError("arms must have a finished run at least, got none")
     folder.mkdir(parents=True, exist_ok=True)
-    write_table(folder / "arms.csv", [_plain(row) for row in rows])
+    made = {"date": date.today().isoformat(), "command": command}
+    first = next(own[0] for own in runs.values() if own)
+    write_table(folder / f"{name}.csv", [_plain(row) | dict(first.made_on) | made for row in rows])
     singles = [
         {
-            "arm": name,
+            "arm": arm,
             "seed": run.seed,
             "accuracy": f"{100 * run.accuracy:.2f}",
             "loss": f"{run.loss:.4f}",
-            "train_time_s": f"{run.train_time_s:.1f}",
+            "train_time_s": f"{run.train_time_s:.2f}",
+            "workers": run.workers,
+            "epochs": run.epochs,
             "samples": run.samples,
+            **{key: dict(run.made_on).get(key, "") for key in MADE_ON},
         }
-        for name, own in runs.items()
+        for arm, own in shown.items()
         for run in own
     ]
-    write_table(folder / "runs.csv", singles)
-    draw_arms(runs, folder / "arms.png")
+    write_table(folder / f"{name}_runs.csv", singles)
+    draw_arms(runs, folder / f"{name}.png")
     width = max(len(row["arm"]) for row in rows)
     lines = [
         f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
-        f"to {rows[0]['target']:.1f} %",
+        f"to {rows[0]['target']:.1f} %  s/point",
         *(_line(row, width, len(baseline)) for row in rows),
-        f"accuracy and loss at the last epoch; differences are paired by seed; {folder}",
+        "accuracy and loss at the last epoch; differences are paired by seed; s/point: worker "
+        f"seconds more than {baseline}'s for each point over it; {folder}",
     ]
     return "\n".join(lines)
 
 
-def _run(arm: Path, settings: Mapping[str, Any], seed: int, folder: Path) -> None:
-    if folder.exists() and not any((folder / CHECKPOINTS).glob("*/*")):
-        shutil.rmtree(folder)  # it was ended before it had anything to go on from
-    command = [sys.executable, str(SCRIPT), "--config", str(arm), "--seed", str(seed)]
-    command += ["--output-dir", str(folder), "--resume", "auto"]
-    if "report_to" not in settings:
-        command += ["--report-to", "none"]
-    status = subprocess.run(command, check=False).returncode
-    if status == EXIT_STOPPED:
-        raise RunStopped("stopped; the same command goes on")
-    if status:
-        raise ValueError(f"every run must end well, got status {status} of {folder} (see above)")
-
-
-def _read_arm(path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"arms must be readable YAML files, got {path} ({reason})") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"arms must map settings to values, got {path}")
+def _read_arm(path: Path, shared: Mapping[str, str]) -> Arm:
+    settings = read_settings(path)
     for name in _OWN:
-        if name in settings:
+        if name in settings or name in shared:
             raise ValueError(f"an arm must leave {name} to the comparison, got it in {path}")
-    return settings
+    return Arm(path.stem, path.stem, path, {**settings, **shared}, shared)
 
 
-def _check_same(name: str, settings: Mapping[str, Any], folder: Path) -> None:
+def _check_same(arm: Arm, folder: Path) -> None:
     """Refuse a run that was made with other settings than its arm has now."""
     path = folder / "config.yaml"
     if not path.exists():
         return
     made = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    for key, value in settings.items():
+    for key, value in arm.settings.items():
         before = made.get(key)
         if key in made and _as_list(before) != _as_list(value) and value not in ("auto", None):
             raise ValueError(
-                f"{key} of arm {name} must be {before} as in {path}, or runs_dir another, "
+                f"{key} of arm {arm.name} must be {before} as in {path}, or runs_dir another, "
                 f"got {value}"
             )
 
@@ -184,7 +257,8 @@ def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
     return (
         f"{row['arm']:<{width}}  {row['seeds']:>5}  {row['accuracy']:>10.2f}  "
         f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  {row['loss']:>5.3f}  "
-        f"{row['train_time_s']:>7.1f}  {number(row['time_to_target_s'], '.1f'):>9}"
+        f"{row['train_time_s']:>7.1f}  {number(row['time_to_target_s'], '.1f'):>9}  "
+        f"{number(row['cost_per_point_s'], '+.1f'):>7}"
     )
 
 

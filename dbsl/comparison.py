@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,6 +19,7 @@ from dbsl.lazy import lazy_import
 special = lazy_import("scipy.special")
 
 CONFIDENCE = 0.95
+MADE_ON = ("device", "precision", "torch", "timm")  # of summary.json
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Run:
             what they would take side by side.
         samples: Trained on, repeated ones counted.
         curve: Seconds of training and accuracy after each evaluated epoch.
+        epochs: Of the run.
+        workers: That trained it, side by side.
+        ema_accuracy: Of the averaged weights at the last epoch, if the run averaged any.
+        ema_loss: Of these.
+        made_on: The device, its precision, and the versions that made it, by name.
     """
 
     seed: int
@@ -41,6 +47,11 @@ class Run:
     train_time_s: float
     samples: int
     curve: tuple[tuple[float, float], ...]
+    epochs: int = 1
+    workers: int = 1
+    ema_accuracy: float | None = None
+    ema_loss: float = math.nan
+    made_on: tuple[tuple[str, str], ...] = ()
 
     def time_to(self, accuracy: float) -> float:
         """Return the seconds of training until an evaluation was at least so accurate, or inf."""
@@ -82,6 +93,11 @@ def read_run(folder: Path) -> Run:
             train_time_s=float(evaluations[-1][key]),
             samples=int(summary["samples_seen"]),
             curve=tuple((float(row[key]), float(row["accuracy"])) for row in evaluations),
+            epochs=int(summary["epochs"]),
+            workers=int(summary["workers"]),
+            ema_accuracy=summary.get("final_ema_accuracy"),
+            ema_loss=float(summary.get("final_ema_loss") or math.nan),
+            made_on=tuple((name, str(summary[name])) for name in MADE_ON if name in summary),
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"run must be finished and readable, got {folder} ({error})") from None
@@ -113,10 +129,38 @@ def paired(runs: Sequence[Run], baseline: Sequence[Run]) -> Interval | None:
     return interval(differences) if differences else None
 
 
+def averaged(runs: Sequence[Run]) -> list[Run]:
+    """Return runs as their averaged weights did, without those that averaged none.
+
+    The curve is that of the raw weights, and is left out.
+    """
+    return [
+        replace(run, accuracy=run.ema_accuracy, loss=run.ema_loss, curve=())
+        for run in runs
+        if run.ema_accuracy is not None
+    ]
+
+
+def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
+    """Return the epochs, at least 1, in which an arm takes the baseline's training time.
+
+    Args:
+        runs: Of the arm, all of one number of epochs.
+        baseline: Of the baseline.
+    """
+    budget_s = fmean(run.train_time_s for run in baseline)
+    epoch_s = fmean(run.train_time_s / run.epochs for run in runs)
+    return max(1, round(budget_s / epoch_s))
+
+
 def table(
     arms: Mapping[str, Sequence[Run]], baseline: str, target: float | None = None
 ) -> list[dict[str, Any]]:
     """Return a row of figures for each arm, in the order given.
+
+    *Cost per point* is what a percentage point of accuracy over the baseline costs in worker
+    seconds (training time times workers) more than the baseline's; it is negative where the arm is
+    better and cheaper, and NaN where it is not better.
 
     Args:
         arms: Finished runs by arm.
@@ -126,11 +170,15 @@ def table(
     finished = {name: runs for name, runs in arms.items() if runs}
     if target is None:
         target = min((fmean(run.accuracy for run in own) for own in finished.values()), default=0.0)
+    base_cost = _worker_time(finished[baseline]) if baseline in finished else math.nan
     rows = []
     for name, runs in finished.items():
         accuracy, loss = interval([r.accuracy for r in runs]), interval([r.loss for r in runs])
         difference = paired(runs, finished.get(baseline, ())) if name != baseline else None
+        gain = 100 * difference.mean if difference else math.nan
         times = [run.time_to(target) for run in runs]
+        timed = any(run.curve for run in runs)
+        cost = _worker_time(runs)
         rows.append(
             {
                 "arm": name,
@@ -138,15 +186,23 @@ def table(
                 "accuracy": 100 * accuracy.mean,
                 "sd": 100 * accuracy.sd,
                 "ci95": 100 * accuracy.half,
-                "difference": 100 * difference.mean if difference else math.nan,
+                "difference": gain,
                 "difference_ci95": 100 * difference.half if difference else math.nan,
                 "loss": loss.mean,
                 "loss_sd": loss.sd,
                 "train_time_s": fmean(run.train_time_s for run in runs),
+                "worker_time_s": cost,
+                "cost_per_point_s": (cost - base_cost) / gain if gain > 0 else math.nan,
+                "workers": max(run.workers for run in runs),
+                "epochs": max(run.epochs for run in runs),
                 "samples": round(fmean(run.samples for run in runs)),
                 "target": 100 * target,
-                "time_to_target_s": fmean(times),
+                "time_to_target_s": fmean(times) if timed else math.nan,
                 "reached": sum(map(math.isfinite, times)),
             }
         )
     return rows
+
+
+def _worker_time(runs: Sequence[Run]) -> float:
+    return fmean(run.train_time_s * run.workers for run in runs)

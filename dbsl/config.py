@@ -39,7 +39,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     for name in ("--config", "--resume", "--output-dir", "--output_dir"):
         file_flags.add_argument(name)
     known, flags = file_flags.parse_known_args(argv)
-    settings = _read_yaml(Path(known.config)) if known.config else {}
+    settings = read_settings(Path(known.config)) if known.config else {}
     given = yaml_to_argv(settings)
     resume = known.resume or settings.get("resume")
     output_dir = known.output_dir or settings.get("output_dir")
@@ -51,9 +51,27 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if resume is not None:
         folder = run_folder_of(str(resume), output_dir)
         if (folder / "config.yaml").is_file():
-            given = yaml_to_argv(_read_yaml(folder / "config.yaml")) + given
+            given = yaml_to_argv(read_settings(folder / "config.yaml")) + given
 
     return parse_flags(cls, given + flags)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return a YAML file's settings, on top of those of the file that its ``base`` names.
+
+    ``base`` is relative to the file that it stands in; a base may have a base of its own.
+
+    Raises:
+        ValueError: If a file cannot be read or is no mapping of settings, or files name each other.
+    """
+    settings, seen = _read_yaml(path), [path.resolve()]
+    while "base" in settings:
+        base = seen[-1].parent / str(settings.pop("base"))
+        if base.resolve() in seen:
+            raise ValueError(f"base must not lead back to its own file, got {base} in {path}")
+        seen.append(base.resolve())
+        settings = _read_yaml(base) | settings
+    return settings
 
 
 def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from accelerate import Accelerator
 
 from dbsl.checkpoint import reading_checkpoint
 from dbsl.keeper import Keeper
+from dbsl.profile_cache import device_name
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
 from dbsl.setup import Setting, print_run, profile_command
@@ -51,7 +53,9 @@ def start_log(
     return log
 
 
-def sum_up(run: Setting, folder: Path, log: RunLog, keeper: Keeper) -> None:
+def sum_up(
+    run: Setting, folder: Path, log: RunLog, keeper: Keeper, accelerator: Accelerator
+) -> None:
     """Draw what came of the run, and write summary.json."""
     if log.enabled:
         from dbsl.plots import accuracy_and_loss, read_metrics
@@ -68,6 +72,9 @@ def sum_up(run: Setting, folder: Path, log: RunLog, keeper: Keeper) -> None:
                 **log.results(),
                 "total_time_s": keeper.total_s,
                 **{name: getattr(config, name) for name in names},
+                "device": device_name(accelerator.device),
+                "precision": str(accelerator.mixed_precision),
+                **{name: version(name) for name in ("torch", "timm")},
                 **_mishaps(run, log, keeper),
             }
         )

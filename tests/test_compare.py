@@ -122,7 +122,9 @@ def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.yaml"], "arms must be readable YAML files, got nowhere.yaml"),
+        (["nowhere.yaml"], "config must be a readable YAML file, got nowhere.yaml"),
+        (["x.yaml", "--set", "lr"], "set must be of the form name=value, got lr"),
+        (["x.yaml", "--jobs", "0"], "jobs must be at least 1, got 0"),
         (["a/x.yaml", "b/x.yaml"], "arms must be one or more YAML files with names of their own"),
         (["x.yaml", "--baseline", "y"], "baseline must be one of x, got y"),
         (["x.yaml", "--seeds", "0"], "seeds must be at least 1, got 0"),
