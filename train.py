@@ -27,7 +27,7 @@ from dbsl.cores import cores_of_process
 from dbsl.errors import one_line_errors
 from dbsl.keeper import Keeper
 from dbsl.launch import Precision, start_accelerator
-from dbsl.model import check_optimizer, save_model, set_dropout
+from dbsl.model import EMA, check_optimizer, save_model, set_dropout
 from dbsl.plan import Rounding, UpdateFactor
 from dbsl.reports import make_reports, read_round
 from dbsl.results import start_log, sum_up
@@ -38,7 +38,7 @@ from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.setup import prepare, print_run
-from dbsl.stages import LrSchedule, Schedule, learning_rate_at
+from dbsl.stages import LrScaling, LrSchedule, Schedule, learning_rate_at
 from dbsl.stopping import Stopping, deadline_of
 from dbsl.trackers import ReportTo, check_tracker
 from dbsl.transfer import Wire
@@ -63,14 +63,15 @@ class Config:
     dropout: tuple[float, ...] = (0.0,)  # before the classifier; one, or one per resolution
     # --- workers and their batch sizes
     workers: int | None = None  # simulated in one process (unset: 4); else the process count
-    small_ratio: float = 0.0  # share of workers on the small batch, in [0, 1]
+    # share of workers on the small batch, in [0, 1]; auto: by large_batch_size and a noise scale
+    small_ratio: float | Literal["auto"] = 0.0
     small_workers: int | None = None  # the same as a count; wins over small_ratio
     time_ratio: float = 1.05  # k > 1, what dual batch may cost over all-large
     small_share: float | None = None  # of the samples, in (0, 1); decides instead of time_ratio
     # one, or one per resolution (and worker); auto: the largest that fits; unset: up to 128
     large_batch_size: tuple[int, ...] | Literal["auto"] | None = None
     batch_limit: Literal["memory", "useful"] = "memory"  # of auto; useful: as a study or run found
-    batch_evidence: str | None = None  # that study or run; unset: the newest of this model and data
+    batch_evidence: str | None = None  # a study or run, of auto; unset: the newest of model, data
     local_batch_sizes: tuple[int, ...] | None = None  # by hand, one per worker (and resolution)
     global_batch_size: int | None = None  # of joint steps; unset: the sum over workers
     small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
@@ -96,7 +97,9 @@ class Config:
     drop_last: bool = False  # joint steps: leave out an epoch's last, shorter global batch
     sync_batch_norm: bool = False  # sync step on GPUs: statistics of the global batch
     staleness: int = 1  # ssp: rounds that the leader may be ahead of the slowest
-    merge: Merge | None = None  # unset: mean with bsp, ratio with ssp and asp
+    merge: Merge | None = None  # unset: mean with bsp, ratio with ssp and asp; bsp: or delta
+    outer_lr: float = 0.7  # merge delta: learning rate of the server's step on the workers' change
+    outer_momentum: float = 0.9  # of that step, Nesterov's; in [0, 1)
     rounds_per_epoch: int = 1  # pushes per worker and epoch
     dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
     worker_timeout: float = 1800.0  # seconds of silence after which a peer counts as lost
@@ -110,7 +113,8 @@ class Config:
     schedule: Schedule = "cyclic"  # resolution climbs in every LR stage; progressive: once
     optimizer: str = "sgd"  # a name that timm.optim knows; sgd is Nesterov's, momentum plain
     lr: float = 0.1  # learning rate of the first stage
-    lr_schedule: LrSchedule = "step"  # down at milestones, or cosine from lr to 0
+    lr_schedule: LrSchedule = "step"  # at milestones; cosine to 0; stage-cosine between milestones
+    lr_scaling: LrScaling = "none"  # of a worker by its batch over the large one, or its root
     lr_milestones: tuple[int, ...] | None = None  # epochs; unset: after 4/7 and 6/7 of the run
     lr_gamma: float = 0.2  # factor on the learning rate at each milestone
     warmup_epochs: float | None = None  # linear rise from lr/100; unset: 1/10 of the run, up to 2
@@ -118,6 +122,9 @@ class Config:
     weight_decay: float = 5e-4  # not on biases and norms
     reset_momentum: bool = False  # clear optimizer state where a new stage begins
     label_smoothing: float = 0.0  # in [0, 1)
+    mixup: float = 0.0  # alpha of timm's mixup, 0.2 say; 0: none
+    cutmix: float = 0.0  # alpha of timm's CutMix, 1.0 say; 0: none; with mixup, a batch gets one
+    ema_decay: float = 0.0  # per epoch, 0.8 say: evaluate averaged weights beside the raw; 0: none
     # --- run
     eval_every: int = 1  # epochs; the last is always evaluated
     eval_batch_size: int = 256  # samples
@@ -151,21 +158,21 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     progress = keeper.progress()  # none, unless a resumed run was stopped inside this round
     steps_left = steps[progress.steps :]
     parts = [part for step in steps_left for part in step.parts if len(part.indices)]
-    images = run.data.train.batches(  # loader processes begin, while the weights come
-        [part.indices for part in parts], run.transforms[stage.resolution], turn.epoch
-    )
+    # loader processes begin, while the weights come
+    batches = run.batches(parts, stage.resolution, turn.epoch)
     if not progress.steps:
         cluster.pull(turn)
         if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
             for worker in turn.workers:
                 stepper.forget(worker)
     stepper.begin(turn, anew=not progress.steps)
-    rates = [learning_rate(turn.epoch + step.progress) for step in steps]
+    factor = run.rate_factor(segment, turn)  # of the worker's batch size
+    rates = [factor * learning_rate(turn.epoch + step.progress) for step in steps]
     rates_left = rates[progress.steps :]
     loss_of = partial(compute_loss, accelerator=accelerator, smoothing=config.label_smoothing)
     measure = partial(run.noise.measure, turn) if run.noise.due(turn) else None
     train_steps(
-        stepper, images, steps_left, rates_left, accelerator, keeper, progress, loss_of, measure
+        stepper, batches, steps_left, rates_left, accelerator, keeper, progress, loss_of, measure
     )
     losses, finite, measured = read_round(progress, cluster.outgoing)
     reports = make_reports(
@@ -187,7 +194,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
 
 
 def compute_loss(model, images, labels, *, accelerator, smoothing):
-    """Return the mean loss of images [B, 3, R, R] and labels [B] that the model is trained on."""
+    """Return the mean loss of images [B, 3, R, R] and labels, [B] or shares of classes [B, C]."""
     with accelerator.autocast():
         return F.cross_entropy(model(images), labels, label_smoothing=smoothing)
 
@@ -290,6 +297,11 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
         warmup_epochs=config.warmup_epochs,
     )
     eval_transform = replace(run.transforms[config.resolutions[-1]], augment="none")
+    side = eval_transform.resolution
+
+    def assess() -> tuple[float, float, int]:
+        images = data.evaluation.batches(eval_batches, eval_transform)
+        return evaluate(model, images, accelerator, together=together)
 
     with Keeper(run, folder, cluster, stepper, log, accelerator, stopping, resumed) as keeper:
         for turn in cluster.turns():  # of this process's workers, and the ends of epochs
@@ -303,16 +315,19 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
                 epochs_done, evaluation, started = turn.epoch + 1, None, time.perf_counter()
                 train_time_s = keeper.train_time_s(turn, without_evaluation=waits)
                 cluster.load(turn)
-                if epochs_done % config.eval_every == 0 or epochs_done == config.epochs:
-                    images = data.evaluation.batches(eval_batches, eval_transform)
-                    accuracy, loss, samples = evaluate(
-                        model, images, accelerator, together=together
-                    )
-                    took = time.perf_counter() - started
-                    side = eval_transform.resolution
-                    evaluation = Evaluation(side, accuracy, loss, samples, took)
-                if accelerator.is_main_process and epochs_done == config.epochs:
-                    save_model(model, folder, eval_transform.resolution, data)
+                last = epochs_done == config.epochs
+                if epochs_done % config.eval_every == 0 or last:
+                    evaluation = Evaluation(side, *assess(), time.perf_counter() - started)
+                if accelerator.is_main_process and last:
+                    save_model(model, folder, side, data)
+                if run.average:  # of the merged weights: the model has them for a while
+                    run.average.add(cluster.weights.vector)
+                    with run.average.inside(cluster.weights):
+                        if evaluation:
+                            accuracy, loss, _ = assess()
+                            evaluation = replace(evaluation, ema_accuracy=accuracy, ema_loss=loss)
+                        if accelerator.is_main_process and last:
+                            save_model(model, folder, side, data, name=EMA)
                 keeper.eval_time_s += time.perf_counter() - started
                 log.epoch_end(
                     turn.epoch,

@@ -39,6 +39,8 @@ class BarrierSync:
         outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
         control: How processes agree on what to do.
         wire: Weights travel as their change since the pull where that is less than their dtype.
+        at_server: Whether the server makes other weights of the mean, which come back in a
+            broadcast, too.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class BarrierSync:
         outgoing: Tensor | None = None,
         control: ControlGroup,
         wire: torch.dtype | None = None,
+        at_server: bool = False,
     ) -> None:
         self.weights = weights
         self.server = server
@@ -61,6 +64,7 @@ class BarrierSync:
         self._plans = SharedPlans(planner)
         self.outgoing = weights.vector if outgoing is None else outgoing
         self._averages = outgoing is None
+        self._at_server = at_server
         self._epochs = epochs
         self._rounds_per_epoch = rounds_per_epoch
         self.control = control
@@ -180,13 +184,13 @@ class BarrierSync:
         taken = [r.merge_weight for r in reports if not r.refused]
         if self._averages and len(taken) < len(reports) and taken:
             summed.mul_(total / sum(taken))
-        self._has_global = self._averages and bool(taken)
+        if self._averages and taken and self._pulled is not None:
+            summed = self._pulled.add_(summed)
+        self._has_global = self._averages and bool(taken) and not self._at_server
         if self._has_global:
-            if self._pulled is not None:
-                summed = self._pulled.add_(summed)
             self.weights.load(summed)
         if self.server is not None:
-            joined = self.weights.vector if self._averages else summed.to(self.outgoing.dtype)
+            joined = summed.to(self.outgoing.dtype)
             self.server.push_joined(joined if taken else None, reports)
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
         self._waited_s += time.perf_counter() - began

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is not finished, and report."""
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
-    command = shlex.join(["python", "-m", "dbsl.compare", *argv])
+    command = _command(argv, config.arms)
     group = Path(config.arms[0]).resolve().parent.name
     shared = dict(setting.split("=", 1) for setting in config.set)
     arms = [_read_arm(Path(path), shared) for path in config.arms]
@@ -213,6 +213,17 @@ def write_comparison(
         f"seconds more than {baseline}'s for each point over it; {folder}",
     ]
     return "\n".join(lines)
+
+
+def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
+    """Return the command as a person would type it: all of a folder's files as a pattern."""
+    folder = Path(arms[0]).parent
+    words = [word for word in argv if word not in arms]
+    if sorted(map(Path, arms)) == sorted(folder.glob("*.yaml")):
+        named = f"{folder}/*.yaml"
+    else:
+        named = shlex.join(arms)
+    return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
 
 
 def _read_arm(path: Path, shared: Mapping[str, str]) -> Arm:

@@ -124,7 +124,10 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
 
 def check_run(config: Any) -> None:
     """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
-    in_range("small_ratio", config.small_ratio, 0, 1)
+    if config.small_ratio != "auto":
+        in_range("small_ratio", config.small_ratio, 0, 1)
+    elif config.large_batch_size is None:
+        raise ValueError("large_batch_size must be given with small_ratio auto, got none")
     in_range("time_ratio", config.time_ratio, 1, open_low=True)
     in_range("lr", config.lr, 0, open_low=True)
     in_range("lr_gamma", config.lr_gamma, 0, open_low=True)
@@ -133,7 +136,10 @@ def check_run(config: Any) -> None:
     in_range("worker_timeout", config.worker_timeout, 0, open_low=True)
     in_range("profile_seconds", config.profile_seconds, 0, open_low=True)
     in_range("weight_decay", config.weight_decay, 0)
-    for name in ("momentum", "label_smoothing"):
+    in_range("outer_lr", config.outer_lr, 0, open_low=True)
+    for name in ("mixup", "cutmix"):
+        in_range(name, getattr(config, name), 0)
+    for name in ("momentum", "label_smoothing", "outer_momentum", "ema_decay"):
         in_range(name, getattr(config, name), 0, 1, open_high=True)
     for probability in config.dropout:
         in_range("dropout", probability, 0, 1, open_high=True)
@@ -167,9 +173,11 @@ def check_run(config: Any) -> None:
         in_range("local_batch_sizes", size, 1)
     if config.batch_limit == "useful" and config.large_batch_size != "auto":
         raise ValueError("batch_limit must be memory but with large_batch_size auto, got useful")
-    if config.batch_evidence is not None and config.batch_limit != "useful":
+    by_evidence = config.batch_limit == "useful" or config.small_ratio == "auto"
+    if config.batch_evidence is not None and not by_evidence:
         raise ValueError(
-            f"batch_evidence must go with batch_limit useful, got {config.batch_evidence}"
+            f"batch_evidence must go with batch_limit useful or small_ratio auto, "
+            f"got {config.batch_evidence}"
         )
     in_range("time_noise", config.time_noise, 0)
     for name in ("memory_limit", "small_share"):
@@ -186,7 +194,9 @@ def check_run(config: Any) -> None:
     if config.resolutions is not None:
         check_resolutions(config.resolutions)
     _check_joint_steps(config)
-    rules = ("mean",) if config.sync == "bsp" else ("ratio", "half")
+    rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
+    if config.push == "gradients" and config.merge == "delta":
+        raise ValueError("merge must not be delta with push gradients, got delta")
     if config.merge is not None and config.merge not in rules:
         raise ValueError(
             f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"

@@ -13,6 +13,7 @@ from dbsl.cluster import SimulatedCluster
 from dbsl.compiling import compile_for
 from dbsl.lockstep import Lockstep
 from dbsl.model import build_optimizer
+from dbsl.outer import OuterOptimizer
 from dbsl.rollcall import RollCall
 from dbsl.server import GradientServer, Server
 from dbsl.setup import Setting
@@ -116,10 +117,15 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         weights = FlatWeights(model)
         stepper = OwnSteps(model, clock, prepared, workers)
         if on_server:
+            outer = None
+            if config.merge == "delta":
+                trained = len(weights.vector) - len(weights.buffers)
+                outer = OuterOptimizer(trained, config.outer_lr, config.outer_momentum)
             server = Server(
                 weights.vector.cpu() if in_host_memory else weights.vector,
                 config.workers,
                 rule=config.merge or ("mean" if config.sync == "bsp" else "ratio"),
+                outer=outer,
                 **counted,
             )
     if alone:
@@ -135,7 +141,8 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         worker = own if own >= 0 else None
         common |= {"worker": worker, "outgoing": outgoing, "wire": wire}
         if config.sync == "bsp":
-            cluster = BarrierSync(weights, server, control=control, **common)
+            at_server = config.merge == "delta"
+            cluster = BarrierSync(weights, server, control=control, at_server=at_server, **common)
         else:
             cluster = ServerSync(weights, server, timeout_s=config.worker_timeout, **common)
     return cluster, stepper

@@ -277,6 +277,7 @@ class Keeper:
             "progress": asdict(progress) if progress else None,
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
+            "average": self._run.average and self._run.average.state_dict(),
             "epochs_done": self._epochs_done,
             "loop_s": time.perf_counter() - self.loop_began,
             "eval_time_s": self.eval_time_s,
@@ -304,6 +305,9 @@ class Keeper:
             buffers = integer_buffers(self._run.model)
             for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
                 buffer.copy_(saved)
+            if self._run.average and state.get("average"):
+                device = self._cluster.weights.vector.device
+                self._run.average.load_state_dict(state["average"], device)
             self._epochs_done = int(state["epochs_done"])
             self.loop_began = time.perf_counter() - float(state["loop_s"])
             self.eval_time_s = float(state["eval_time_s"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ timm = lazy_import("timm")
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
+EMA = "model_ema"
 _MARK = 0.123456789  # a dropout probability that no model has by itself
 
 
@@ -42,7 +43,10 @@ class StridedConv2d(nn.Conv2d):
 def build_model(
     name: str, num_classes: int, *, final_resolution: int, pretrained: bool = False, seed: int = 0
 ) -> nn.Module:
-    """Return a timm model, with a 3x3 stride-1 stem where the final resolution is at most 64 px.
+    """Return a timm model that takes images of several resolutions, small ones included.
+
+    Up to 64 px, a ResNet gets a 3x3 stride-1 stem and a Vision Transformer patches of an eighth of
+    the side. A Vision Transformer resamples its position embeddings to each resolution.
 
     Args:
         name: Name in timm's registry, e.g. ``resnet18``.
@@ -59,10 +63,14 @@ def build_model(
         hint = f" (some names: {', '.join(close)})" if close else ""
         raise ValueError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(seed, "initial weights"))
         # Built with the mark, the dropout modules of the classifier can be told from all others.
-        model = timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, drop_rate=_MARK
+        model = _create(
+            name,
+            _transformer_args(final_resolution),
+            stream_seed(seed, "initial weights"),
+            pretrained=pretrained,
+            num_classes=num_classes,
+            drop_rate=_MARK,
         )
         model.small_stem = final_resolution <= SMALL_STEM_UP_TO and _shrink_stem(model)
     for module in model.modules():
@@ -71,6 +79,19 @@ def build_model(
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
+
+
+def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless images of each resolution are whole patches of the model's."""
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if patch is None or not model.created_with:
+        return
+    for resolution in resolutions:
+        if any(resolution % side for side in patch):
+            raise ValueError(
+                f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
+                f"got {resolution}"
+            )
 
 
 @torch.no_grad()
@@ -145,6 +166,7 @@ def save_model(
     data: Data,
     *,
     state: Mapping[str, torch.Tensor] | None = None,
+    name: str = "model",
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
@@ -154,10 +176,11 @@ def save_model(
         resolution: Image side that it is meant for, pixels.
         data: Names the classes and the channels' statistics.
         state: What `copy_model_state` returned earlier; None: as the model is now.
+        name: Of the file of weights, without its ending.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
-    config, weights = folder / "config.json.tmp", folder / "model.safetensors.tmp"
+    config, weights = folder / "config.json.tmp", folder / f"{name}.safetensors.tmp"
     timm.models._hub.save_config_for_hf(
         model,
         config,
@@ -174,7 +197,7 @@ def save_model(
                 "tag": "",
             },
         },
-        model_args={"drop_rate": 0.0},
+        model_args={"drop_rate": 0.0, **model.created_with},
     )
     save_file(dict(state), weights, metadata={"format": "pt"})
     shutil.copymode(config, weights)  # safetensors leaves it to the owner alone
@@ -182,8 +205,12 @@ def save_model(
         put_in_place(temporary, temporary.with_suffix(""))
 
 
-def load_model(folder: str | Path) -> nn.Module:
+def load_model(folder: str | Path, *, ema: bool = False) -> nn.Module:
     """Return the model of a run folder or checkpoint, in evaluation mode on the CPU.
+
+    Args:
+        folder: Where it is.
+        ema: Take the weights averaged over epochs, of a run with ``--ema-decay``.
 
     Raises:
         ValueError: If the folder has no model that this function can read.
@@ -191,15 +218,42 @@ def load_model(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        model = timm.create_model(config["architecture"], num_classes=config["num_classes"])
+        model = timm.create_model(
+            config["architecture"],
+            num_classes=config["num_classes"],
+            **config.get("model_args", {}),
+        )
         if config.get("small_stem"):
             _shrink_stem(model)
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        model.load_state_dict(load_file(folder / f"{EMA if ema else 'model'}.safetensors"))
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(
             f"folder must hold model.safetensors and config.json, got {folder} ({error})"
         ) from None
     return model.eval()
+
+
+def _transformer_args(final_resolution: int) -> dict[str, Any]:
+    """Return what a Vision Transformer is created with, so that it takes any resolution."""
+    args = {"img_size": final_resolution, "dynamic_img_size": True}
+    if final_resolution <= SMALL_STEM_UP_TO:
+        args["patch_size"] = max(1, final_resolution // 8)  # 64 patches: 16 px leave 4 of 32 px
+    return args
+
+
+def _create(name: str, transformer_args: Mapping[str, Any], seed: int, **args: Any) -> nn.Module:
+    """Create a model with arguments that Vision Transformers alone know, or without them."""
+    torch.manual_seed(seed)
+    try:
+        model = timm.create_model(name, **args, **transformer_args)
+    except TypeError:  # not one
+        model = None
+    model_args = dict(transformer_args)
+    if not getattr(model, "dynamic_img_size", False):
+        torch.manual_seed(seed)
+        model, model_args = timm.create_model(name, **args), {}
+    model.created_with = model_args
+    return model
 
 
 def _shrink_stem(model: nn.Module) -> bool:

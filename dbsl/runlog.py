@@ -46,6 +46,8 @@ class Evaluation:
     loss: float  # mean over the samples
     samples: int
     time_s: float
+    ema_accuracy: float | None = None  # of the weights averaged over epochs, if they are kept
+    ema_loss: float | None = None
 
 
 class RunLog:
@@ -266,13 +268,20 @@ class RunLog:
             self._evaluations.append(evaluation)
             so_far = {"train_time_s": train_time_s, "virtual_time_s": virtual_time_s}
             training = {"learning_rate": learning_rate, "train_resolution": resolution}
-            self._write("eval", {"epoch": epoch} | asdict(evaluation) | _given(so_far) | training)
+            found = _given(asdict(evaluation))
+            self._write("eval", {"epoch": epoch} | found | _given(so_far) | training)
             record["eval/accuracy"] = evaluation.accuracy
             record["eval/loss"] = evaluation.loss
             record["time/eval_s"] = evaluation.time_s
             result = (
                 f"  eval accuracy {100 * evaluation.accuracy:.1f} %  loss {evaluation.loss:.3f}"
             )
+            if evaluation.ema_accuracy is not None:
+                record["eval/ema_accuracy"] = evaluation.ema_accuracy
+                record["eval/ema_loss"] = evaluation.ema_loss
+                result += (
+                    f"  (EMA {100 * evaluation.ema_accuracy:.1f} %, {evaluation.ema_loss:.3f})"
+                )
         record |= {f"time/{name.removesuffix('_time_s')}_s": value for name, value in means.items()}
         if virtual_time_s is not None:
             record["time/virtual_s"] = virtual_time_s
@@ -347,8 +356,11 @@ class RunLog:
 
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples, noise scale."""
+        last = self._evaluations[-1]
+        averaged = {"final_ema_accuracy": last.ema_accuracy, "final_ema_loss": last.ema_loss}
         return {
-            "final_accuracy": self._evaluations[-1].accuracy,
+            **_given(averaged),
+            "final_accuracy": last.accuracy,
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
             "final_loss": self._evaluations[-1].loss,
             "train_time_s": self._train_time_s,

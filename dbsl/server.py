@@ -18,11 +18,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from dbsl.outer import OuterOptimizer
 from dbsl.packing import as_counts, as_numbers
 
-Merge = Literal["mean", "ratio", "half"]
+Merge = Literal["mean", "delta", "ratio", "half"]
 Sync = Literal["bsp", "ssp", "asp", "step"]
 Push = Literal["weights", "gradients"]
+_AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ def merge_one(
 class Server:
     """Global weights that workers pull and push, one round at a time.
 
-    `mean` collects the pushes of all workers and then sets g <- sum(f_i*w_i)/sum(f_i); `ratio` and
-    `half` merge each push as it comes. A worker may start a round while its clock (rounds it has
+    `mean` collects the pushes of all workers and then sets g <- sum(f_i*w_i)/sum(f_i); `delta` does
+    so too, but hands g minus that mean to an outer optimizer as a gradient; `ratio` and `half`
+    merge each push as it comes. A worker may start a round while its clock (rounds it has
     pushed) is at most `staleness` ahead of the slowest worker's.
 
     Args:
@@ -129,6 +132,7 @@ class Server:
         staleness: Clock ticks that the leader may be ahead: 0 is a barrier, None no bound.
         rounds_per_epoch: Rounds that make an epoch.
         observe: Called with each report, before anyone can ask for what follows from it.
+        outer: The optimizer of `delta`.
     """
 
     def __init__(
@@ -140,10 +144,13 @@ class Server:
         staleness: int | None,
         rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
+        outer: OuterOptimizer | None = None,
     ) -> None:
-        if rule == "mean" and staleness != 0:
-            raise ValueError(f"merge 'mean' must have staleness 0 (a barrier), got {staleness}")
+        if rule in _AT_BARRIER and staleness != 0:
+            raise ValueError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
+        assert (rule == "delta") == (outer is not None)
         self.rule: Merge = rule
+        self._outer = outer
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
@@ -188,7 +195,7 @@ class Server:
         """Merge a worker's weights, advance its clock and return the report with its staleness."""
         worker = report.worker
         report = replace(report, staleness=self.version - self._pulled_version[worker])
-        if self.rule == "mean":
+        if self.rule in _AT_BARRIER:
             self._collect(weights, report)
         elif not report.refused:
             current = self._weights
@@ -199,12 +206,12 @@ class Server:
         return report
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
-        """Take what all workers pushed, joined elsewhere with their weights, as one update.
+        """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
 
         None: all of it was refused.
         """
         if joined is not None:
-            self._writable(keep=False).copy_(joined)
+            self._take_mean(joined)
         self.version += 1
         self._advance(reports)
 
@@ -223,6 +230,7 @@ class Server:
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
+            "outer": self._outer and self._outer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -243,6 +251,8 @@ class Server:
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(RoundReport(**report) for report in state["reports"])
+        if self._outer is not None and state["outer"] is not None:
+            self._outer.load_state_dict(state["outer"], self._weights.device)
 
     def take_over(self, handover: Handover) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
@@ -287,10 +297,18 @@ class Server:
         self._collected += 1
         if self._collected == len(self.clocks):  # the barrier: everyone has pushed this round
             if self._sum_weight:  # else all were refused, and the weights stay
-                torch.div(self._sum, self._sum_weight, out=self._writable(keep=False))
+                if self._outer is None:
+                    torch.div(self._sum, self._sum_weight, out=self._writable(keep=False))
+                else:
+                    self._take_mean(self._sum / self._sum_weight)
             self._sum.zero_()
             self._sum_weight, self._collected = 0.0, 0
             self.version += 1
+
+    def _take_mean(self, mean: Tensor) -> None:
+        if self._outer is not None:
+            mean = self._outer.step(self._weights, mean)
+        self._writable(keep=False).copy_(mean)
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
         for report in reports:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from dbsl.average import WeightAverage
 from dbsl.balance import Planner, Segment
 from dbsl.data import Data, load_data
 from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
-from dbsl.model import build_model, least_batch
+from dbsl.mixing import Mixing
+from dbsl.model import build_model, check_patches, least_batch
 from dbsl.plan import Plan, count_workers
 from dbsl.planning import Planning, know_machines
 from dbsl.probe import NoiseProbe, choose_probe
-from dbsl.sampler import EpochSampler, Step, StepSampler
+from dbsl.sampler import EpochSampler, Part, Step, StepSampler
 from dbsl.server import Handover, Round
 from dbsl.split import bounded_split
 from dbsl.stages import (
     Stage,
+    batch_scaling,
     default_milestones,
     default_resolutions,
     default_warmup,
@@ -33,6 +36,7 @@ from dbsl.stages import (
     stage_at,
 )
 from dbsl.transforms import Transform
+from dbsl.useful import small_workers_by_evidence
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
@@ -55,6 +59,8 @@ class Setting:
         rounds: Rounds per epoch; where gradients are pushed, pushes.
         least: Samples of a worker in a shorter global batch, unless it has none.
         noise: Measures what the gradient noise scale is estimated from.
+        mixing: Mixes images and labels of a batch; None: they stay as they are.
+        average: Of the global weights over epochs; None: not kept.
     """
 
     config: Config
@@ -69,6 +75,8 @@ class Setting:
     rounds: int
     least: int
     noise: NoiseProbe
+    mixing: Mixing | None
+    average: WeightAverage | None
 
     def stage_at(self, epoch: int) -> Stage:
         """Return the stage of an epoch."""
@@ -77,6 +85,27 @@ class Setting:
     def steps(self, segment: Segment, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
         return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
+
+    def batches(
+        self, parts: Sequence[Part], resolution: int, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the batches of parts of an epoch: images [B, 3, R, R] and labels [B].
+
+        With mixing the labels are shares of the classes, [B, C]. Loader processes, if there are
+        any, begin here.
+        """
+        indices = [part.indices for part in parts]
+        batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
+        return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
+
+    def rate_factor(self, segment: Segment, turn: Round) -> float:
+        """Return the factor on the learning rate of a turn's worker, by its batch size."""
+        plan = segment.plan
+        if plan.global_batch_size is not None:
+            return 1.0  # of joint steps the batch is one for all
+        sizes = [worker.local_batch_size for worker in plan.workers]
+        large = plan.large_batch_size or max(sizes)
+        return batch_scaling(self.config.lr_scaling, sizes[turn.workers[0]] / large)
 
     def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
         """Return the sizes of these workers' batches at the start, by resolution."""
@@ -141,10 +170,11 @@ def steps_of(
 
 def prepare(config: Config, accelerator: Accelerator) -> Setting:
     """Load the data, build the model, measure step times unless given, and plan the run."""
+    by_noise = config.small_ratio == "auto" and config.small_workers is None
     workers, small_workers = count_workers(
         accelerator.num_processes,
         workers=config.workers,
-        small_ratio=config.small_ratio,
+        small_ratio=0.0 if config.small_ratio == "auto" else config.small_ratio,
         small_workers=config.small_workers,
         dedicated_server=config.dedicated_server,
     )
@@ -211,7 +241,13 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         pretrained=config.pretrained,
         seed=config.seed,
     ).to(accelerator.device, memory_format=torch.channels_last)
+    check_patches(model, config.resolutions)
+    evidence = config.batch_evidence
     machines, config = know_machines(config, model, data, accelerator)
+    if by_noise:
+        found = replace(config, batch_evidence=evidence)
+        small_workers = small_workers_by_evidence(found, workers, accelerator)
+        config = replace(config, small_workers=small_workers, small_ratio=0.0)
     least = least_batch(model, config.resolutions[0], accelerator.device)
     planning = Planning(config, machines, len(data.train), least)
     plans = {
@@ -247,6 +283,10 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             rounds=rounds,
             least=least,
         ),
+        mixing=Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
+        if config.mixup or config.cutmix
+        else None,
+        average=WeightAverage(config.ema_decay) if config.ema_decay else None,
     )
 
 

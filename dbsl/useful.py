@@ -1,4 +1,4 @@
-"""The largest batch that is worth having, as a study or an earlier run has found it."""
+"""Which batch is worth having, as a study or an earlier run has found it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
+from dbsl.plan import small_workers_by_noise
 from dbsl.study_files import dataset_name
 from dbsl.study_report import REPORT
 from dbsl.wire import share_text
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
+_NAMES = {"useful_batch_size": "maximum useful batch", "critical_batch_size": "critical batch"}
 STUDIES, RUNS = Path("studies"), Path("runs")  # where evidence is looked for
 
 
@@ -29,22 +31,50 @@ def useful_batch_size(config: Config, accelerator: Accelerator) -> int:
     Raises:
         ValueError: On every process, if there is no evidence of this dataset and model.
     """
+    batch, source = _shared_evidence(config, accelerator, "useful_batch_size")
+    accelerator.print(f"large batches are at most {batch}: {source}")
+    return batch
+
+
+def small_workers_by_evidence(config: Config, workers: int, accelerator: Accelerator) -> int:
+    """Return the small workers of ``small_ratio auto`` and print where they are from.
+
+    From a study it is the critical batch, from an earlier run the gradient noise scale, that large
+    batches are held against; see `dbsl.plan.small_workers_by_noise`.
+
+    Raises:
+        ValueError: On every process, if there is no evidence of this dataset and model.
+    """
+    batch, source = _shared_evidence(config, accelerator, "critical_batch_size")
+    large = config.large_batch_size[-1]  # at the final resolution
+    count = small_workers_by_noise(workers, large, batch)
+    accelerator.print(
+        f"{count} of {workers} workers on small batches: B_L {large}, {batch} is {source}"
+    )
+    return count
+
+
+def _shared_evidence(config: Config, accelerator: Accelerator, of_study: str) -> tuple[int, str]:
+    """Return `find_evidence` of the main process on every process."""
     found = ""
     if accelerator.is_main_process:
         try:
-            batch, source = find_evidence(config)
+            batch, source = find_evidence(config, of_study)
             found = f"{batch} {source}"
         except ValueError as error:
             found = f"error {error}"
     first, _, rest = share_text(found, accelerator).partition(" ")
     if first == "error":
         raise ValueError(rest)
-    accelerator.print(f"large batches are at most {first}: {rest}")
-    return int(first)
+    return int(first), rest
 
 
-def find_evidence(config: Config) -> tuple[int, str]:
-    """Return the largest useful batch, and in words where it is from.
+def find_evidence(config: Config, of_study: str = "useful_batch_size") -> tuple[int, str]:
+    """Return the batch that a study or run names, and in words where it is from.
+
+    Args:
+        config: The run's settings.
+        of_study: Which of a study's batches; of a run it is the noise scale.
 
     Raises:
         ValueError: If there is none in ``batch_evidence``, or without it in ``studies/`` (first)
@@ -53,7 +83,7 @@ def find_evidence(config: Config) -> tuple[int, str]:
     workload = f"{dataset_name(config.dataset)}/{config.model}/{study_optimizer(config)}"
     given = config.batch_evidence
     for folder in [Path(given)] if given else _candidates():
-        found = _of_study(folder, workload) or _of_run(folder, config)
+        found = _of_study(folder, workload, of_study) or _of_run(folder, config)
         if found:
             return found
     where = given or f"neither {STUDIES}/ nor {RUNS}/ with one"
@@ -76,11 +106,11 @@ def _candidates() -> Iterator[Path]:
         yield from (path.parent for path in reversed(found))
 
 
-def _of_study(folder: Path, workload: str) -> tuple[int, str] | None:
-    useful = _read(folder / REPORT).get(workload, {}).get("useful_batch_size")
-    if not useful:
+def _of_study(folder: Path, workload: str, kind: str) -> tuple[int, str] | None:
+    batch = _read(folder / REPORT).get(workload, {}).get(kind)
+    if not batch or not math.isfinite(batch):
         return None
-    return int(useful), f"the maximum useful batch of {workload} in {folder / REPORT}"
+    return round(batch), f"the {_NAMES[kind]} of {workload} in {folder / REPORT}"
 
 
 def _of_run(folder: Path, config: Config) -> tuple[int, str] | None:
