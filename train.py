@@ -25,6 +25,7 @@ from dbsl.config import check_run, parse_config
 from dbsl.connect import connect
 from dbsl.cores import cores_of_process
 from dbsl.errors import one_line_errors
+from dbsl.hub import check_hub
 from dbsl.keeper import Keeper
 from dbsl.launch import Precision, start_accelerator
 from dbsl.model import EMA, check_optimizer, save_model, set_dropout
@@ -142,6 +143,7 @@ class Config:
     seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
     output_dir: str | None = None  # the run folder, new; unset: runs/<dataset>-<model>-<time>
     report_to: ReportTo = "wandb"  # offline without a login or a network
+    push_to_hub: str | None = None  # user/name: upload model, card and figures when it is done
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -264,6 +266,7 @@ def main(config: Config) -> None:
         accelerator.end_training()
         return
     config = adapt_to_processes(config, found, accelerator.num_processes)
+    check_hub(config, accelerator)
     run = prepare(config, accelerator)
     if config.plan_only:
         print_run(run, None, accelerator)

@@ -218,11 +218,8 @@ def load_model(folder: str | Path, *, ema: bool = False) -> nn.Module:
     folder = Path(folder)
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        model = timm.create_model(
-            config["architecture"],
-            num_classes=config["num_classes"],
-            **config.get("model_args", {}),
-        )
+        args = {**config.get("model_args", {}), "num_classes": config["num_classes"]}
+        model = timm.create_model(config["architecture"], **args)
         if config.get("small_stem"):
             _shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{EMA if ema else 'model'}.safetensors"))

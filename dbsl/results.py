@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.checkpoint import reading_checkpoint
+from dbsl.hub import push_run, write_card
 from dbsl.keeper import Keeper
 from dbsl.profile_cache import device_name
 from dbsl.resume import Resumed
@@ -67,18 +68,20 @@ def sum_up(
         log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
         config = run.config
         names = ("epochs", "seed", "workers", "small_workers", "sync")
-        log.summary(
-            {
-                **log.results(),
-                "total_time_s": keeper.total_s,
-                **{name: getattr(config, name) for name in names},
-                "device": device_name(accelerator.device),
-                "precision": str(accelerator.mixed_precision),
-                **{name: version(name) for name in ("torch", "timm")},
-                **_mishaps(run, log, keeper),
-            }
-        )
+        values = {
+            **log.results(),
+            "total_time_s": keeper.total_s,
+            **{name: getattr(config, name) for name in names},
+            "device": device_name(accelerator.device),
+            "precision": str(accelerator.mixed_precision),
+            **{name: version(name) for name in ("torch", "timm")},
+            **_mishaps(run, log, keeper),
+        }
+        write_card(folder, config, run.plans, values)
+        log.summary(values)
     log.close()
+    if log.enabled and run.config.push_to_hub:
+        accelerator.print(f"pushed: {push_run(folder, run.config.push_to_hub)}")
 
 
 def _mishaps(run: Setting, log: RunLog, keeper: Keeper) -> dict[str, Any]:

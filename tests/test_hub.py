@@ -1,0 +1,180 @@
+import base64
+import hashlib
+import http.server
+import json
+import threading
+
+import huggingface_hub
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+import train
+from dbsl.errors import one_line_errors
+from dbsl.model import load_model
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's protocol as an upload takes; files end up in `server.files`."""
+
+    def do_POST(self):
+        server, body = self.server, self.rfile.read(int(self.headers["Content-Length"]))
+        server.calls.append(self.path)
+        if self.headers.get("Authorization") != "Bearer secret" or server.broken in self.path:
+            return self.answer({"error": "no"}, status=403)
+        if self.path == "/api/repos/create":
+            server.repos.add(json.loads(body)["name"])
+            return self.answer({"url": f"{server.url}/someone/model"})
+        if "/preupload/" in self.path:
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in json.loads(body)["files"]
+            ]
+            return self.answer({"files": modes})
+        if self.path.endswith("/info/lfs/objects/batch"):
+            objects = [
+                one | {"actions": {"upload": {"href": f"{server.url}/store/{one['oid']}"}}}
+                for one in json.loads(body)["objects"]
+            ]
+            return self.answer({"transfer": "basic", "objects": objects})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        assert "/commit/main" in self.path, self.path
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                server.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                server.files[value["path"]] = server.store[value["oid"]]
+        return self.answer(
+            {"commitUrl": f"{server.url}/someone/model/commit/{'1' * 40}", "commitOid": "1" * 40}
+        )
+
+    def do_PUT(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.store[hashlib.sha256(content).hexdigest()] = content
+        self.answer({})
+
+    def do_GET(self):
+        known = self.headers.get("Authorization") == "Bearer secret"
+        self.answer({"error": "no"}, status=401) if not known else self.answer(
+            {"sha": "0" * 40, "id": "someone/model", "siblings": []}
+        )
+
+    def answer(self, value, status=200):
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.repos, server.files, server.store, server.calls = set(), {}, {}, []
+    server.broken = "nothing"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    AcceleratorState._reset_state(True)
+    yield server
+    server.shutdown()
+    server.server_close()
+    AcceleratorState._reset_state(True)
+
+
+def config(tmp_path, **settings):
+    return train.Config(
+        **{
+            "model": "test_resnet",
+            "resolutions": (16,),
+            "train_samples": 64,
+            "eval_samples": 40,
+            "epochs": 2,
+            "large_batch_size": (8,),
+            "small_batch_size": (4,),
+            "small_workers": 1,
+            "slope": (0.001,),
+            "intercept": (0.01,),
+            "mixed_precision": "no",
+            "ema_decay": 0.5,
+            "checkpoint_every": 1,
+            "report_to": "none",
+            "push_to_hub": "someone/model",
+            "output_dir": str(tmp_path / "run"),
+        }
+        | settings
+    )
+
+
+# huggingface_hub 2.4 with httpx2 2.16
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path, capsys):
+    train.main(config(tmp_path))
+    folder = tmp_path / "run"
+    assert hub.repos == {"model"}
+    assert f"pushed: {hub.url}/someone/model/commit/111" in capsys.readouterr().out
+    pushed = {name: content for name, content in hub.files.items() if "/" not in name}
+    assert set(pushed) == {
+        *("README.md", "model.safetensors", "model_ema.safetensors", "config.json"),
+        *("config.yaml", "plan.json", "summary.json", "metrics.jsonl"),
+    }
+    assert "plots/accuracy.png" in hub.files
+    assert not any("checkpoints" in name for name in hub.files)
+    for name, content in hub.files.items():
+        assert content == (folder / name).read_bytes(), name
+
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    summary = json.loads((folder / "summary.json").read_text())
+    (result,) = card.data.eval_results
+    assert result.metric_value == summary["final_accuracy"]
+    assert result.dataset_name == "digits"
+    assert f"| accuracy, last epoch | {100 * summary['final_accuracy']:.2f} % |" in card.text
+    assert "| 16 px | 1 x 4, 3 x 8 |" in card.text
+    assert card.data.library_name == "timm"
+    # What the card says of reading the model holds, for the averaged weights, too.
+    raw, averaged = load_model(folder), load_model(folder, ema=True)
+    assert raw.state_dict().keys() == averaged.state_dict().keys()
+    saved = load_file(folder / "model_ema.safetensors")
+    assert all((averaged.state_dict()[name] == tensor).all() for name, tensor in saved.items())
+    assert yaml.safe_load((folder / "config.yaml").read_text())["push_to_hub"] == "someone/model"
+
+
+def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        train.main(config(tmp_path))
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(
+        "error: push_to_hub must be a repository that can be made, got someone/model (4"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_push_that_fails_leaves_the_run_whole_and_says_how_to_go_on(hub, tmp_path):
+    hub.broken = "/commit/"
+    with pytest.raises(ValueError, match=r"push_to_hub failed for someone/model .* hf upload some"):
+        train.main(config(tmp_path))
+    assert (tmp_path / "run/summary.json").exists()
+    assert load_model(tmp_path / "run") is not None
+
+
+def test_a_plan_alone_makes_no_repository(hub, tmp_path):
+    train.main(config(tmp_path, plan_only=True))
+    assert not hub.calls
