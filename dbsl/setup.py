@@ -20,7 +20,7 @@ from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.model import build_model, check_patches, least_batch
-from dbsl.plan import Plan, count_workers
+from dbsl.plan import Plan, count_workers, small_workers_by_noise
 from dbsl.planning import Planning, know_machines
 from dbsl.probe import NoiseProbe, choose_probe
 from dbsl.sampler import EpochSampler, Part, Step, StepSampler
@@ -36,7 +36,7 @@ from dbsl.stages import (
     stage_at,
 )
 from dbsl.transforms import Transform
-from dbsl.useful import small_workers_by_evidence
+from dbsl.useful import critical_batch_size
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
@@ -242,11 +242,12 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         seed=config.seed,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
-    evidence = config.batch_evidence
+    # Before anything is measured: there may be none.
+    critical = critical_batch_size(config, accelerator) if by_noise else None
     machines, config = know_machines(config, model, data, accelerator)
-    if by_noise:
-        found = replace(config, batch_evidence=evidence)
-        small_workers = small_workers_by_evidence(found, workers, accelerator)
+    if critical is not None:
+        large = config.large_batch_size[-1]  # at the final resolution
+        small_workers = small_workers_by_noise(workers, large, critical)
         config = replace(config, small_workers=small_workers, small_ratio=0.0)
     least = least_batch(model, config.resolutions[0], accelerator.device)
     planning = Planning(config, machines, len(data.train), least)

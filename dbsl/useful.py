@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from dbsl.plan import small_workers_by_noise
 from dbsl.study_files import dataset_name
 from dbsl.study_report import REPORT
 from dbsl.wire import share_text
@@ -36,22 +35,17 @@ def useful_batch_size(config: Config, accelerator: Accelerator) -> int:
     return batch
 
 
-def small_workers_by_evidence(config: Config, workers: int, accelerator: Accelerator) -> int:
-    """Return the small workers of ``small_ratio auto`` and print where they are from.
+def critical_batch_size(config: Config, accelerator: Accelerator) -> int:
+    """Return the batch that ``small_ratio auto`` holds B_L against, and print where it is from.
 
-    From a study it is the critical batch, from an earlier run the gradient noise scale, that large
-    batches are held against; see `dbsl.plan.small_workers_by_noise`.
+    From a study it is the critical batch, from an earlier run the gradient noise scale.
 
     Raises:
         ValueError: On every process, if there is no evidence of this dataset and model.
     """
     batch, source = _shared_evidence(config, accelerator, "critical_batch_size")
-    large = config.large_batch_size[-1]  # at the final resolution
-    count = small_workers_by_noise(workers, large, batch)
-    accelerator.print(
-        f"{count} of {workers} workers on small batches: B_L {large}, {batch} is {source}"
-    )
-    return count
+    accelerator.print(f"small workers by a critical batch of {batch}: {source}")
+    return batch
 
 
 def _shared_evidence(config: Config, accelerator: Accelerator, of_study: str) -> tuple[int, str]:

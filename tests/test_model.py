@@ -10,6 +10,7 @@ from dbsl.model import (
     StridedConv2d,
     build_model,
     build_optimizer,
+    check_patches,
     load_model,
     save_model,
     set_dropout,
@@ -130,3 +131,30 @@ def test_strided_convolutions_of_models_are_those_with_right_gradients():
     strided = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride[1] > 1]
     assert strided
     assert {type(module) for module in strided} == {StridedConv2d}
+
+
+def test_a_vision_transformer_takes_every_resolution_and_loads_back(tmp_path):
+    model = build_model("test_vit", 3, final_resolution=32, seed=4).eval()
+    assert model.patch_embed.patch_size == (4, 4)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    small = nn.functional.interpolate(images, 24, mode="bilinear")
+    outputs = [model(images), model(small)]
+    save_model(model, tmp_path, 32, DATA)
+    again = load_model(tmp_path)
+    by_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    for other in (again, by_timm):
+        assert torch.equal(other(images), outputs[0])
+        assert torch.equal(other(small), outputs[1])
+    model.pos_embed.data.zero_()  # it is used at both
+    assert not torch.allclose(model(images), outputs[0])
+    assert not torch.allclose(model(small), outputs[1])
+
+
+def test_patches_must_divide_every_resolution():
+    model = build_model("test_vit", 3, final_resolution=32)
+    check_patches(model, (24, 32))
+    with pytest.raises(ValueError, match=r"resolutions must be multiples of 4, .* got 26"):
+        check_patches(model, (26, 32))
+    check_patches(build_model("test_resnet", 3, final_resolution=32), (26, 32))
+    large = build_model("test_vit", 3, final_resolution=96)
+    assert large.patch_embed.patch_size == (16, 16)  # its own

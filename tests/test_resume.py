@@ -51,6 +51,7 @@ MODES = {
     "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
     "step": {**JOINT, "sync": "step"},
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
+    "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
 }
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dbsl.outer import OuterOptimizer
 from dbsl.packing import pack, unpack
 from dbsl.server import Handover, RoundReport, Server, merge_one
 
@@ -47,6 +48,48 @@ def test_mean_waits_for_all_and_weighs_by_factor():
     s.push(torch.tensor([1.0, 1.0]), report(1, 0.5))
     s.push(torch.tensor([1.0, 1.0]), report(0, 1.0))
     assert s.snapshot().tolist() == [1.0, 1.0]  # nothing is left over from the round before
+
+
+def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
+    outer = OuterOptimizer(2, 0.5, 0.8)  # of three numbers, the last is a buffer
+    s = Server(
+        torch.tensor([1.0, 2.0, 7.0]),
+        2,
+        rule="delta",
+        staleness=0,
+        rounds_per_epoch=1,
+        outer=outer,
+    )
+    pushes = [([3.0, 2.0, 1.0], 1.0), ([0.0, 5.0, 4.0], 0.5)]
+    weights, velocity = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    for round_ in range(3):
+        if round_ == 2:  # as it is after a stop in between
+            tree, tensors = pack(s.state_dict())
+            s.load_state_dict(unpack(json.loads(json.dumps(tree)), tensors))
+        for worker, (pushed, factor) in enumerate(pushes):
+            s.push(torch.tensor(pushed), report(worker, factor))
+        mean = (torch.tensor([3.0, 2.0, 1.0]) + 0.5 * torch.tensor([0.0, 5.0, 4.0])) / 1.5
+        gradient = weights - mean[:2]
+        velocity = 0.8 * velocity + gradient
+        weights = weights - 0.5 * (gradient + 0.8 * velocity)
+        assert s.snapshot().tolist() == pytest.approx([*weights.tolist(), 2.0])
+    assert s.version == 3
+
+
+def test_an_outer_step_of_one_without_momentum_is_the_mean():
+    s = server("mean", staleness=0)
+    outer = Server(
+        torch.tensor([1.0, 2.0]),
+        2,
+        rule="delta",
+        staleness=0,
+        rounds_per_epoch=1,
+        outer=OuterOptimizer(2, 1.0, 0.0),
+    )
+    for worker, pushed in enumerate(([3.0, 3.0], [9.0, 0.0])):
+        s.push(torch.tensor(pushed), report(worker, 1 - 0.5 * worker))
+        outer.push(torch.tensor(pushed), report(worker, 1 - 0.5 * worker))
+    assert outer.snapshot().tolist() == pytest.approx(s.snapshot().tolist())
 
 
 def test_pulled_weights_do_not_change_under_the_worker():

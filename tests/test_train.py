@@ -89,7 +89,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     assert "16 px, epoch 1, lr 0.02; time ratio 1.050" in printed
     assert {p.name for p in folder.iterdir()} == {
         *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
-        *("model.safetensors", "config.json", "checkpoints", "plots"),
+        *("model.safetensors", "config.json", "README.md", "checkpoints", "plots"),
     }
     assert {p.name for p in (folder / "plots").iterdir()} == {
         "plan.png",
@@ -103,6 +103,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         *("final_accuracy", "best_accuracy", "final_loss", "train_time_s", "total_time_s"),
         *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
         *("noise_scale", "noise_scale_low", "noise_scale_high", "noise_advice"),
+        *("device", "precision", "torch", "timm"),
     }
     assert (summary["samples_seen"], summary["workers"], summary["small_workers"]) == (180, 4, 1)
 
@@ -211,6 +212,26 @@ def test_two_processes_through_the_server_finish_with_everything_counted(tmp_pat
     events = metrics_of(tmp_path / "run")
     assert [e["epoch"] for e in events if e["event"] == "eval"] == [0, 1, 2]
     assert sum(e["samples"] for e in events if e["event"] == "round") == 180
+
+
+def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
+    settings = {"merge": "delta", "rounds_per_epoch": 2, "cpu_threads": 1, "lr": 0.002}
+    settings |= {"outer_lr": 0.8, "outer_momentum": 0.5}
+    done = launch(2, *flags(tmp_path / "two", **settings))
+    assert done.returncode == 0, done.stderr
+    run(tmp_path / "one", workers=2, **settings)
+    assert eval_losses(tmp_path / "two") == pytest.approx(eval_losses(tmp_path / "one"), 1e-3)
+    run(tmp_path / "mean", workers=2, **settings | {"merge": "mean"})
+    assert eval_losses(tmp_path / "mean") != pytest.approx(eval_losses(tmp_path / "one"), 1e-3)
+
+
+def test_learning_rates_follow_the_workers_batch(tmp_path):
+    run(tmp_path / "run", lr_scaling="sqrt", warmup_epochs=0, small_batch_size=(4,), epochs=1)
+    rounds = [e for e in metrics_of(tmp_path / "run") if e["event"] == "round"]
+    for event in rounds:
+        expected = 0.02 * (event["local_batch_size"] / 6) ** 0.5
+        assert event["learning_rate"] == pytest.approx(expected)
+    assert {event["local_batch_size"] for event in rounds} == {4, 6}
 
 
 JOINT = {"small_workers": 0, "large_batch_size": None, "cpu_threads": 1, "train_samples": 63}
