@@ -1,0 +1,140 @@
+"""Every config and example parses, and trains a few steps at a tiny size."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.state import AcceleratorState
+from PIL import Image
+
+import train
+from dbsl import plots, worker_plots
+from dbsl.config import parse_config, read_settings
+from dbsl.flags import parse_flags
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("configs", "examples")
+    for path in (ROOT / folder).rglob("*.yaml")
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(tmp_path, monkeypatch):
+    """A fresh accelerator, one place to run in, and no pictures: these have tests of their own."""
+    AcceleratorState._reset_state(True)
+    monkeypatch.chdir(tmp_path)
+    for module, name in (
+        (plots, "plan_timeline"),
+        (plots, "accuracy_and_loss"),
+        (worker_plots, "worker_history"),
+    ):
+        monkeypatch.setattr(module, name, lambda *arguments: None)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def shrunk(config, tmp_path):
+    """Return the config with little data, a small model and two epochs; the method stays."""
+    sides = (16, 24, 32)[-len(config.resolutions or (0, 0)) :]
+    vit = config.model.partition("_")[0] == "vit" or config.model == "test_vit"
+    changes = {
+        "dataset": "digits",
+        "image_column": None,
+        "label_column": None,
+        "train_samples": 96,
+        "eval_samples": 10,
+        "model": "test_vit" if vit else "test_resnet",
+        "pretrained": False,
+        "resolutions": sides,
+        "dropout": config.dropout,
+        "epochs": len(sides),
+        "lr": 0.001,
+        "lr_milestones": (),
+        "warmup_epochs": None,
+        "slope": (0.001,),
+        "intercept": (0.01,),
+        "profile": None,
+        "mixed_precision": "no",
+        "cpu_threads": 1,
+        "checkpoint_every": 0,
+        "report_to": "none",
+        "output_dir": str(tmp_path / "run"),
+    }
+    if config.global_batch_size is not None:
+        changes["global_batch_size"] = 24
+    else:
+        changes |= {"large_batch_size": (8,), "small_batch_size": (4,)}
+    if config.batch_evidence is not None:
+        report = {"digits/test_resnet/nesterov": {"critical_batch_size": 8.0}}
+        (tmp_path / "study").mkdir()
+        (tmp_path / "study/report.json").write_text(json.dumps(report))
+        changes["batch_evidence"] = str(tmp_path / "study")
+    return replace(config, **changes)
+
+
+def test_there_are_configs_of_every_table():
+    folders = {path.parts[1] for path in CONFIGS if path.parts[0] == "configs"}
+    tables = {"mini", "beyond", "beyond_imagenette", "vit", "cifar100", "imagenet"}
+    assert tables | {"cifar100_conference", "base"} <= folders
+    assert sum(path.parts[0] == "examples" for path in CONFIGS) >= 4
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_config_trains_a_few_steps(tmp_path, path):
+    config = parse_config(train.Config, ["--config", str(ROOT / path)])
+    train.main(shrunk(config, tmp_path))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["samples_seen"] == 96 * summary["epochs"]
+    if config.small_workers is not None:
+        assert summary["small_workers"] == config.small_workers
+    assert summary["sync"] == config.sync
+
+
+def test_an_image_folder_is_read_as_its_example_says(tmp_path):
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 6), ("validation", 2)):
+        for label in ("cats", "dogs"):
+            folder = tmp_path / "photos" / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 255, (40 + number, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    settings = ["--config", str(ROOT / "examples/image_folder.yaml"), "--dataset", "photos"]
+    small = ["--no-pretrained", "--model", "test_resnet", "--resolutions", "32,48", "--epochs", "2"]
+    small += ["--large-batch-size", "2", "--small-batch-size", "1", "--loader-workers", "0"]
+    small += ["--slope", "0.001", "--intercept", "0.01", "--report-to", "none"]
+    small += ["--output-dir", "run", "--cpu-threads", "1", "--lr-milestones", "1"]
+    train.main(parse_config(train.Config, settings + small))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["samples_seen"], summary["small_workers"]) == (24, 2)
+    assert json.loads((tmp_path / "run/config.json").read_text())["num_classes"] == 2
+
+
+def test_a_base_is_read_first_from_beside_its_file(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "first.yaml").write_text("lr: 0.1\nepochs: 3\nworkers: 2\n")
+    (tmp_path / "deep/second.yaml").write_text("base: ../first.yaml\nlr: 0.2\nepochs: 4\n")
+    (tmp_path / "third.yaml").write_text("base: deep/second.yaml\nepochs: 5\nworkers: null\n")
+    os.chdir("/")
+    assert read_settings(tmp_path / "third.yaml") == {"lr": 0.2, "epochs": 5, "workers": None}
+    config = parse_config(train.Config, ["--config", str(tmp_path / "third.yaml")])
+    assert (config.lr, config.epochs, config.workers) == (0.2, 5, None)
+    assert parse_flags(train.Config, []).workers is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: nowhere.yaml\n", "config must be a readable YAML file, got .*nowhere.yaml"),
+        ("base: own.yaml\n", "base must not lead back to its own file, got .*own.yaml"),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_named(tmp_path, text, message):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_settings(tmp_path / "own.yaml")
