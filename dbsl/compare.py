@@ -89,7 +89,8 @@ class Arm:
             return self
         extra = {"epochs": epochs}
         if (milestones := self.settings.get("lr_milestones")) is not None:
-            extra["lr_milestones"] = [round(int(m) * epochs / before) for m in milestones]
+            moved = {round(int(milestone) * epochs / before) for milestone in milestones}
+            extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
         if (warmup := self.settings.get("warmup_epochs")) is not None:
             extra["warmup_epochs"] = float(warmup) * epochs / before
         return replace(
@@ -166,7 +167,7 @@ def write_comparison(
     command: str,
     name: str = "arms",
 ) -> str:
-    """Write ``<name>.csv``, ``<name>_runs.csv`` and ``<name>.png``; return the table for people.
+    """Write ``<name>.csv`` and ``.png``, and single runs with curves; return a table for people.
 
     Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
 
@@ -203,6 +204,18 @@ def write_comparison(
         for run in own
     ]
     write_table(folder / f"{name}_runs.csv", singles)
+    curves = [
+        {
+            "arm": arm,
+            "seed": run.seed,
+            "train_time_s": f"{time_s:.2f}",
+            "accuracy": f"{100 * accuracy:.2f}",
+        }
+        for arm, own in runs.items()
+        for run in own
+        for time_s, accuracy in run.curve
+    ]
+    write_table(folder / f"{name}_curves.csv", curves)
     draw_arms(runs, folder / f"{name}.png")
     width = max(len(row["arm"]) for row in rows)
     lines = [
@@ -220,7 +233,7 @@ def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
     folder = Path(arms[0]).parent
     words = [word for word in argv if word not in arms]
     if sorted(map(Path, arms)) == sorted(folder.glob("*.yaml")):
-        named = f"{folder}/*.yaml"
+        named = "*.yaml" if folder == Path() else f"{folder}/*.yaml"
     else:
         named = shlex.join(arms)
     return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
@@ -242,16 +255,29 @@ def _check_same(arm: Arm, folder: Path) -> None:
     made = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     for key, value in arm.settings.items():
         before = made.get(key)
-        if key in made and _as_list(before) != _as_list(value) and value not in ("auto", None):
+        if key in made and value not in ("auto", None) and not _is_same(before, value):
             raise ValueError(
                 f"{key} of arm {arm.name} must be {before} as in {path}, or runs_dir another, "
                 f"got {value}"
             )
 
 
-def _as_list(value: Any) -> list[str]:
+def _is_same(made: Any, value: Any) -> bool:
+    """Whether a run's setting is an arm's, one value for all resolutions included."""
+    made, value = _as_list(made), _as_list(value)
+    return made == value or (len(value) == 1 and set(made) == set(value))
+
+
+def _as_list(value: Any) -> list[Any]:
     parts = value if isinstance(value, list) else str(value).split(",")
-    return [str(part).strip() for part in parts]
+    return [_as_number(str(part).strip()) for part in parts]
+
+
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.lower()
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,9 +25,9 @@ def arms_figure(arms: Mapping[str, Sequence[Run]]) -> Figure:
         arms: Finished runs by arm; arms without any are left out.
     """
     finished = {name: runs for name, runs in arms.items() if runs}
-    figure = Figure(figsize=(13, 5.5), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
-    palette = matplotlib.color_sequences["tab10"]
+    palette = matplotlib.color_sequences["tab20"]
     for place, (name, runs) in enumerate(finished.items()):
         color = palette[place % len(palette)]
         epochs = min(len(run.curve) for run in runs)

@@ -55,6 +55,7 @@ def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> Non
     """
     waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
     running: set[subprocess.Popen] = set()
+    asked: set[subprocess.Popen] = set()  # to stop
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)
@@ -64,7 +65,8 @@ def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> Non
     def end() -> None:
         over.set()
         with lock:
-            for process in running:
+            for process in running - asked:
+                asked.add(process)  # once: a second signal ends a run before it has saved
                 process.terminate()
                 patience = threading.Timer(_END_PATIENCE_S, process.kill)
                 patience.daemon = True

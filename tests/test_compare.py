@@ -1,13 +1,22 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from dbsl import compare
 from dbsl.compare_plots import arms_figure
-from dbsl.comparison import Run, interval, paired, read_run, table
+from dbsl.comparison import (
+    Run,
+    averaged,
+    equal_time_epochs,
+    interval,
+    paired,
+    read_run,
+    table,
+)
 from dbsl.errors import one_line_errors
 
 ARM = {
@@ -65,6 +74,42 @@ def test_table_has_last_epochs_times_to_target_and_no_empty_arms():
     assert (rows["never"]["reached"], rows["never"]["time_to_target_s"]) == (1, math.inf)
     least = table(arms, "base")[0]["target"]
     assert least == pytest.approx(48.0)  # of the least arm's mean
+
+
+def test_cost_per_point_is_worker_seconds_over_points_gained():
+    def arm(accuracy, time_s, workers):
+        return [replace(run_of(seed, accuracy, time_s), workers=workers) for seed in (0, 1)]
+
+    rows = {
+        row["arm"]: row
+        for row in table(
+            {
+                "base": arm(0.50, 10.0, 4),
+                "dear": arm(0.52, 15.0, 4),
+                "alone": arm(0.55, 30.0, 1),
+                "worse": arm(0.49, 5.0, 4),
+            },
+            "base",
+        )
+    }
+    assert rows["base"]["worker_time_s"] == pytest.approx(40)
+    assert rows["dear"]["cost_per_point_s"] == pytest.approx(20 / 2)
+    assert rows["alone"]["cost_per_point_s"] == pytest.approx(-10 / 5)  # better and cheaper
+    assert math.isnan(rows["worse"]["cost_per_point_s"])
+    assert math.isnan(rows["base"]["cost_per_point_s"])
+
+
+def test_equal_time_is_the_baselines_in_whole_epochs():
+    base = [replace(run_of(0, 0.5, 20.0), epochs=20)]
+    for time_s, epochs in ((21.0, 19), (80.0, 5), (15.0, 27), (2000.0, 1)):
+        arm = [replace(run_of(0, 0.5, time_s), epochs=20)]
+        assert equal_time_epochs(arm, base) == epochs
+
+
+def test_averaged_weights_are_an_arm_of_their_own():
+    runs = [run_of(0, 0.5), replace(run_of(1, 0.6), ema_accuracy=0.7, ema_loss=0.5)]
+    (only,) = averaged(runs)
+    assert (only.accuracy, only.loss, only.seed, only.curve) == (0.7, 0.5, 1, ())
 
 
 def test_figure_shows_means_and_intervals():
@@ -139,6 +184,47 @@ def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
+
+
+def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arms = []
+    for name, extra in (("base", {}), ("alone", {"workers": 1, "ema_decay": 0.5})):
+        arms.append(f"{name}.yaml")
+        settings = ARM | {"large_batch_size": 8, "epochs": 4, "lr_milestones": [2]} | extra
+        (tmp_path / arms[-1]).write_text(yaml.safe_dump(settings))
+    options = ["--seeds", "1", "--jobs", "2", "--equal-time", "--set", "lr=0.01"]
+    compare.main([*arms, *options, "--output-dir", "out"])
+    (again,) = (tmp_path / "runs").glob("*-alone-1epochs-s0")  # one worker takes four times as long
+    made = yaml.safe_load((again / "config.yaml").read_text())
+    assert (made["epochs"], made["lr_milestones"], made["lr"]) == (1, [], 0.01)
+    rows = {}
+    for name in ("arms", "equal_time"):
+        with open(tmp_path / f"out/{name}.csv", newline="") as file:
+            rows[name] = {row["arm"]: row for row in csv.DictReader(file)}
+        assert rows[name].keys() == {"base", "alone", "alone (EMA)"}
+    assert [rows[name]["alone"]["epochs"] for name in rows] == ["4", "1"]
+    assert rows["arms"]["base"] | {"target": ""} == rows["equal_time"]["base"] | {"target": ""}
+    row = rows["arms"]["base"]
+    assert row["command"].startswith("python -m dbsl.compare *.yaml --seeds 1")
+    assert all(row[name] for name in ("device", "torch", "timm", "precision", "date"))
+    with open(tmp_path / "out/arms_curves.csv", newline="") as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == ["base"] * 4 + ["alone"] * 4
+
+
+@pytest.mark.parametrize(
+    ("made", "value", "same"),
+    [
+        ([32, 32], [32], True),
+        ([32, 32], [32, 16], False),
+        (0.001, "1e-3", True),
+        ([24, 32], "24,32", True),
+        (True, "true", True),
+        ("bsp", "asp", False),
+    ],
+)
+def test_a_runs_setting_is_an_arms_whatever_it_is_written_as(made, value, same):
+    assert compare._is_same(made, value) is same
 
 
 def test_arm_may_not_set_what_the_comparison_sets(arms, tmp_path):

@@ -1,0 +1,1 @@
+"""Pictures of the results; they read CSV files alone."""

@@ -1,0 +1,113 @@
+"""Runs as processes of one command; a script of a few lines stands for train.py."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from dbsl import launches
+from dbsl.errors import RunStopped
+from dbsl.launches import Launch, is_finished, launch_all
+from dbsl.stopping import Stopping
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+kind, folder = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1])
+assert sys.argv[-2:] == ["--resume", "auto"]
+folder.mkdir(exist_ok=True)
+print("says", kind)
+if kind == "fails":
+    sys.exit(2)
+def stop(*_):
+    if (folder / "checkpoints").exists():
+        os._exit(1)  # a second signal ends a run at once
+    (folder / "checkpoints/save-1").mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoints/save-1/manifest.json").touch()
+    time.sleep(0.3)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+began = time.time()
+(folder / "began").touch()
+while kind == "slow" and time.time() < began + 60:
+    time.sleep(0.01)
+if kind == "pair":  # ends only where another runs beside it
+    while len(list(folder.parent.glob("*/began"))) < 2 and time.time() < began + 60:
+        time.sleep(0.01)
+    if len(list(folder.parent.glob("*/began"))) < 2:
+        sys.exit(3)
+(folder / "summary.json").write_text("{}")
+"""
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(launches, "SCRIPT", script)
+
+    def launch(*kinds):
+        return [
+            Launch(f"{kind} {n}", tmp_path / f"runs/{n}", (kind,)) for n, kind in enumerate(kinds)
+        ]
+
+    return launch
+
+
+def test_as_many_run_at_a_time_as_was_asked_for_and_finished_ones_are_left_alone(make, tmp_path):
+    runs = make("pair", "pair", "quick")
+    (tmp_path / "runs/2").mkdir(parents=True)
+    (tmp_path / "runs/2/summary.json").write_text("mine")
+    with Stopping() as stopping:
+        launch_all(runs, 2, stopping)
+    assert all(is_finished(run.folder) for run in runs)
+    assert (tmp_path / "runs/2/summary.json").read_text() == "mine"
+    assert (tmp_path / "runs/0.log").read_text() == "says pair\n"
+    assert not (tmp_path / "runs/2.log").exists()
+
+
+def test_one_at_a_time_prints_here(make, tmp_path, capfd):
+    with Stopping() as stopping:
+        launch_all(make("quick", "quick"), 1, stopping)
+    printed = capfd.readouterr().out
+    assert "run 1/2: quick 0" in printed
+    assert printed.count("says quick") == 2
+    assert not (tmp_path / "runs/0.log").exists()
+
+
+def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"got status 2 of .*runs/1 \(see .*runs/1.log\)"),
+        Stopping() as stopping,
+    ):
+        launch_all(make("slow", "fails", "quick"), 2, stopping)
+    assert not any(is_finished(tmp_path / f"runs/{n}") for n in range(3))
+    assert (tmp_path / "runs/0/checkpoints/save-1/manifest.json").exists()
+
+
+def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path):
+    def interrupt():
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("runs/*/began"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(RunStopped, match="the same command goes on"), Stopping() as stopping:
+        launch_all(make("slow", "slow", "quick"), 2, stopping)
+    assert [p.parts[-3] for p in sorted(tmp_path.glob("runs/*/*/save-1"))] == ["0", "1"]
+    assert not (tmp_path / "runs/2").exists()
+
+
+def test_what_was_ended_before_its_first_checkpoint_begins_anew(make, tmp_path):
+    for number in (0, 1):
+        folder = tmp_path / f"runs/{number}"
+        folder.mkdir(parents=True)
+        (folder / "leftover").touch()
+    (tmp_path / "runs/1/checkpoints/epoch-0001").mkdir(parents=True)
+    (tmp_path / "runs/1/checkpoints/epoch-0001/manifest.json").touch()
+    with Stopping() as stopping:
+        launch_all(make("quick", "quick"), 1, stopping)
+    assert not (tmp_path / "runs/0/leftover").exists()
+    assert (tmp_path / "runs/1/leftover").exists()
