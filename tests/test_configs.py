@@ -51,7 +51,7 @@ def shrunk(config, tmp_path):
         "model": "test_vit" if vit else "test_resnet",
         "pretrained": False,
         "resolutions": sides,
-        "dropout": config.dropout,
+        "rounds_per_epoch": min(config.rounds_per_epoch, 4),
         "epochs": len(sides),
         "lr": 0.001,
         "lr_milestones": (),
