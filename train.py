@@ -25,7 +25,7 @@ from dbsl.config import check_run, parse_config
 from dbsl.connect import connect
 from dbsl.cores import cores_of_process
 from dbsl.errors import one_line_errors
-from dbsl.hub import check_hub
+from dbsl.hub import check_hub, push_run
 from dbsl.keeper import Keeper
 from dbsl.launch import Precision, start_accelerator
 from dbsl.model import EMA, check_optimizer, save_model, set_dropout
@@ -264,6 +264,7 @@ def main(config: Config) -> None:
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")
         accelerator.end_training()
+        push_run(config, found.run_folder, accelerator)
         return
     config = adapt_to_processes(config, found, accelerator.num_processes)
     check_hub(config, accelerator)
@@ -278,6 +279,7 @@ def main(config: Config) -> None:
         folder.write_settings(run.config, run.plans)
         train(run, folder.path, stopping, resumed, accelerator)
     accelerator.end_training()
+    push_run(config, path, accelerator)
 
 
 def train(run, folder, stopping, resumed, accelerator) -> None:

@@ -20,7 +20,7 @@ class WeightAverage:
     second model; here it is the one vector.
 
     Args:
-        decay: In (0, 1), per epoch: 0.8 weighs the last five epochs about equally.
+        decay: In (0, 1), per epoch: with 0.8 the last five epochs have two thirds of the weight.
     """
 
     def __init__(self, decay: float) -> None:

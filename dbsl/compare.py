@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 from dbsl.comparison import MADE_ON, Run, averaged, equal_time_epochs, read_run, table
-from dbsl.config import in_range, read_settings, yaml_to_argv
+from dbsl.config import config_to_yaml, in_range, read_settings, yaml_to_argv
 from dbsl.cores import cores_of_process
 from dbsl.errors import one_line_errors
+from dbsl.files import write_text
 from dbsl.flags import parse_flags
 from dbsl.launches import Launch, is_finished, launch_all
 from dbsl.stopping import Stopping
@@ -41,7 +42,8 @@ class CompareConfig:  # every field is a flag, its comment the help
     baseline: str | None = None  # the arm that others are compared with; unset: the first
     target: float | None = None  # accuracy to time, in (0, 1]; unset: the least of the arms' means
     equal_time: bool = False  # then all arms again, with epochs that take the baseline's time
-    set: tuple[str, ...] = ()  # settings of all arms, as name=value: where the data are, say
+    # a setting of all arms, as name=value: where the data are, say; may be given again
+    set: UseAppendAction[tuple[str, ...]] = ()
     jobs: int = 1  # runs at a time
     runs_dir: str = "runs"  # each run in <runs_dir>/<folder of the arms>-<arm>-s<seed>
     output_dir: str | None = None  # of tables and pictures; unset: results/<folder of the arms>
@@ -89,7 +91,7 @@ class Arm:
             return self
         extra = {"epochs": epochs}
         if (milestones := self.settings.get("lr_milestones")) is not None:
-            moved = {round(int(milestone) * epochs / before) for milestone in milestones}
+            moved = {round(float(m) * epochs / before) for m in _as_list(milestones)}
             extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
         if (warmup := self.settings.get("warmup_epochs")) is not None:
             extra["warmup_epochs"] = float(warmup) * epochs / before
@@ -100,12 +102,13 @@ class Arm:
             extra={**self.extra, **extra},
         )
 
-    def flags(self, seed: int, jobs: int) -> tuple[str, ...]:
+    def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
         extra = {**self.extra, "seed": seed}
         if "report_to" not in self.settings:
             extra["report_to"] = "none"
-        if "cpu_threads" not in self.settings and jobs > 1:
+        begun = (folder / "config.yaml").exists()  # then with the threads that it began with
+        if "cpu_threads" not in self.settings and jobs > 1 and not begun:
             extra["cpu_threads"] = max(1, cores_of_process() // jobs)
         return ("--config", str(self.path), *yaml_to_argv(extra))
 
@@ -116,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
     command = _command(argv, config.arms)
     group = Path(config.arms[0]).resolve().parent.name
-    shared = dict(setting.split("=", 1) for setting in config.set)
+    shared = _shared(config.set)
     arms = [_read_arm(Path(path), shared) for path in config.arms]
     baseline = config.baseline or arms[0].name
     output = Path(config.output_dir or f"results/{group}")
@@ -147,9 +150,12 @@ def _make(
     for seed in range(config.seeds):  # all arms with one seed before any with the next
         for arm in arms:
             folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
+            if config.report_only and not is_finished(folder):
+                continue
             _check_same(arm, folder)
             folders.append((arm.name, folder))
-            launches.append(Launch(f"{arm.run}, seed {seed}", folder, arm.flags(seed, config.jobs)))
+            flags = arm.flags(seed, folder, config.jobs)
+            launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags))
     if not config.report_only:
         launch_all(launches, config.jobs, stopping)
     runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
@@ -186,8 +192,11 @@ def write_comparison(
         raise ValueError("arms must have a finished run at least, got none")
     folder.mkdir(parents=True, exist_ok=True)
     made = {"date": date.today().isoformat(), "command": command}
-    first = next(own[0] for own in runs.values() if own)
-    write_table(folder / f"{name}.csv", [_plain(row) | dict(first.made_on) | made for row in rows])
+    arms = [
+        _plain(row) | {key: _common(shown[row["arm"]], key) for key in MADE_ON} | made
+        for row in rows
+    ]
+    write_table(folder / f"{name}.csv", arms)
     singles = [
         {
             "arm": arm,
@@ -239,7 +248,14 @@ def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
     return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
 
 
-def _read_arm(path: Path, shared: Mapping[str, str]) -> Arm:
+def _shared(settings: Sequence[str]) -> dict[str, Any]:
+    """Return name=value settings as a YAML file would have them."""
+    booleans = {"true": True, "false": False}
+    pairs = (setting.split("=", 1) for setting in settings)
+    return {name: booleans.get(value, value) for name, value in pairs}
+
+
+def _read_arm(path: Path, shared: Mapping[str, Any]) -> Arm:
     settings = read_settings(path)
     for name in _OWN:
         if name in settings or name in shared:
@@ -248,24 +264,26 @@ def _read_arm(path: Path, shared: Mapping[str, str]) -> Arm:
 
 
 def _check_same(arm: Arm, folder: Path) -> None:
-    """Refuse a run that was made with other settings than its arm has now."""
-    path = folder / "config.yaml"
-    if not path.exists():
+    """Refuse a run that was begun with other settings than its arm has now, else note them."""
+    note = folder.with_name(f"{folder.name}.arm.yaml")
+    if not folder.exists() or not note.exists():
+        if folder.exists():
+            raise ValueError(f"runs_dir must have runs of comparisons alone, got {folder}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, config_to_yaml(arm.settings))
         return
-    made = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    for key, value in arm.settings.items():
-        before = made.get(key)
-        if key in made and value not in ("auto", None) and not _is_same(before, value):
+    made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
+    now = {name: value for name, value in arm.settings.items() if value is not None}
+    for key in [*now, *(made.keys() - now.keys())]:
+        if not _is_same(made.get(key), now.get(key)):
             raise ValueError(
-                f"{key} of arm {arm.name} must be {before} as in {path}, or runs_dir another, "
-                f"got {value}"
+                f"{key} of arm {arm.name} must be {made.get(key)} as in {note}, or runs_dir "
+                f"another, got {now.get(key)}"
             )
 
 
 def _is_same(made: Any, value: Any) -> bool:
-    """Whether a run's setting is an arm's, one value for all resolutions included."""
-    made, value = _as_list(made), _as_list(value)
-    return made == value or (len(value) == 1 and set(made) == set(value))
+    return (made is None) == (value is None) and _as_list(made) == _as_list(value)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -282,6 +300,11 @@ def _as_number(text: str) -> float | str:
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+
+
+def _common(runs: Sequence[Run], key: str) -> str:
+    """Return what runs were made on: one value, or all that there are."""
+    return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
 
 
 def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:

@@ -209,6 +209,11 @@ def _check_joint_steps(config: Any) -> None:
     if config.sync == "step" and config.push == "gradients":
         raise ValueError("push must be weights with sync step, which averages gradients itself")
     small = [name for name in ("small_workers", "small_ratio") if getattr(config, name)]
+    if joint and config.lr_scaling != "none":
+        raise ValueError(
+            f"lr_scaling must be none with sync step or push gradients, where the batch is one for "
+            f"all workers, got {config.lr_scaling}"
+        )
     if joint and small:
         raise ValueError(
             f"{small[0]} must be 0 with sync step or push gradients, where all workers share each "

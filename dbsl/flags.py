@@ -38,8 +38,9 @@ def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str | No
 
 
 def _split_commas(cls: type, flags: Sequence[str]) -> list[str]:
-    """Split ``24,32`` into two values behind flags whose field is a tuple."""
-    tuples = {n.replace("_", "-") for n, t in typing.get_type_hints(cls).items() if _is_tuple(t)}
+    """Split ``24,32`` into two values behind flags whose field is a tuple, unless annotated."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    tuples = {name.replace("_", "-") for name, hint in hints.items() if _is_tuple(hint)}
     out: list[str] = []
     inside = False
     for token in flags:

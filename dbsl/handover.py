@@ -76,6 +76,7 @@ def make_handover(
         left=left,
         optimizers=optimizers,
         time_s=cluster.get("time_s", 0.0),
+        outer=server.get("outer"),
     )
 
 

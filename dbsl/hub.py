@@ -14,7 +14,7 @@ from dbsl.lazy import lazy_import
 from dbsl.plan import Plan
 from dbsl.wire import share_text
 
-huggingface_hub = lazy_import("huggingface_hub")
+huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 Config = Any  # train.py's
 
@@ -29,14 +29,20 @@ def check_hub(config: Config, accelerator: Accelerator) -> None:
     """Make the repository that a run will be pushed to, unless it is there, before any training.
 
     Raises:
-        ValueError: On every process, if the hub does not let this user, or cannot be reached.
+        ValueError: On every process, if it is not this user's to write to, or the hub cannot be
+            reached.
     """
     repo_id, error = config.push_to_hub, ""
     if repo_id is None or config.plan_only:
         return
     if accelerator.is_main_process:
         try:
-            huggingface_hub.HfApi().create_repo(repo_id, exist_ok=True)
+            hub = huggingface_hub.HfApi()
+            user = hub.whoami()
+            own = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
+            if "/" in repo_id and repo_id.partition("/")[0] not in own:
+                raise ValueError(f"this user writes to {', '.join(own)}")
+            hub.create_repo(repo_id, exist_ok=True)
         except Exception as reason:  # of the network, the hub or the name: many types
             error = (
                 f"push_to_hub must be a repository that can be made, got {repo_id} "
@@ -46,12 +52,15 @@ def check_hub(config: Config, accelerator: Accelerator) -> None:
         raise ValueError(error)
 
 
-def push_run(folder: Path, repo_id: str) -> str:
-    """Upload a finished run's model, card, settings and figures; return where they are.
+def push_run(config: Config, folder: Path, accelerator: Accelerator) -> None:
+    """Upload a finished run's model, card, settings and figures, if it is to be pushed.
 
     Raises:
-        ValueError: If it fails; the folder is as it was.
+        ValueError: On the main process, if it fails; the folder is as it was.
     """
+    repo_id = config.push_to_hub
+    if repo_id is None or not accelerator.is_main_process:
+        return
     try:
         done = huggingface_hub.HfApi().upload_folder(
             repo_id=repo_id,
@@ -62,9 +71,9 @@ def push_run(folder: Path, repo_id: str) -> str:
     except Exception as reason:
         raise ValueError(
             f"push_to_hub failed for {repo_id} ({_in_line(reason)}); the run is whole in {folder}; "
-            f"to try again: hf upload {repo_id} {folder} . --exclude 'checkpoints/*'"
+            f"to try again: --resume {folder} --push-to-hub {repo_id}"
         ) from reason
-    return str(done.commit_url)
+    accelerator.print(f"pushed: {done.commit_url}")
 
 
 def write_card(
@@ -99,7 +108,9 @@ def _metadata(folder: Path, config: Config, values: Mapping[str, Any]) -> dict[s
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "timm", "dbsl", "dual-batch-learning"],
         "datasets": [config.dataset] if on_hub else None,
-        "base_model": f"timm/{config.model}" if config.pretrained else None,
+        "base_model": timm.get_pretrained_cfg(config.model).hf_hub_id or None
+        if config.pretrained
+        else None,
         "model_name": folder.name,
         "eval_results": [result],
     }

@@ -17,6 +17,7 @@ import torch
 
 from dbsl.checkpoint import FOLDER as CHECKPOINTS
 from dbsl.errors import EXIT_STOPPED, RunStopped
+from dbsl.runfolder import holder_of
 from dbsl.stopping import Stopping
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
@@ -56,6 +57,7 @@ def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> Non
     waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
     running: set[subprocess.Popen] = set()
     asked: set[subprocess.Popen] = set()  # to stop
+    failed: list[tuple[Launch, int]] = []  # the first of them is the cause
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)
@@ -84,6 +86,9 @@ def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> Non
             status = process.wait()
             with lock:
                 running.discard(process)
+                stopped = status == EXIT_STOPPED or (status < 0 and process in asked)
+                if status and not stopped:
+                    failed.append((launch, status))
             if status:
                 end()
             return status
@@ -97,19 +102,21 @@ def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> Non
             statuses = [future.result() for future in made]
         finally:
             end()
-    for (_, launch), status in zip(waiting, statuses, strict=True):
-        if status not in (0, None, EXIT_STOPPED):
-            where = f"{launch.folder}.log" if jobs > 1 else "above"
-            raise ValueError(
-                f"every run must end well, got status {status} of {launch.folder} (see {where}); "
-                "the same command goes on"
-            )
+    if failed:
+        launch, status = failed[0]
+        where = f"{launch.folder}.log" if jobs > 1 else "above"
+        raise ValueError(
+            f"every run must end well, got status {status} of {launch.folder} (see {where}); "
+            "the same command goes on"
+        )
     if any(statuses) or None in statuses:
         raise RunStopped("stopped; the same command goes on")
 
 
 def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen:
     folder = launch.folder
+    if holder := holder_of(folder):
+        raise ValueError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
     if folder.exists() and not any((folder / CHECKPOINTS).glob("*/*")):
         shutil.rmtree(folder)  # it was ended before it had anything to go on from
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +124,8 @@ def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen
     command += ["--output-dir", str(folder), "--resume", "auto"]
     environment = dict(os.environ)
     if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
     # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
     if not log:
         return subprocess.Popen(command, env=environment, start_new_session=True)

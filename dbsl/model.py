@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,17 +42,25 @@ class StridedConv2d(nn.Conv2d):
 
 
 def build_model(
-    name: str, num_classes: int, *, final_resolution: int, pretrained: bool = False, seed: int = 0
+    name: str,
+    num_classes: int,
+    *,
+    final_resolution: int,
+    resolutions: Sequence[int] = (),
+    pretrained: bool = False,
+    seed: int = 0,
 ) -> nn.Module:
     """Return a timm model that takes images of several resolutions, small ones included.
 
-    Up to 64 px, a ResNet gets a 3x3 stride-1 stem and a Vision Transformer patches of an eighth of
-    the side. A Vision Transformer resamples its position embeddings to each resolution.
+    Up to 64 px, a ResNet gets a 3x3 stride-1 stem and a transformer patches of at most an eighth of
+    the side, which divide all resolutions. Transformers (timm's with ``dynamic_img_size``: ViT,
+    DeiT, EVA, Swin) resample their position embeddings to each resolution.
 
     Args:
         name: Name in timm's registry, e.g. ``resnet18``.
         num_classes: Outputs of the classifier.
         final_resolution: Highest resolution of the run, pixels.
+        resolutions: All of them; unset: that one.
         pretrained: Load timm's weights (a download, where they are not cached).
         seed: Seed of the initial weights.
 
@@ -66,7 +75,7 @@ def build_model(
         # Built with the mark, the dropout modules of the classifier can be told from all others.
         model = _create(
             name,
-            _transformer_args(final_resolution),
+            _transformer_args(final_resolution, resolutions or (final_resolution,)),
             stream_seed(seed, "initial weights"),
             pretrained=pretrained,
             num_classes=num_classes,
@@ -215,26 +224,28 @@ def load_model(folder: str | Path, *, ema: bool = False) -> nn.Module:
     Raises:
         ValueError: If the folder has no model that this function can read.
     """
-    folder = Path(folder)
+    folder, name = Path(folder), EMA if ema else "model"
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         args = {**config.get("model_args", {}), "num_classes": config["num_classes"]}
         model = timm.create_model(config["architecture"], **args)
         if config.get("small_stem"):
             _shrink_stem(model)
-        model.load_state_dict(load_file(folder / f"{EMA if ema else 'model'}.safetensors"))
+        model.load_state_dict(load_file(folder / f"{name}.safetensors"))
     except (OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"folder must hold model.safetensors and config.json, got {folder} ({error})"
+            f"folder must hold {name}.safetensors and config.json, got {folder} ({error})"
         ) from None
     return model.eval()
 
 
-def _transformer_args(final_resolution: int) -> dict[str, Any]:
-    """Return what a Vision Transformer is created with, so that it takes any resolution."""
+def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
+    """Return what a transformer is created with, so that it takes all resolutions."""
     args = {"img_size": final_resolution, "dynamic_img_size": True}
-    if final_resolution <= SMALL_STEM_UP_TO:
-        args["patch_size"] = max(1, final_resolution // 8)  # 64 patches: 16 px leave 4 of 32 px
+    if final_resolution <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
+        common = math.gcd(*resolutions)
+        most = max(1, final_resolution // 8)
+        args["patch_size"] = max(side for side in range(1, most + 1) if common % side == 0)
     return args
 
 
@@ -243,10 +254,11 @@ def _create(name: str, transformer_args: Mapping[str, Any], seed: int, **args: A
     torch.manual_seed(seed)
     try:
         model = timm.create_model(name, **args, **transformer_args)
-    except TypeError:  # not one
+    except (TypeError, AssertionError):  # not one, or one behind convolutions of its own
         model = None
     model_args = dict(transformer_args)
     if not getattr(model, "dynamic_img_size", False):
+        model = None  # before there are two
         torch.manual_seed(seed)
         model, model_args = timm.create_model(name, **args), {}
     model.created_with = model_args

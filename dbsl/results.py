@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from dbsl.checkpoint import reading_checkpoint
-from dbsl.hub import push_run, write_card
+from dbsl.hub import write_card
 from dbsl.keeper import Keeper
+from dbsl.lazy import lazy_import
 from dbsl.profile_cache import device_name
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
 from dbsl.setup import Setting, print_run, profile_command
 from dbsl.trackers import start_trackers
+
+timm = lazy_import("timm")
 
 
 def start_log(
@@ -74,14 +77,13 @@ def sum_up(
             **{name: getattr(config, name) for name in names},
             "device": device_name(accelerator.device),
             "precision": str(accelerator.mixed_precision),
-            **{name: version(name) for name in ("torch", "timm")},
+            "torch": torch.__version__,
+            "timm": timm.__version__,
             **_mishaps(run, log, keeper),
         }
-        write_card(folder, config, run.plans, values)
         log.summary(values)
+        write_card(folder, config, run.plans, values)
     log.close()
-    if log.enabled and run.config.push_to_hub:
-        accelerator.print(f"pushed: {push_run(folder, run.config.push_to_hub)}")
 
 
 def _mishaps(run: Setting, log: RunLog, keeper: Keeper) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +165,10 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
 def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that are not what they were, as (before, now) by name."""
     new = asdict(now)
+    # A checkpoint of before a setting was there has what that does by default.
+    before = {field.name: field.default for field in fields(now)} | dict(before)
     return {
-        name: (before.get(name), new[name])
-        for name in new
-        if _plain(before.get(name)) != _plain(new[name])
+        name: (before[name], new[name]) for name in new if _plain(before[name]) != _plain(new[name])
     }
 
 

@@ -22,7 +22,7 @@ from dbsl.wire import share_text
 
 LOCK = ".lock"
 # Of the command, not of the run that it starts.
-_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only")
+_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "push_to_hub")
 
 
 class RunFolder:
@@ -119,6 +119,21 @@ class RunFolder:
             lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode()
         )
         return lock
+
+
+def holder_of(path: Path) -> str | None:
+    """Return which process holds a run's folder, or None."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(lock, 200).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(lock)
+    return None
 
 
 def folder_of(config: Any, accelerator: Accelerator) -> Path:

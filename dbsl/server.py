@@ -92,6 +92,7 @@ class Handover:
         optimizers: Optimizer state, by worker.
         server_optimizer: Of the server, where gradients are pushed.
         time_s: The virtual clock.
+        outer: Of the server, where it steps on what workers changed.
     """
 
     weights: Tensor = field(repr=False)
@@ -102,6 +103,7 @@ class Handover:
     optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
     time_s: float = 0.0
+    outer: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @torch.no_grad()
@@ -251,8 +253,7 @@ class Server:
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(RoundReport(**report) for report in state["reports"])
-        if self._outer is not None and state["outer"] is not None:
-            self._outer.load_state_dict(state["outer"], self._weights.device)
+        self._load_outer(state.get("outer"))
 
     def take_over(self, handover: Handover) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
@@ -261,6 +262,7 @@ class Server:
         self.clocks = [handover.clock] * len(self.clocks)
         self._pulled_version = [handover.version] * len(self.clocks)
         self._epochs_ended = handover.clock // self.rounds_per_epoch
+        self._load_outer(handover.outer)
 
     def snapshot(self) -> Tensor:
         """Return the current global weights; later merges leave the returned tensor as it is.
@@ -304,6 +306,10 @@ class Server:
             self._sum.zero_()
             self._sum_weight, self._collected = 0.0, 0
             self.version += 1
+
+    def _load_outer(self, state: Mapping[str, Any] | None) -> None:
+        if self._outer is not None and state is not None:
+            self._outer.load_state_dict(state, self._weights.device)
 
     def _take_mean(self, mean: Tensor) -> None:
         if self._outer is not None:

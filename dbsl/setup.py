@@ -238,6 +238,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         config.model,
         data.num_classes,
         final_resolution=config.resolutions[-1],
+        resolutions=config.resolutions,
         pretrained=config.pretrained,
         seed=config.seed,
     ).to(accelerator.device, memory_format=torch.channels_last)
@@ -247,8 +248,9 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
     machines, config = know_machines(config, model, data, accelerator)
     if critical is not None:
         large = config.large_batch_size[-1]  # at the final resolution
-        small_workers = small_workers_by_noise(workers, large, critical)
-        config = replace(config, small_workers=small_workers, small_ratio=0.0)
+        config = replace(config, small_workers=small_workers_by_noise(workers, large, critical))
+    if config.small_ratio == "auto":
+        config = replace(config, small_ratio=0.0)  # it is in small_workers
     least = least_batch(model, config.resolutions[0], accelerator.device)
     planning = Planning(config, machines, len(data.train), least)
     plans = {
@@ -262,6 +264,9 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         )
         for resolution in config.resolutions
     }
+    mixing = None
+    if config.mixup or config.cutmix:
+        mixing = Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
     return Setting(
         config=replace(config, small_batch_size=planning.small_batch_size()),
         data=data,
@@ -278,15 +283,14 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             plans,
             machines.models,
             model,
-            enabled=config.noise_scale and accelerator.scaler is None,  # fp16 scales gradients
+            # fp16 scales gradients, and images of a mixed batch are not independent.
+            enabled=config.noise_scale and accelerator.scaler is None and mixing is None,
             sync=config.sync,
             processes=accelerator.num_processes,
             rounds=rounds,
             least=least,
         ),
-        mixing=Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
-        if config.mixup or config.cutmix
-        else None,
+        mixing=mixing,
         average=WeightAverage(config.ema_decay) if config.ema_decay else None,
     )
 

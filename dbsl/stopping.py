@@ -1,7 +1,7 @@
 """When a run is to stop or to save: a signal, a limit on its time, or the time since the last save.
 
-A first SIGTERM or SIGINT asks the run to finish its step, save and end; a second one ends it at
-once, as if nothing had been set up.
+A first SIGTERM, SIGINT or SIGHUP (the terminal is closed) asks the run to finish its step, save and
+end; a second one ends it at once, as if nothing had been set up.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python sets none
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup's, say
+                    self._before[number] = signal.signal(number, self._note)
             threading.Thread(target=self._tell, name="on-signal", daemon=True).start()
         return self
 

@@ -74,10 +74,13 @@ def find_evidence(config: Config, of_study: str = "useful_batch_size") -> tuple[
         ValueError: If there is none in ``batch_evidence``, or without it in ``studies/`` (first)
             and ``runs/`` (the newest counts).
     """
-    workload = f"{dataset_name(config.dataset)}/{config.model}/{study_optimizer(config)}"
+    # A hub id's data may have been studied in a local folder.
+    names = dict.fromkeys((dataset_name(config.dataset), config.dataset.rpartition("/")[2]))
+    workload, *others = (f"{name}/{config.model}/{study_optimizer(config)}" for name in names)
     given = config.batch_evidence
     for folder in [Path(given)] if given else _candidates():
-        found = _of_study(folder, workload, of_study) or _of_run(folder, config)
+        studies = (_of_study(folder, name, of_study) for name in (workload, *others))
+        found = next(filter(None, studies), None) or _of_run(folder, config)
         if found:
             return found
     where = given or f"neither {STUDIES}/ nor {RUNS}/ with one"

@@ -233,14 +233,41 @@ def _with_interval(
     )
 
 
+def table_lines(rows: Rows, configs: str) -> list[str]:
+    """Return a results table in Markdown: a line for each row, linked to its config.
+
+    Args:
+        rows: Of ``arms.csv`` or ``equal_time.csv``.
+        configs: Folder of the configs, from the README's place.
+    """
+    lines = [
+        "| setup | accuracy, mean ± sd | n | over the baseline, 95 % | loss | epochs | time | "
+        "s/point |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        arm, _, averaged = row["arm"].partition(" ")
+        name = f"[{arm}]({configs}/{arm}.yaml)" + (f" {averaged}" if averaged else "")
+        gain = "baseline"
+        if row["difference"] != "nan":
+            gain = f"{float(row['difference']):+.1f} ± {float(row['difference_ci95']):.1f}"
+        cost = "" if row["cost_per_point_s"] == "nan" else f"{float(row['cost_per_point_s']):+.1f}"
+        lines.append(
+            f"| {name} | {float(row['accuracy']):.1f} ± {float(row['sd']):.1f} % | {row['seeds']} "
+            f"| {gain} | {float(row['loss']):.3f} | {row['epochs']} "
+            f"| {float(row['train_time_s']):.1f} s | {cost} |"
+        )
+    return lines
+
+
 def main(folder: Path) -> None:
-    """Draw the three pictures into the folder."""
+    """Draw the three pictures into the folder, and print its table for a README."""
     published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
     arms, curves = (read(folder / f"{name}.csv") for name in ("arms", "arms_curves"))
     plans_figure(published, profile).savefig(folder / "plans.png")
     small_workers_figure(published, arms).savefig(folder / "small_workers.png")
     time_figure(arms, curves).savefig(folder / "time.png")
-    print(f"plans.png, small_workers.png, time.png in {folder}")
+    print("\n".join(table_lines(arms, f"configs/{folder.name}")))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+import train
 from dbsl import compare
 from dbsl.compare_plots import arms_figure
 from dbsl.comparison import (
@@ -17,7 +18,9 @@ from dbsl.comparison import (
     read_run,
     table,
 )
+from dbsl.config import parse_config
 from dbsl.errors import one_line_errors
+from dbsl.flags import parse_flags
 
 ARM = {
     "model": "test_resnet",
@@ -137,7 +140,7 @@ def arms(tmp_path, monkeypatch):
 def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
     compare.main([*arms, "--seeds", "1"])
     assert "run 2/2: dual, seed 0" in capfd.readouterr().out
-    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert folders == ["tiny-dual-s0", "tiny-large-s0"]
     before = (tmp_path / "runs/tiny-dual-s0/summary.json").stat().st_mtime_ns
     # One that was ended before it had a checkpoint begins anew; a finished one is left alone.
@@ -215,16 +218,57 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(tmp_path
 @pytest.mark.parametrize(
     ("made", "value", "same"),
     [
-        ([32, 32], [32], True),
+        ([32], [32], True),
         ([32, 32], [32, 16], False),
         (0.001, "1e-3", True),
         ([24, 32], "24,32", True),
         (True, "true", True),
         ("bsp", "asp", False),
+        (None, "asp", False),
+        (3, None, False),
     ],
 )
 def test_a_runs_setting_is_an_arms_whatever_it_is_written_as(made, value, same):
     assert compare._is_same(made, value) is same
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "lr=0.5"], "lr of arm large must be None as in .*large-s0.arm.yaml"),
+        (["--set", "large_batch_size=4"], "large_batch_size of arm large must be 8 as in"),
+    ],
+)
+def test_runs_of_other_settings_are_not_taken_for_the_arms(arms, tmp_path, options, message):
+    """Neither what is set now and was not before, nor what was set and is not now."""
+    folder = tmp_path / "runs/tiny-large-s0"
+    note = tmp_path / "runs/tiny-large-s0.arm.yaml"
+    folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"must have runs of comparisons alone, got .*large-s0"):
+        compare.main([arms[0], "--seeds", "1"])
+    settings = yaml.safe_load((tmp_path / "configs/tiny/large.yaml").read_text())
+    note.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match=message):
+        compare.main([arms[0], "--seeds", "1", *options])
+    note.write_text(yaml.safe_dump(settings | {"momentum": 0.5}))
+    with pytest.raises(ValueError, match=r"momentum of arm large must be 0.5 as in"):
+        compare.main([arms[0], "--seeds", "1"])
+
+
+def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
+    (tmp_path / "arm.yaml").write_text("epochs: 2\n")
+    flags = ["--set", "lr=0.01", "--set", "resolutions=24,32", "--set", "compile=false"]
+    config = parse_flags(compare.CompareConfig, [str(tmp_path / "arm.yaml"), *flags])
+    assert config.set == ("lr=0.01", "resolutions=24,32", "compile=false")
+    arm = compare._read_arm(tmp_path / "arm.yaml", compare._shared(config.set))
+    flags = arm.flags(3, tmp_path / "none", 1)
+    parsed = parse_config(train.Config, list(flags))
+    assert (parsed.lr, parsed.resolutions, parsed.compile, parsed.seed) == (
+        0.01,
+        (24, 32),
+        False,
+        3,
+    )
 
 
 def test_arm_may_not_set_what_the_comparison_sets(arms, tmp_path):

@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 import train
+from dbsl.config import parse_config
 from dbsl.errors import one_line_errors
 from dbsl.model import load_model
 
@@ -61,10 +62,11 @@ class FakeHub(http.server.BaseHTTPRequestHandler):
         self.answer({})
 
     def do_GET(self):
-        known = self.headers.get("Authorization") == "Bearer secret"
-        self.answer({"error": "no"}, status=401) if not known else self.answer(
-            {"sha": "0" * 40, "id": "someone/model", "siblings": []}
-        )
+        if self.headers.get("Authorization") != "Bearer secret":
+            return self.answer({"error": "no"}, status=401)
+        if self.path == "/api/whoami-v2":
+            return self.answer({"name": "someone", "orgs": [{"name": "us"}]})
+        return self.answer({"sha": "0" * 40, "id": "someone/model", "siblings": []})
 
     def answer(self, value, status=200):
         text = json.dumps(value).encode()
@@ -151,7 +153,8 @@ def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path
     assert raw.state_dict().keys() == averaged.state_dict().keys()
     saved = load_file(folder / "model_ema.safetensors")
     assert all((averaged.state_dict()[name] == tensor).all() for name, tensor in saved.items())
-    assert yaml.safe_load((folder / "config.yaml").read_text())["push_to_hub"] == "someone/model"
+    # The config is for anyone to train with again, and not to push to where this was pushed.
+    assert "push_to_hub" not in yaml.safe_load((folder / "config.yaml").read_text())
 
 
 def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, capsys):
@@ -169,10 +172,25 @@ def test_a_hub_that_refuses_is_met_before_training(hub, tmp_path, monkeypatch, c
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_a_push_that_fails_leaves_the_run_whole_and_says_how_to_go_on(hub, tmp_path):
     hub.broken = "/commit/"
-    with pytest.raises(ValueError, match=r"push_to_hub failed for someone/model .* hf upload some"):
+    with pytest.raises(
+        ValueError,
+        match=r"push_to_hub failed for someone/model .* --resume .*run --push-to-hub some",
+    ):
         train.main(config(tmp_path))
     assert (tmp_path / "run/summary.json").exists()
     assert load_model(tmp_path / "run") is not None
+    hub.broken = "nothing"
+    AcceleratorState._reset_state(True)
+    again = ["--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model"]
+    train.main(parse_config(train.Config, again))
+    assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
+
+
+def test_a_repository_of_others_is_refused_before_training(hub, tmp_path):
+    with pytest.raises(ValueError, match=r"got google/vit \(this user writes to someone, us\)"):
+        train.main(config(tmp_path, push_to_hub="google/vit"))
+    assert not (tmp_path / "run").exists()
+    assert not hub.repos
 
 
 def test_a_plan_alone_makes_no_repository(hub, tmp_path):

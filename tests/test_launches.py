@@ -1,5 +1,6 @@
 """Runs as processes of one command; a script of a few lines stands for train.py."""
 
+import fcntl
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import pytest
 from dbsl import launches
 from dbsl.errors import RunStopped
 from dbsl.launches import Launch, is_finished, launch_all
+from dbsl.runfolder import LOCK
 from dbsl.stopping import Stopping
 
 SCRIPT = """
@@ -27,10 +29,12 @@ def stop(*_):
     (folder / "checkpoints/save-1/manifest.json").touch()
     time.sleep(0.3)
     sys.exit(75)
-signal.signal(signal.SIGTERM, stop)
+if kind != "starting":  # train.py takes seconds until it listens
+    signal.signal(signal.SIGTERM, stop)
 began = time.time()
+(folder / "device").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 (folder / "began").touch()
-while kind == "slow" and time.time() < began + 60:
+while kind in ("slow", "starting") and time.time() < began + 60:
     time.sleep(0.01)
 if kind == "pair":  # ends only where another runs beside it
     while len(list(folder.parent.glob("*/began"))) < 2 and time.time() < began + 60:
@@ -76,27 +80,28 @@ def test_one_at_a_time_prints_here(make, tmp_path, capfd):
     assert not (tmp_path / "runs/0.log").exists()
 
 
-def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path):
+@pytest.mark.parametrize("other", ["slow", "starting"])
+def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path, other):
     with (
         pytest.raises(ValueError, match=r"got status 2 of .*runs/1 \(see .*runs/1.log\)"),
         Stopping() as stopping,
     ):
-        launch_all(make("slow", "fails", "quick"), 2, stopping)
+        launch_all(make(other, "fails", "quick"), 2, stopping)
     assert not any(is_finished(tmp_path / f"runs/{n}") for n in range(3))
-    assert (tmp_path / "runs/0/checkpoints/save-1/manifest.json").exists()
 
 
-def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path, number):
     def interrupt():
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("runs/*/began"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(RunStopped, match="the same command goes on"), Stopping() as stopping:
-        launch_all(make("slow", "slow", "quick"), 2, stopping)
-    assert [p.parts[-3] for p in sorted(tmp_path.glob("runs/*/*/save-1"))] == ["0", "1"]
+        launch_all(make("slow", "starting", "quick"), 2, stopping)
+    assert [p.parts[-3] for p in sorted(tmp_path.glob("runs/*/*/save-1"))] == ["0"]
     assert not (tmp_path / "runs/2").exists()
 
 
@@ -111,3 +116,33 @@ def test_what_was_ended_before_its_first_checkpoint_begins_anew(make, tmp_path):
         launch_all(make("quick", "quick"), 1, stopping)
     assert not (tmp_path / "runs/0/leftover").exists()
     assert (tmp_path / "runs/1/leftover").exists()
+
+
+def test_a_run_under_way_elsewhere_is_left_alone(make, tmp_path):
+    (run,) = make("quick")
+    run.folder.mkdir(parents=True)
+    with open(run.folder / LOCK, "w") as lock:
+        lock.write("process 7 on another")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with (
+            pytest.raises(ValueError, match=r"no run under way, got .* in use by process 7 on"),
+            Stopping() as stopping,
+        ):
+            launch_all([run], 1, stopping)
+    assert (run.folder / LOCK).exists()
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("4,7", {"4", "7"}), (None, {"0", "1"})])
+def test_runs_take_turns_on_the_devices_that_this_process_sees(
+    make, tmp_path, monkeypatch, visible, expected
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    else:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with Stopping() as stopping:
+        launch_all(make("pair", "pair"), 2, stopping)
+    found = {(tmp_path / f"runs/{n}/device").read_text() for n in (0, 1)}
+    assert found == expected

@@ -156,5 +156,7 @@ def test_patches_must_divide_every_resolution():
     with pytest.raises(ValueError, match=r"resolutions must be multiples of 4, .* got 26"):
         check_patches(model, (26, 32))
     check_patches(build_model("test_resnet", 3, final_resolution=32), (26, 32))
+    uneven = build_model("test_vit", 3, final_resolution=28, resolutions=(16, 28))
+    assert uneven.patch_embed.patch_size == (2, 2)  # 3, an eighth, divides neither
     large = build_model("test_vit", 3, final_resolution=96)
     assert large.patch_embed.patch_size == (16, 16)  # its own

@@ -21,6 +21,7 @@ from dbsl.handover import left_of_epochs
 from dbsl.keeper import Keeper
 from dbsl.model import load_model
 from dbsl.plan import TimeModel, plan_dual_batch
+from dbsl.resume import changed_settings
 from dbsl.runfolder import RunFolder
 from dbsl.sampler import EpochSampler
 from dbsl.setup import round_sampler
@@ -87,17 +88,25 @@ def at_step(monkeypatch, number, act):
 
 
 def killed(folder, monkeypatch, step, **settings):
-    """Run in a process of its own, and kill that after so many steps."""
+    """Run in a process of its own, and kill that after so many steps and a checkpoint."""
+
+    def kill():
+        deadline = time.monotonic() + 30  # checkpoints are written beside the training
+        while not [*folder.glob("checkpoints/*/manifest.json")] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            at_step(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            at_step(monkeypatch, step, kill)
             run(folder, **settings)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert [*folder.glob("checkpoints/*/manifest.json")]  # else nothing would be resumed
     assert not (folder / "summary.json").exists()
 
 
@@ -121,7 +130,8 @@ def test_killed_and_resumed_is_the_unbroken_run(tmp_path, monkeypatch, unbroken,
     settings = {**MODES[mode], "checkpoint_every": every, "resume": "auto"}
     folder = tmp_path / "run"
     with monkeypatch.context() as patches:
-        killed(folder, patches, {"gradients": 10, "gradients-asp": 7}.get(mode, 12), **settings)
+        step = {"step": 7, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 45}.get(mode, 30)
+        killed(folder, patches, step, **settings)
     run(folder, **settings)
     assert fingerprint(folder)[0] == expected[0]
     assert fingerprint(folder)[1] == expected[1]
@@ -272,6 +282,11 @@ def test_what_workers_had_left_and_what_they_had_done_is_the_whole_epoch(seed):
             sampler = EpochSampler([samples - 2, 1, 1], seed=3)
         done += [sampler.indices(worker, epoch, 0) for worker in range(new)]
         assert sorted(np.concatenate(done)) == list(range(samples))
+
+
+def test_a_checkpoint_of_before_a_setting_was_there_has_its_default():
+    config = Config(epochs=3, mixup=0.2)
+    assert changed_settings({"epochs": 2}, config) == {"epochs": (2, 3), "mixup": (0.0, 0.2)}
 
 
 def test_a_folder_in_use_is_refused_and_goes_on(tmp_path, monkeypatch):

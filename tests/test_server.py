@@ -51,21 +51,23 @@ def test_mean_waits_for_all_and_weighs_by_factor():
 
 
 def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
-    outer = OuterOptimizer(2, 0.5, 0.8)  # of three numbers, the last is a buffer
-    s = Server(
-        torch.tensor([1.0, 2.0, 7.0]),
-        2,
-        rule="delta",
-        staleness=0,
-        rounds_per_epoch=1,
-        outer=outer,
-    )
+    def new():
+        outer = OuterOptimizer(2, 0.5, 0.8)  # of three numbers, the last is a buffer
+        start = torch.tensor([1.0, 2.0, 7.0])
+        return Server(start, 2, rule="delta", staleness=0, rounds_per_epoch=1, outer=outer)
+
+    s = new()
     pushes = [([3.0, 2.0, 1.0], 1.0), ([0.0, 5.0, 4.0], 0.5)]
     weights, velocity = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    for round_ in range(3):
+    for round_ in range(4):
         if round_ == 2:  # as it is after a stop in between
             tree, tensors = pack(s.state_dict())
+            s = new()
             s.load_state_dict(unpack(json.loads(json.dumps(tree)), tensors))
+        elif round_ == 3:  # and where workers of another number go on
+            state = s.state_dict()
+            s = new()
+            s.take_over(Handover(state["weights"], 3, 3, outer=state["outer"]))
         for worker, (pushed, factor) in enumerate(pushes):
             s.push(torch.tensor(pushed), report(worker, factor))
         mean = (torch.tensor([3.0, 2.0, 1.0]) + 0.5 * torch.tensor([0.0, 5.0, 4.0])) / 1.5
@@ -73,7 +75,7 @@ def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
         velocity = 0.8 * velocity + gradient
         weights = weights - 0.5 * (gradient + 0.8 * velocity)
         assert s.snapshot().tolist() == pytest.approx([*weights.tolist(), 2.0])
-    assert s.version == 3
+    assert s.version == 4
 
 
 def test_an_outer_step_of_one_without_momentum_is_the_mean():

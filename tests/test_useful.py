@@ -172,6 +172,14 @@ def test_small_workers_by_the_critical_batch_of_a_study_or_the_noise_scale_of_a_
         assert "auto" not in written
 
 
+def test_a_study_of_a_local_copy_is_evidence_for_the_hubs_data(tmp_path):
+    write_study(tmp_path / "study", "digits/test_resnet/nesterov", 24)
+    batch, _ = evidence(dataset="someone/digits", batch_evidence=str(tmp_path / "study"))
+    assert batch == 24
+    with pytest.raises(ValueError, match="folder of a study of someone--other/test_resnet"):
+        evidence(dataset="someone/other", batch_evidence=str(tmp_path / "study"))
+
+
 def test_missing_evidence_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("dbsl.planning.Profiler", None)
     with pytest.raises(ValueError, match="batch_evidence must be the folder of a study"):
