@@ -354,7 +354,7 @@ STEP = ("--sync", "step", "--small-workers", "0")
         (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
         (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
         (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
-        (["--merge", "ratio"], "merge must be mean with sync bsp, got ratio"),
+        (["--merge", "ratio"], "merge must be mean or delta with sync bsp, got ratio"),
         (["--sync", "asp", "--merge", "mean"], "merge must be ratio or half with sync asp"),
         (
             ["--epochs", "2", "--lr-milestones", "3"],
