@@ -8,19 +8,18 @@ stopped goes on, so that the same command takes up where it was left.
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import yaml
 from tyro.conf import Positional, UseAppendAction
 
-from dbsl.comparison import MADE_ON, Run, averaged, equal_time_epochs, read_run, table
+from dbsl.compare_report import write_comparison
+from dbsl.comparison import Run, equal_time_epochs, read_run
 from dbsl.config import config_to_yaml, in_range, read_settings, yaml_to_argv
 from dbsl.cores import cores_of_process
 from dbsl.errors import one_line_errors
@@ -28,7 +27,6 @@ from dbsl.files import write_text
 from dbsl.flags import parse_flags
 from dbsl.launches import Launch, is_finished, launch_all
 from dbsl.stopping import Stopping
-from dbsl.study_files import write_table
 
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
@@ -165,78 +163,6 @@ def _make(
     return runs
 
 
-def write_comparison(
-    runs: Mapping[str, Sequence[Run]],
-    baseline: str,
-    target: float | None,
-    folder: Path,
-    command: str,
-    name: str = "arms",
-) -> str:
-    """Write ``<name>.csv`` and ``.png``, and single runs with curves; return a table for people.
-
-    Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
-
-    Raises:
-        ValueError: If no run is finished.
-    """
-    from dbsl.compare_plots import draw_arms  # slow to import
-
-    shown = {}
-    for arm, own in runs.items():
-        shown[arm] = own
-        if of_average := averaged(own):
-            shown[f"{arm} (EMA)"] = of_average
-    rows = table(shown, baseline, target)
-    if not rows:
-        raise ValueError("arms must have a finished run at least, got none")
-    folder.mkdir(parents=True, exist_ok=True)
-    made = {"date": date.today().isoformat(), "command": command}
-    arms = [
-        _plain(row) | {key: _common(shown[row["arm"]], key) for key in MADE_ON} | made
-        for row in rows
-    ]
-    write_table(folder / f"{name}.csv", arms)
-    singles = [
-        {
-            "arm": arm,
-            "seed": run.seed,
-            "accuracy": f"{100 * run.accuracy:.2f}",
-            "loss": f"{run.loss:.4f}",
-            "train_time_s": f"{run.train_time_s:.2f}",
-            "workers": run.workers,
-            "epochs": run.epochs,
-            "samples": run.samples,
-            **{key: dict(run.made_on).get(key, "") for key in MADE_ON},
-        }
-        for arm, own in shown.items()
-        for run in own
-    ]
-    write_table(folder / f"{name}_runs.csv", singles)
-    curves = [
-        {
-            "arm": arm,
-            "seed": run.seed,
-            "train_time_s": f"{time_s:.2f}",
-            "accuracy": f"{100 * accuracy:.2f}",
-        }
-        for arm, own in runs.items()
-        for run in own
-        for time_s, accuracy in run.curve
-    ]
-    write_table(folder / f"{name}_curves.csv", curves)
-    draw_arms(runs, folder / f"{name}.png")
-    width = max(len(row["arm"]) for row in rows)
-    lines = [
-        f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
-        f"to {rows[0]['target']:.1f} %  s/point",
-        *(_line(row, width, len(baseline)) for row in rows),
-        "accuracy and loss at the last epoch; differences are paired by seed; s/point: worker "
-        f"seconds more than {baseline}'s for each point over it; {folder}",
-    ]
-    return "\n".join(lines)
-
-
 def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
     """Return the command as a person would type it: all of a folder's files as a pattern."""
     folder = Path(arms[0]).parent
@@ -296,30 +222,6 @@ def _as_number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text.lower()
-
-
-def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
-
-
-def _common(runs: Sequence[Run], key: str) -> str:
-    """Return what runs were made on: one value, or all that there are."""
-    return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
-
-
-def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
-    def number(value: float, text: str) -> str:
-        return format(value, text) if math.isfinite(value) else "-"
-
-    difference = number(row["difference"], "+.2f")
-    if math.isfinite(row["difference_ci95"]):
-        difference += f" ± {row['difference_ci95']:.2f}"
-    return (
-        f"{row['arm']:<{width}}  {row['seeds']:>5}  {row['accuracy']:>10.2f}  "
-        f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  {row['loss']:>5.3f}  "
-        f"{row['train_time_s']:>7.1f}  {number(row['time_to_target_s'], '.1f'):>9}  "
-        f"{number(row['cost_per_point_s'], '+.1f'):>7}"
-    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dbsl.model import build_optimizer
 from dbsl.outer import OuterOptimizer
 from dbsl.rollcall import RollCall
 from dbsl.server import GradientServer, Server
-from dbsl.setup import Setting
+from dbsl.setting import Setting
 from dbsl.steppers import (
     DistributedSteps,
     JointSteps,

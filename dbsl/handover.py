@@ -11,7 +11,7 @@ from typing import Any
 
 from dbsl.balance import Segment, plan_from_plain, segments_from_plain
 from dbsl.server import Handover
-from dbsl.setup import Setting, round_sampler
+from dbsl.setting import Setting, round_sampler
 
 Ranges = tuple[tuple[int, int], ...]
 

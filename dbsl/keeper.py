@@ -40,7 +40,7 @@ from dbsl.reports import Progress
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
 from dbsl.server import EpochEnd
-from dbsl.setup import Setting
+from dbsl.setting import Setting
 from dbsl.steppers import load_optimizer
 from dbsl.stopping import Stopping, Wish
 from dbsl.wire import SERVER_RANK

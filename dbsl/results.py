@@ -16,7 +16,8 @@ from dbsl.lazy import lazy_import
 from dbsl.profile_cache import device_name
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
-from dbsl.setup import Setting, print_run, profile_command
+from dbsl.setting import Setting
+from dbsl.setup import print_run, profile_command
 from dbsl.trackers import start_trackers
 
 timm = lazy_import("timm")

@@ -27,7 +27,7 @@ from dbsl.checkpoint import (
 from dbsl.config import run_folder_of
 from dbsl.handover import make_handover
 from dbsl.server import Handover
-from dbsl.setup import Setting
+from dbsl.setting import Setting
 from dbsl.wire import SERVER_RANK, share_text
 
 Config = Any  # train.py's

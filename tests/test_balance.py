@@ -13,7 +13,7 @@ from dbsl.packing import pack, unpack
 from dbsl.plan import WorkerPlan, plan_dual_batch
 from dbsl.sampler import EpochSampler
 from dbsl.server import RoundReport
-from dbsl.setup import round_sampler
+from dbsl.setting import round_sampler
 
 SAMPLES = 6400
 PLANNED = TimeModel(0.001, 0.02)

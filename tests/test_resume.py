@@ -24,7 +24,7 @@ from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.resume import changed_settings
 from dbsl.runfolder import RunFolder
 from dbsl.sampler import EpochSampler
-from dbsl.setup import round_sampler
+from dbsl.setting import round_sampler
 from train import Config, main, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
