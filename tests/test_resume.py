@@ -130,7 +130,7 @@ def test_killed_and_resumed_is_the_unbroken_run(tmp_path, monkeypatch, unbroken,
     settings = {**MODES[mode], "checkpoint_every": every, "resume": "auto"}
     folder = tmp_path / "run"
     with monkeypatch.context() as patches:
-        step = {"step": 7, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 45}.get(mode, 30)
+        step = {"step": 7, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 60}.get(mode, 30)
         killed(folder, patches, step, **settings)
     run(folder, **settings)
     assert fingerprint(folder)[0] == expected[0]
