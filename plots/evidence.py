@@ -3,7 +3,8 @@
     python -m plots.evidence results/mini
 
 reads ``arms.csv``, ``arms_runs.csv`` and ``arms_curves.csv`` there and ``published.csv`` and
-``profile.csv`` beside the folder, and writes ``plans.png``, ``small_workers.png`` and ``time.png``.
+``profile.csv`` beside the folder, and writes ``plans.png``, ``small_workers.png``, ``time.png`` and
+``pairs.csv``, the paired differences between arms other than the baseline.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from dbsl.comparison import interval
 from dbsl.plan import Plan, TimeModel, plan_dual_batch
 from dbsl.sampler import EpochSampler
+from dbsl.study_files import write_table
 
 Rows = list[dict[str, str]]
 
@@ -28,7 +31,19 @@ COLORS = matplotlib.color_sequences["tab10"]
 RATIOS = ("1.05", "1.10")
 CONFERENCE = "COMPSAC 2022 CIFAR-100"
 JOURNAL = "arXiv 2509.26092 CIFAR-100"
+PAIRS = [  # other than with the baseline
+    ("dual_3_rounds_4", "all_large_rounds_4"),
+    ("hybrid_rounds_4", "all_large_rounds_4"),
+    ("conventional", "dual_3_rounds_4"),
+    ("dual_4_k105", "dual_1_k105"),
+    ("dual_4_k110", "dual_1_k110"),
+    *((f"dual_{count}_k110", f"dual_{count}_k105") for count in range(1, 5)),
+    ("factor_none", "dual_2_k110"),
+    ("factor_sqrt", "dual_2_k110"),
+    ("asp", "dual_3_k105"),
+]
 MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
+MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4")
 
 
 def read(path: Path) -> Rows:
@@ -194,6 +209,7 @@ def time_figure(arms: Rows, curves: Rows) -> Figure:
         axes.set_ylabel("accuracy (%)")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3, which="both")
+    ends.margins(x=0.2)
     along.legend(fontsize=8)
     return figure
 
@@ -233,6 +249,29 @@ def _with_interval(
     )
 
 
+def pair_rows(runs: Rows) -> list[dict[str, str]]:
+    """Return differences in accuracy between arms, paired by seed, from ``arms_runs.csv``."""
+    accuracy: dict[str, dict[str, float]] = {}
+    for row in runs:
+        accuracy.setdefault(row["arm"], {})[row["seed"]] = float(row["accuracy"])
+    rows = []
+    for arm, other in PAIRS:
+        if arm not in accuracy or other not in accuracy:
+            continue
+        seeds = sorted(accuracy[arm].keys() & accuracy[other].keys())
+        found = interval([accuracy[arm][seed] - accuracy[other][seed] for seed in seeds])
+        rows.append(
+            {
+                "arm": arm,
+                "over": other,
+                "difference": f"{found.mean:+.2f}",
+                "ci95": f"{found.half:.2f}",
+                "seeds": str(found.count),
+            }
+        )
+    return rows
+
+
 def table_lines(rows: Rows, configs: str) -> list[str]:
     """Return a results table in Markdown: a line for each row, linked to its config.
 
@@ -261,12 +300,13 @@ def table_lines(rows: Rows, configs: str) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Draw the three pictures into the folder, and print its table for a README."""
+    """Draw the pictures, write ``pairs.csv``, and print the folder's table for a README."""
     published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
     arms, curves = (read(folder / f"{name}.csv") for name in ("arms", "arms_curves"))
     plans_figure(published, profile).savefig(folder / "plans.png")
     small_workers_figure(published, arms).savefig(folder / "small_workers.png")
     time_figure(arms, curves).savefig(folder / "time.png")
+    write_table(folder / "pairs.csv", pair_rows(read(folder / "arms_runs.csv")))
     print("\n".join(table_lines(arms, f"configs/{folder.name}")))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from plots.evidence import (
+    MAIN_ARMS,
     plans_figure,
     read,
     small_workers_figure,
@@ -70,5 +71,5 @@ def test_pictures_of_accuracy_have_every_arm():
         *(accuracy[f"dual_{n}_k105"] for n in range(1, 5)),
     ]
     along, ends = time_figure(arms, curves).axes
-    assert len(along.lines) == 6
+    assert len(along.lines) == len(MAIN_ARMS)
     assert len(ends.containers) == len(arms)
