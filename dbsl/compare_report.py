@@ -51,6 +51,7 @@ def write_comparison(
             "accuracy": f"{100 * run.accuracy:.2f}",
             "loss": f"{run.loss:.4f}",
             "train_time_s": f"{run.train_time_s:.2f}",
+            "total_time_s": f"{run.total_time_s:.1f}",
             "workers": run.workers,
             "epochs": run.epochs,
             "samples": run.samples,

@@ -38,6 +38,7 @@ class Run:
         workers: That trained it, side by side.
         ema_accuracy: Of the averaged weights at the last epoch, if the run averaged any.
         ema_loss: Of these.
+        total_time_s: Seconds by the clock on the wall, start and evaluation included.
         made_on: The device, its precision, and the versions that made it, by name.
     """
 
@@ -51,6 +52,7 @@ class Run:
     workers: int = 1
     ema_accuracy: float | None = None
     ema_loss: float = math.nan
+    total_time_s: float = math.nan
     made_on: tuple[tuple[str, str], ...] = ()
 
     def time_to(self, accuracy: float) -> float:
@@ -97,6 +99,7 @@ def read_run(folder: Path) -> Run:
             workers=int(summary["workers"]),
             ema_accuracy=summary.get("final_ema_accuracy"),
             ema_loss=float(summary.get("final_ema_loss") or math.nan),
+            total_time_s=float(summary["total_time_s"]),
             made_on=tuple((name, str(summary[name])) for name in MADE_ON if name in summary),
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -193,6 +196,7 @@ def table(
                 "train_time_s": fmean(run.train_time_s for run in runs),
                 "worker_time_s": cost,
                 "cost_per_point_s": (cost - base_cost) / gain if gain > 0 else math.nan,
+                "minutes": fmean(run.total_time_s for run in runs) / 60,
                 "workers": max(run.workers for run in runs),
                 "epochs": max(run.epochs for run in runs),
                 "samples": round(fmean(run.samples for run in runs)),

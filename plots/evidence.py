@@ -280,9 +280,9 @@ def table_lines(rows: Rows, configs: str) -> list[str]:
         configs: Folder of the configs, from the README's place.
     """
     lines = [
-        "| setup | accuracy, mean ± sd | n | over the baseline, 95 % | loss | epochs | time | "
-        "s/point |",
-        "|---|---|---|---|---|---|---|---|",
+        "| setup | accuracy, mean ± sd | n | over the baseline, 95 % | loss | epochs "
+        "| workers' time | s/point | minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         arm, _, averaged = row["arm"].partition(" ")
@@ -294,7 +294,7 @@ def table_lines(rows: Rows, configs: str) -> list[str]:
         lines.append(
             f"| {name} | {float(row['accuracy']):.1f} ± {float(row['sd']):.1f} % | {row['seeds']} "
             f"| {gain} | {float(row['loss']):.3f} | {row['epochs']} "
-            f"| {float(row['train_time_s']):.1f} s | {cost} |"
+            f"| {float(row['train_time_s']):.1f} s | {cost} | {float(row['minutes']):.1f} |"
         )
     return lines
 
