@@ -64,15 +64,14 @@ class Config:
     dropout: tuple[float, ...] = (0.0,)  # before the classifier; one, or one per resolution
     # --- workers and their batch sizes
     workers: int | None = None  # simulated in one process (unset: 4); else the process count
-    # share of workers on the small batch, in [0, 1]; auto: by large_batch_size and a noise scale
-    small_ratio: float | Literal["auto"] = 0.0
+    small_ratio: float = 0.0  # share of workers on the small batch, in [0, 1]
     small_workers: int | None = None  # the same as a count; wins over small_ratio
     time_ratio: float = 1.05  # k > 1, what dual batch may cost over all-large
     small_share: float | None = None  # of the samples, in (0, 1); decides instead of time_ratio
     # one, or one per resolution (and worker); auto: the largest that fits; unset: up to 128
     large_batch_size: tuple[int, ...] | Literal["auto"] | None = None
     batch_limit: Literal["memory", "useful"] = "memory"  # of auto; useful: as a study or run found
-    batch_evidence: str | None = None  # a study or run, of auto; unset: the newest of model, data
+    batch_evidence: str | None = None  # that study or run; unset: the newest of this model and data
     local_batch_sizes: tuple[int, ...] | None = None  # by hand, one per worker (and resolution)
     global_batch_size: int | None = None  # of joint steps; unset: the sum over workers
     small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
@@ -114,7 +113,7 @@ class Config:
     schedule: Schedule = "cyclic"  # resolution climbs in every LR stage; progressive: once
     optimizer: str = "sgd"  # a name that timm.optim knows; sgd is Nesterov's, momentum plain
     lr: float = 0.1  # learning rate of the first stage
-    lr_schedule: LrSchedule = "step"  # at milestones; cosine to 0; stage-cosine between milestones
+    lr_schedule: LrSchedule = "step"  # down at milestones, or cosine from lr to 0
     lr_scaling: LrScaling = "none"  # of a worker by its batch over the large one, or its root
     lr_milestones: tuple[int, ...] | None = None  # epochs; unset: after 4/7 and 6/7 of the run
     lr_gamma: float = 0.2  # factor on the learning rate at each milestone

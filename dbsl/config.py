@@ -124,10 +124,7 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
 
 def check_run(config: Any) -> None:
     """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
-    if config.small_ratio != "auto":
-        in_range("small_ratio", config.small_ratio, 0, 1)
-    elif config.large_batch_size is None:
-        raise ValueError("large_batch_size must be given with small_ratio auto, got none")
+    in_range("small_ratio", config.small_ratio, 0, 1)
     in_range("time_ratio", config.time_ratio, 1, open_low=True)
     in_range("lr", config.lr, 0, open_low=True)
     in_range("lr_gamma", config.lr_gamma, 0, open_low=True)
@@ -173,11 +170,9 @@ def check_run(config: Any) -> None:
         in_range("local_batch_sizes", size, 1)
     if config.batch_limit == "useful" and config.large_batch_size != "auto":
         raise ValueError("batch_limit must be memory but with large_batch_size auto, got useful")
-    by_evidence = config.batch_limit == "useful" or config.small_ratio == "auto"
-    if config.batch_evidence is not None and not by_evidence:
+    if config.batch_evidence is not None and config.batch_limit != "useful":
         raise ValueError(
-            f"batch_evidence must go with batch_limit useful or small_ratio auto, "
-            f"got {config.batch_evidence}"
+            f"batch_evidence must go with batch_limit useful, got {config.batch_evidence}"
         )
     in_range("time_noise", config.time_noise, 0)
     for name in ("memory_limit", "small_share"):

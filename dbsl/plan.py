@@ -250,21 +250,6 @@ def count_workers(
     return total, small_workers
 
 
-def small_workers_by_noise(workers: int, large_batch_size: int, noise_scale: float) -> int:
-    """Return how many workers to put on the small batch, by the gradient noise scale.
-
-    A batch B_L needs 1 + B_L/B times the samples of the smallest for as much progress (McCandlish
-    et al., arXiv 1812.06162), B the critical batch, so that B_L/(B_L + B) of them buy nothing. The
-    rule, this project's own, puts that share of the workers on small batches.
-
-    Args:
-        workers: n.
-        large_batch_size: B_L, samples.
-        noise_scale: B, samples, above 0.
-    """
-    return round_half_up(workers * large_batch_size / (large_batch_size + noise_scale))
-
-
 def plan_with_fallback(
     samples: int,
     workers: int,

@@ -18,7 +18,7 @@ from dbsl.forecast import format_run
 from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.model import build_model, check_patches, least_batch
-from dbsl.plan import Plan, count_workers, small_workers_by_noise
+from dbsl.plan import Plan, count_workers
 from dbsl.planning import Planning, know_machines
 from dbsl.probe import choose_probe
 from dbsl.server import Round
@@ -32,18 +32,16 @@ from dbsl.stages import (
     stage_at,
 )
 from dbsl.transforms import Transform
-from dbsl.useful import critical_batch_size
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 
 def prepare(config: Config, accelerator: Accelerator) -> Setting:
     """Load the data, build the model, measure step times unless given, and plan the run."""
-    by_noise = config.small_ratio == "auto" and config.small_workers is None
     workers, small_workers = count_workers(
         accelerator.num_processes,
         workers=config.workers,
-        small_ratio=0.0 if config.small_ratio == "auto" else config.small_ratio,
+        small_ratio=config.small_ratio,
         small_workers=config.small_workers,
         dedicated_server=config.dedicated_server,
     )
@@ -112,14 +110,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         seed=config.seed,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
-    # Before anything is measured: there may be none.
-    critical = critical_batch_size(config, accelerator) if by_noise else None
     machines, config = know_machines(config, model, data, accelerator)
-    if critical is not None:
-        large = config.large_batch_size[-1]  # at the final resolution
-        config = replace(config, small_workers=small_workers_by_noise(workers, large, critical))
-    if config.small_ratio == "auto":
-        config = replace(config, small_ratio=0.0)  # it is in small_workers
     least = least_batch(model, config.resolutions[0], accelerator.device)
     planning = Planning(config, machines, len(data.train), least)
     plans = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Schedule = Literal["cyclic", "progressive", "fixed"]
-LrSchedule = Literal["step", "cosine", "stage-cosine"]
+LrSchedule = Literal["step", "cosine"]
 LrScaling = Literal["none", "sqrt", "linear"]
 
 
@@ -155,8 +155,7 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate `progress` epochs after the start, fractions of an epoch counted.
 
-    `step` holds each stage's rate; `cosine` falls from `base` to 0 over the epochs after warm-up;
-    `stage-cosine` falls inside every stage from its rate to that of the next, in the last to 0.
+    `step` holds each stage's rate; `cosine` falls from `base` to 0 over the epochs after warm-up.
     Warm-up rises linearly from `base`/100 over its epochs.
     """
     if progress < warmup_epochs:
@@ -164,15 +163,7 @@ def learning_rate_at(
     if schedule == "cosine":
         share = (progress - warmup_epochs) / max(stages[-1].end_epoch - warmup_epochs, 1e-9)
         return base * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))
-    stage = stage_at(stages, min(int(progress), stages[-1].end_epoch - 1))
-    if schedule == "step":
-        return stage.learning_rate
-    own = [other for other in stages if other.index == stage.index]
-    after = [other.learning_rate for other in stages if other.index == stage.index + 1]
-    first, end = max(own[0].first_epoch, warmup_epochs), own[-1].end_epoch
-    share = (progress - first) / max(end - first, 1e-9)
-    low = after[0] if after else 0.0
-    return low + (stage.learning_rate - low) * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))
+    return stage_at(stages, int(progress)).learning_rate
 
 
 def batch_scaling(rule: LrScaling, ratio: float) -> float:

@@ -1,4 +1,4 @@
-"""Which batch is worth having, as a study or an earlier run has found it."""
+"""The largest batch that is worth having, as a study or an earlier run has found it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dbsl.wire import share_text
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
-_NAMES = {"useful_batch_size": "maximum useful batch", "critical_batch_size": "critical batch"}
 STUDIES, RUNS = Path("studies"), Path("runs")  # where evidence is looked for
 
 
@@ -30,45 +29,22 @@ def useful_batch_size(config: Config, accelerator: Accelerator) -> int:
     Raises:
         ValueError: On every process, if there is no evidence of this dataset and model.
     """
-    batch, source = _shared_evidence(config, accelerator, "useful_batch_size")
-    accelerator.print(f"large batches are at most {batch}: {source}")
-    return batch
-
-
-def critical_batch_size(config: Config, accelerator: Accelerator) -> int:
-    """Return the batch that ``small_ratio auto`` holds B_L against, and print where it is from.
-
-    From a study it is the critical batch, from an earlier run the gradient noise scale.
-
-    Raises:
-        ValueError: On every process, if there is no evidence of this dataset and model.
-    """
-    batch, source = _shared_evidence(config, accelerator, "critical_batch_size")
-    accelerator.print(f"small workers by a critical batch of {batch}: {source}")
-    return batch
-
-
-def _shared_evidence(config: Config, accelerator: Accelerator, of_study: str) -> tuple[int, str]:
-    """Return `find_evidence` of the main process on every process."""
     found = ""
     if accelerator.is_main_process:
         try:
-            batch, source = find_evidence(config, of_study)
+            batch, source = find_evidence(config)
             found = f"{batch} {source}"
         except ValueError as error:
             found = f"error {error}"
     first, _, rest = share_text(found, accelerator).partition(" ")
     if first == "error":
         raise ValueError(rest)
-    return int(first), rest
+    accelerator.print(f"large batches are at most {first}: {rest}")
+    return int(first)
 
 
-def find_evidence(config: Config, of_study: str = "useful_batch_size") -> tuple[int, str]:
-    """Return the batch that a study or run names, and in words where it is from.
-
-    Args:
-        config: The run's settings.
-        of_study: Which of a study's batches; of a run it is the noise scale.
+def find_evidence(config: Config) -> tuple[int, str]:
+    """Return the largest useful batch, and in words where it is from.
 
     Raises:
         ValueError: If there is none in ``batch_evidence``, or without it in ``studies/`` (first)
@@ -79,7 +55,7 @@ def find_evidence(config: Config, of_study: str = "useful_batch_size") -> tuple[
     workload, *others = (f"{name}/{config.model}/{study_optimizer(config)}" for name in names)
     given = config.batch_evidence
     for folder in [Path(given)] if given else _candidates():
-        studies = (_of_study(folder, name, of_study) for name in (workload, *others))
+        studies = (_of_study(folder, name) for name in (workload, *others))
         found = next(filter(None, studies), None) or _of_run(folder, config)
         if found:
             return found
@@ -103,11 +79,11 @@ def _candidates() -> Iterator[Path]:
         yield from (path.parent for path in reversed(found))
 
 
-def _of_study(folder: Path, workload: str, kind: str) -> tuple[int, str] | None:
-    batch = _read(folder / REPORT).get(workload, {}).get(kind)
-    if not batch or not math.isfinite(batch):
+def _of_study(folder: Path, workload: str) -> tuple[int, str] | None:
+    useful = _read(folder / REPORT).get(workload, {}).get("useful_batch_size")
+    if not useful:
         return None
-    return round(batch), f"the {_NAMES[kind]} of {workload} in {folder / REPORT}"
+    return int(useful), f"the maximum useful batch of {workload} in {folder / REPORT}"
 
 
 def _of_run(folder: Path, config: Config) -> tuple[int, str] | None:

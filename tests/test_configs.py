@@ -69,11 +69,6 @@ def shrunk(config, tmp_path):
         changes["global_batch_size"] = 24
     else:
         changes |= {"large_batch_size": (8,), "small_batch_size": (4,)}
-    if config.batch_evidence is not None:
-        report = {"digits/test_resnet/nesterov": {"critical_batch_size": 8.0}}
-        (tmp_path / "study").mkdir()
-        (tmp_path / "study/report.json").write_text(json.dumps(report))
-        changes["batch_evidence"] = str(tmp_path / "study")
     return replace(config, **changes)
 
 

@@ -127,23 +127,5 @@ def test_default_warmup_is_a_tenth_of_short_runs():
     assert [default_warmup(epochs) for epochs in (1, 6, 20, 140)] == [0.1, 0.6, 2.0, 2.0]
 
 
-def test_stage_cosine_falls_from_each_stages_rate_to_the_next_ones():
-    def at(progress):
-        stages = make_stages(12, (8, 16), learning_rate=0.4, milestones=(6, 10), gamma=0.1)
-        return learning_rate_at(
-            progress, stages, base=0.4, schedule="stage-cosine", warmup_epochs=2.0
-        )
-
-    assert at(1.0) == pytest.approx(0.2)  # warming up
-    assert at(2.0) == pytest.approx(0.4)
-    assert at(4.0) == pytest.approx(0.04 + 0.36 * 0.5)  # half way between warm-up and milestone
-    assert at(6.0 - 1e-9) == pytest.approx(0.04)
-    assert at(6.0) == pytest.approx(0.04)
-    assert at(8.0) == pytest.approx((0.04 + 0.004) / 2)
-    assert at(12.0) == pytest.approx(0.0, abs=1e-12)
-    rates = [at(2.0 + i / 10) for i in range(101)]
-    assert rates == sorted(rates, reverse=True)  # resolutions change inside, the rate does not jump
-
-
 def test_a_small_workers_rate_follows_its_batch():
     assert [batch_scaling(rule, 0.25) for rule in ("none", "sqrt", "linear")] == [1.0, 0.5, 0.25]
