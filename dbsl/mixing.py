@@ -13,7 +13,7 @@ from dbsl.lazy import lazy_import
 from dbsl.sampler import Part
 from dbsl.seeds import stream_seed
 
-mixup = lazy_import("timm.data.mixup")
+timm = lazy_import("timm")
 
 
 class Mixing:
@@ -34,7 +34,7 @@ class Mixing:
         self, mixup_alpha: float, cutmix_alpha: float, *, num_classes: int, seed: int
     ) -> None:
         self._classes, self._seed = num_classes, seed
-        self._mix = mixup.Mixup(
+        self._mix = timm.data.Mixup(
             mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes
         )
 

@@ -46,7 +46,7 @@ def shrunk(config, tmp_path):
         "dataset": "digits",
         "image_column": None,
         "label_column": None,
-        "train_samples": 96,
+        "train_samples": 160,
         "eval_samples": 10,
         "model": "test_vit" if vit else "test_resnet",
         "pretrained": False,
@@ -84,7 +84,7 @@ def test_config_trains_a_few_steps(tmp_path, path):
     config = parse_config(train.Config, ["--config", str(ROOT / path)])
     train.main(shrunk(config, tmp_path))
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["samples_seen"] == 96 * summary["epochs"]
+    assert summary["samples_seen"] == 160 * summary["epochs"]
     if config.small_workers is not None:
         assert summary["small_workers"] == config.small_workers
     assert summary["sync"] == config.sync
