@@ -27,7 +27,7 @@ from dbsl.study_files import write_table
 
 Rows = list[dict[str, str]]
 
-COLORS = matplotlib.color_sequences["tab10"]
+COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
 RATIOS = ("1.05", "1.10")
 CONFERENCE = "COMPSAC 2022 CIFAR-100"
 JOURNAL = "arXiv 2509.26092 CIFAR-100"
@@ -43,6 +43,7 @@ PAIRS = [  # other than with the baseline
     ("asp", "dual_3_k105"),
 ]
 MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
+LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # of their points, where there is room
 MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4")
 
 
@@ -180,7 +181,7 @@ def time_figure(arms: Rows, curves: Rows) -> Figure:
             )
     for row in arms:
         name = row["arm"]
-        color = COLORS[MAIN_ARMS.index(name)] if name in MAIN_ARMS else "0.5"
+        color = COLORS[MAIN_ARMS.index(name)] if name in MAIN_ARMS else "0.75"
         ends.errorbar(
             float(row["train_time_s"]),
             float(row["accuracy"]),
@@ -195,7 +196,8 @@ def time_figure(arms: Rows, curves: Rows) -> Figure:
                 (float(row["train_time_s"]), float(row["accuracy"])),
                 fontsize=8,
                 color=color,
-                xytext=(5, 4),
+                xytext=(-5, 4) if name in LEFT else (5, 4),
+                ha="right" if name in LEFT else "left",
                 textcoords="offset points",
             )
     for axes, title in (
