@@ -41,6 +41,21 @@ def test_every_row_of_a_results_table_is_a_row_of_its_csv():
         assert (ROOT / re.search(r"\((configs/.*?\.yaml)\)", row)[1]).exists()
 
 
+def test_the_table_of_what_goes_beyond_has_the_differences_of_both_workloads():
+    def difference(row):
+        return f"{float(row['difference']):+.1f} ± {float(row['difference_ci95']):.1f}"
+
+    both = [
+        {row["arm"]: row for row in read(RESULTS / name / "arms.csv")}
+        for name in ("beyond", "beyond_imagenette")
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    arms = both[0].keys() - {"hybrid", "ema"}  # the reference, and the raw weights of that run
+    assert len(arms) == 11
+    for arm in arms:
+        assert " | ".join(difference(rows[arm]) for rows in both) in readme, arm
+
+
 @pytest.mark.parametrize("name", ["mini", "beyond", "beyond_imagenette", "vit"])
 def test_every_arm_has_a_row_of_three_seeds(name):
     rows = {row["arm"]: row for row in read(RESULTS / name / "arms.csv")}
