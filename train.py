@@ -56,6 +56,7 @@ class Config:
     label_column: str | None = None  # the same; of several ClassLabels the one with most classes
     train_samples: int | None = None  # train on a stratified, seeded subset of this many
     eval_samples: int | None = None  # evaluate on a stratified, seeded subset of this many
+    holdout: float | None = None  # share of the training images to evaluate on, not the test split
     augment: Augment = "crop"  # crop and flip; paper: flip, rotation, zoom; none
     loader_workers: int | None = None  # processes that decode large images; unset: by the cores
     # --- model
@@ -128,6 +129,7 @@ class Config:
     # --- run
     eval_every: int = 1  # epochs; the last is always evaluated
     eval_batch_size: int = 256  # samples
+    eval_train: bool = False  # at the end evaluate the training images too, without augmentation
     checkpoint_every: int | str = "10m"  # epochs (2) or minutes (10m); 0: only when stopped
     keep_checkpoints: int = 2  # the newest so many
     resume: str | None = None  # a run folder or checkpoint, or auto: output_dir's, if it has any
@@ -290,9 +292,6 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
     waits = world_size == 1 or config.sync in ("bsp", "step")
     together = waits and world_size > 1
-    eval_batches = evaluation_batches(
-        len(data.evaluation), config.eval_batch_size, *((rank, world_size) if together else ())
-    )
     learning_rate = partial(  # of a moment, in epochs since the start
         learning_rate_at,
         stages=run.stages,
@@ -303,8 +302,10 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
     eval_transform = replace(run.transforms[config.resolutions[-1]], augment="none")
     side = eval_transform.resolution
 
-    def assess() -> tuple[float, float, int]:
-        images = data.evaluation.batches(eval_batches, eval_transform)
+    def assess(source=data.evaluation) -> tuple[float, float, int]:
+        ranks = (rank, world_size) if together else ()
+        batches = evaluation_batches(len(source), config.eval_batch_size, *ranks)
+        images = source.batches(batches, eval_transform)
         return evaluate(model, images, accelerator, together=together)
 
     with Keeper(run, folder, cluster, stepper, log, accelerator, stopping, resumed) as keeper:
@@ -322,6 +323,9 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
                 last = epochs_done == config.epochs
                 if epochs_done % config.eval_every == 0 or last:
                     evaluation = Evaluation(side, *assess(), time.perf_counter() - started)
+                if config.eval_train and last:
+                    accuracy, loss, _ = assess(data.train)
+                    evaluation = replace(evaluation, train_accuracy=accuracy, train_loss=loss)
                 if accelerator.is_main_process and last:
                     save_model(model, folder, side, data)
                 if run.average:  # of the merged weights: the model has them for a while

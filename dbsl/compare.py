@@ -3,11 +3,16 @@
     python -m dbsl.compare configs/mini/*.yaml --seeds 3 --baseline all_large --jobs 2
 
 Every YAML is an arm, a config of train.py. A run that is finished is not run again and one that was
-stopped goes on, so that the same command takes up where it was left.
+stopped goes on, so that the same command takes up where it was left. The tables are written after
+every run. Their rows count as finished runs of the same settings, so that a clone of a repository
+with committed rows goes on where another machine stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +23,7 @@ from typing import Any
 import yaml
 from tyro.conf import Positional, UseAppendAction
 
-from dbsl.compare_report import write_comparison
+from dbsl.compare_report import read_runs, write_comparison, write_runs
 from dbsl.comparison import Run, equal_time_epochs, read_run
 from dbsl.config import config_to_yaml, in_range, read_settings, yaml_to_argv
 from dbsl.cores import cores_of_process
@@ -42,6 +47,8 @@ class CompareConfig:  # every field is a flag, its comment the help
     equal_time: bool = False  # then all arms again, with epochs that take the baseline's time
     # a setting of all arms, as name=value: where the data are, say; may be given again
     set: UseAppendAction[tuple[str, ...]] = ()
+    # values of a setting, as name=value,value: every arm with each of them; may be given again
+    vary: UseAppendAction[tuple[str, ...]] = ()
     jobs: int = 1  # runs at a time
     runs_dir: str = "runs"  # each run in <runs_dir>/<folder of the arms>-<arm>-s<seed>
     output_dir: str | None = None  # of tables and pictures; unset: results/<folder of the arms>
@@ -58,11 +65,13 @@ class CompareConfig:  # every field is a flag, its comment the help
                 f"arms must be one or more YAML files with names of their own, "
                 f"got {', '.join(names) or 'none'}"
             )
+        for option in ("set", "vary"):
+            for setting in getattr(self, option):
+                if "=" not in setting:
+                    raise ValueError(f"{option} must be of the form name=value, got {setting}")
+        names = [name + end for name in names for end, _ in _variations(self.vary)]
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
-        for setting in self.set:
-            if "=" not in setting:
-                raise ValueError(f"set must be of the form name=value, got {setting}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class Arm:
         path: The file.
         settings: All that it sets, in the file, its bases and `extra`.
         extra: Settings that are not from the file.
+        dataset: The file's data set, or the name of `extra`'s; `settings` may name a local copy.
     """
 
     name: str
@@ -82,6 +92,7 @@ class Arm:
     path: Path
     settings: Mapping[str, Any]
     extra: Mapping[str, Any]
+    dataset: str = ""
 
     def with_epochs(self, epochs: int, before: int) -> Arm:
         """Return the arm with other epochs; milestones and warm-up move in proportion."""
@@ -99,6 +110,14 @@ class Arm:
             settings={**self.settings, **extra},
             extra={**self.extra, **extra},
         )
+
+    @property
+    def hash(self) -> str:
+        """Tell these settings from others on any machine: where the data lie does not count."""
+        settings = {name: _as_list(v) for name, v in self.settings.items() if v is not None}
+        settings["dataset"] = self.dataset
+        text = json.dumps(settings, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
@@ -118,11 +137,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = _command(argv, config.arms)
     group = Path(config.arms[0]).resolve().parent.name
     shared = _shared(config.set)
-    arms = [_read_arm(Path(path), shared) for path in config.arms]
+    arms = [
+        _read_arm(Path(path), end, {**shared, **values})
+        for path in config.arms
+        for end, values in _variations(config.vary)
+    ]
     baseline = config.baseline or arms[0].name
     output = Path(config.output_dir or f"results/{group}")
     with Stopping(then="stopping the runs, which save") as stopping:
-        runs = _make(arms, config, group, stopping)
+        runs = _make(arms, config, group, stopping, output, "arms")
         print(write_comparison(runs, baseline, config.target, output, command))
         if not config.equal_time:
             return
@@ -135,32 +158,57 @@ def main(argv: Sequence[str] | None = None) -> None:
             for arm in arms
             if runs[arm.name]
         ]
-        runs = _make(scaled, config, group, stopping)
+        runs = _make(scaled, config, group, stopping, output, "equal_time")
         print("\nwith epochs that take the baseline's time:")
         print(write_comparison(runs, baseline, config.target, output, command, "equal_time"))
 
 
 def _make(
-    arms: Sequence[Arm], config: CompareConfig, group: str, stopping: Stopping
+    arms: Sequence[Arm],
+    config: CompareConfig,
+    group: str,
+    stopping: Stopping,
+    output: Path,
+    name: str,
 ) -> dict[str, list[Run]]:
-    """Make the runs of arms, and return those that are finished."""
-    launches, folders = [], []
+    """Make the runs of arms, and return those that are finished.
+
+    Rows of the tables in `output` count as finished runs where arm, seed and settings agree.
+    """
+    recorded = read_runs(output, name)
+    done = {
+        (arm.name, run.seed): run
+        for arm in arms
+        for run in recorded.get(arm.name, ())
+        if run.settings == arm.hash
+    }
+    launches, folders = [], {}
     for seed in range(config.seeds):  # all arms with one seed before any with the next
         for arm in arms:
+            if (arm.name, seed) in done:
+                continue
             folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
             if config.report_only and not is_finished(folder):
                 continue
             _check_same(arm, folder)
-            folders.append((arm.name, folder))
+            folders[folder] = (arm, seed)
             flags = arm.flags(seed, folder, config.jobs)
             launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags))
+
+    def finished() -> dict[str, list[Run]]:
+        for folder, (arm, seed) in folders.items():
+            if (arm.name, seed) not in done and is_finished(folder):
+                done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
+        of_arms = {arm.name: [] for arm in arms}
+        for (own, _), run in sorted(done.items()):
+            of_arms[own].append(run)
+        if any(of_arms.values()):  # rows of arms that this command does not name stay
+            write_runs({**recorded, **of_arms}, output, name)
+        return {own: [r for r in rows if r.seed < config.seeds] for own, rows in of_arms.items()}
+
     if not config.report_only:
-        launch_all(launches, config.jobs, stopping)
-    runs: dict[str, list[Run]] = {arm.name: [] for arm in arms}
-    for name, folder in folders:
-        if is_finished(folder):
-            runs[name].append(read_run(folder))
-    return runs
+        launch_all(launches, config.jobs, stopping, on_finished=finished)
+    return finished()
 
 
 def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
@@ -181,12 +229,27 @@ def _shared(settings: Sequence[str]) -> dict[str, Any]:
     return {name: booleans.get(value, value) for name, value in pairs}
 
 
-def _read_arm(path: Path, shared: Mapping[str, Any]) -> Arm:
+def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """Return the end of an arm's name and the settings of each combination of varied values."""
+    names = [setting.split("=", 1)[0] for setting in vary]
+    values = [setting.split("=", 1)[1].split(",") for setting in vary]
+    return [
+        (
+            "".join(f"-{name}{v}" for name, v in zip(names, chosen, strict=True)),
+            dict(zip(names, chosen, strict=True)),
+        )
+        for chosen in itertools.product(*values)
+    ]
+
+
+def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     settings = read_settings(path)
     for name in _OWN:
         if name in settings or name in shared:
             raise ValueError(f"an arm must leave {name} to the comparison, got it in {path}")
-    return Arm(path.stem, path.stem, path, {**settings, **shared}, shared)
+    own = path.stem + end
+    dataset = str(settings.get("dataset") or Path(str(shared.get("dataset", "digits"))).stem)
+    return Arm(own, own, path, {**settings, **shared}, shared, dataset)
 
 
 def _check_same(arm: Arm, folder: Path) -> None:

@@ -40,6 +40,9 @@ class Run:
         ema_loss: Of these.
         total_time_s: Seconds by the clock on the wall, start and evaluation included.
         made_on: The device, its precision, and the versions that made it, by name.
+        train_accuracy: On the training images without augmentation, if the run measured it.
+        train_loss: On these.
+        settings: Hash of the settings that made it; empty where they were not recorded.
     """
 
     seed: int
@@ -54,6 +57,9 @@ class Run:
     ema_loss: float = math.nan
     total_time_s: float = math.nan
     made_on: tuple[tuple[str, str], ...] = ()
+    train_accuracy: float | None = None
+    train_loss: float | None = None
+    settings: str = ""
 
     def time_to(self, accuracy: float) -> float:
         """Return the seconds of training until an evaluation was at least so accurate, or inf."""
@@ -101,6 +107,8 @@ def read_run(folder: Path) -> Run:
             ema_loss=float(summary.get("final_ema_loss") or math.nan),
             total_time_s=float(summary["total_time_s"]),
             made_on=tuple((name, str(summary[name])) for name in MADE_ON if name in summary),
+            train_accuracy=summary.get("train_accuracy"),
+            train_loss=summary.get("train_loss"),
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"run must be finished and readable, got {folder} ({error})") from None

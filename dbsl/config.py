@@ -142,6 +142,8 @@ def check_run(config: Any) -> None:
         in_range("dropout", probability, 0, 1, open_high=True)
     for name in ("staleness", "seed", "max_bad_rounds", "max_bad_images"):
         in_range(name, getattr(config, name), 0)
+    if config.holdout is not None:
+        in_range("holdout", config.holdout, 0, 1, open_low=True, open_high=True)
     parse_interval(config.checkpoint_every)
     if config.max_minutes is not None:
         in_range("max_minutes", config.max_minutes, 0, open_low=True)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import uuid
@@ -76,6 +77,7 @@ def load_data(
     label_column: str | None = None,
     train_samples: int | None = None,
     eval_samples: int | None = None,
+    holdout: float | None = None,
     seed: int = 0,
     loader_workers: int | None = None,
     device: torch.device | str = "cpu",
@@ -95,8 +97,10 @@ def load_data(
         label_column: Column of classes; unset: ``label``, or the ClassLabel with most classes.
         train_samples: Size of a stratified subset to train on; unset: all.
         eval_samples: Size of a stratified subset to evaluate on; unset: all.
-        seed: Seed of the subsets, and of the fifth of train that is held out where there is no
-            evaluation split.
+        holdout: Share of the training images, in (0, 1), to evaluate on in place of the evaluation
+            split; `train_samples` are chosen from the rest. Unset: a fifth, where there is no
+            evaluation split. Settings tuned on held-out images leave the test images unseen.
+        seed: Seed of the subsets and of what is held out.
         loader_workers: Loader processes per split; 0 decodes in this process; unset: this
             process's part of the cores, at most 8.
         device: Where batches are made.
@@ -110,9 +114,12 @@ def load_data(
         datasets.disable_progress_bars()
     device = torch.device(device)
     train, evaluation, class_names = _open_labelled(dataset, image_column, label_column)
-    eval_split = "a fifth of train" if evaluation is None else evaluation.name
+    eval_split = evaluation.name if evaluation else "a fifth of train"
+    if holdout is not None:
+        evaluation, eval_split = None, f"{holdout:.3g} of train, held out"
     if evaluation is None:
-        train, evaluation = _hold_out(train, generator(seed, "evaluation split"))
+        share = 0.2 if holdout is None else holdout
+        train, evaluation = _hold_out(train, share, generator(seed, "evaluation split"))
     train = _subset(train, "train_samples", train_samples, generator(seed, "train samples"))
     evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
 
@@ -316,11 +323,14 @@ def _encode(values: np.ndarray, classes: np.ndarray, split: str) -> np.ndarray:
     return labels.astype(np.int64)
 
 
-def _hold_out(train: ImageSplit, rng: np.random.Generator) -> tuple[ImageSplit, ImageSplit]:
-    """Cut a stratified fifth off train; return both."""
+def _hold_out(
+    train: ImageSplit, share: float, rng: np.random.Generator
+) -> tuple[ImageSplit, ImageSplit]:
+    """Cut a stratified share, rounded up, off train; return both."""
     if len(train) < 2:
         raise ValueError(f"dataset must have 2 images or more to hold some out, got {len(train)}")
-    held_out = stratified_subset(train.labels, -(-len(train) // 5), rng)
+    size = min(math.ceil(round(share * len(train), 6)), len(train) - 1)
+    held_out = stratified_subset(train.labels, size, rng)
     return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)
 
 

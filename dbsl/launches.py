@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +44,17 @@ def is_finished(folder: Path) -> bool:
     return (folder / "summary.json").exists()
 
 
-def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> None:
+def launch_all(
+    launches: Sequence[Launch],
+    jobs: int,
+    stopping: Stopping,
+    on_finished: Callable[[], object] = lambda: None,
+) -> None:
     """Make runs that are not finished, `jobs` at a time; a run that was stopped goes on.
 
     One at a time prints here; of several each writes to ``<folder>.log``. With several GPUs they
-    take turns on them.
+    take turns on them. `on_finished` is called after each run that came to its end, by one thread
+    at a time.
 
     Raises:
         RunStopped: If this process was asked to stop, or a run was; all have saved by then.
@@ -89,6 +95,8 @@ def launch_all(launches: Sequence[Launch], jobs: int, stopping: Stopping) -> Non
                 stopped = status == EXIT_STOPPED or (status < 0 and process in asked)
                 if status and not stopped:
                     failed.append((launch, status))
+                if not status:
+                    on_finished()
             if status:
                 end()
             return status

@@ -48,6 +48,8 @@ class Evaluation:
     time_s: float
     ema_accuracy: float | None = None  # of the weights averaged over epochs, if they are kept
     ema_loss: float | None = None
+    train_accuracy: float | None = None  # on the training images, without augmentation
+    train_loss: float | None = None
 
 
 class RunLog:
@@ -357,9 +359,14 @@ class RunLog:
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples, noise scale."""
         last = self._evaluations[-1]
-        averaged = {"final_ema_accuracy": last.ema_accuracy, "final_ema_loss": last.ema_loss}
+        optional = {
+            "final_ema_accuracy": last.ema_accuracy,
+            "final_ema_loss": last.ema_loss,
+            "train_accuracy": last.train_accuracy,
+            "train_loss": last.train_loss,
+        }
         return {
-            **_given(averaged),
+            **_given(optional),
             "final_accuracy": last.accuracy,
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
             "final_loss": self._evaluations[-1].loss,

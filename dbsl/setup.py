@@ -74,6 +74,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             label_column=config.label_column,
             train_samples=config.train_samples,
             eval_samples=config.eval_samples,
+            holdout=config.holdout,
             seed=config.seed,
             loader_workers=config.loader_workers,
             device=accelerator.device,

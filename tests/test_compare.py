@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -144,6 +145,7 @@ def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
     assert folders == ["tiny-dual-s0", "tiny-large-s0"]
     before = (tmp_path / "runs/tiny-dual-s0/summary.json").stat().st_mtime_ns
     # One that was ended before it had a checkpoint begins anew; a finished one is left alone.
+    shutil.rmtree(tmp_path / "results")
     (tmp_path / "runs/tiny-large-s0/summary.json").unlink()
     for file in (tmp_path / "runs/tiny-large-s0/checkpoints").glob("*/*"):
         file.unlink()
@@ -260,7 +262,7 @@ def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
     flags = ["--set", "lr=0.01", "--set", "resolutions=24,32", "--set", "compile=false"]
     config = parse_flags(compare.CompareConfig, [str(tmp_path / "arm.yaml"), *flags])
     assert config.set == ("lr=0.01", "resolutions=24,32", "compile=false")
-    arm = compare._read_arm(tmp_path / "arm.yaml", compare._shared(config.set))
+    arm = compare._read_arm(tmp_path / "arm.yaml", "", compare._shared(config.set))
     flags = arm.flags(3, tmp_path / "none", 1)
     parsed = parse_config(train.Config, list(flags))
     assert (parsed.lr, parsed.resolutions, parsed.compile, parsed.seed) == (
@@ -269,6 +271,31 @@ def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
         False,
         3,
     )
+
+
+def test_rows_of_another_machine_count_as_finished_runs_of_the_same_settings(arms, tmp_path, capfd):
+    compare.main([arms[0], "--seeds", "1", "--set", "eval_train=true"])
+    rows = (tmp_path / "results/tiny/arms_runs.csv").read_text()
+    (row,) = csv.DictReader(rows.splitlines())
+    assert 0 <= float(row["train_accuracy"]) <= 100
+    shutil.rmtree(tmp_path / "runs")  # a clone has the tables alone
+    capfd.readouterr()
+    compare.main([arms[0], "--seeds", "1", "--set", "eval_train=true", "--set", "dataset=digits"])
+    assert "run 1" not in capfd.readouterr().out
+    assert (tmp_path / "results/tiny/arms_runs.csv").read_text() == rows
+    compare.main([*arms, "--seeds", "1", "--set", "eval_train=true", "--set", "lr=0.05"])
+    assert "run 2/2" in capfd.readouterr().out  # other settings are other runs
+
+
+def test_varied_settings_are_arms_of_their_own(arms, tmp_path):
+    options = ["--seeds", "1", "--set", "epochs=1", "--vary", "lr=0.1,0.05", "--vary", "seed=1"]
+    with pytest.raises(ValueError, match="must leave seed to the comparison"):
+        compare.main([arms[0], *options])
+    options[-1] = "momentum=0.5"
+    compare.main([arms[0], *options, "--baseline", "large-lr0.05-momentum0.5"])
+    with open(tmp_path / "results/tiny/arms.csv", newline="") as file:
+        found = [row["arm"] for row in csv.DictReader(file)]
+    assert found == ["large-lr0.1-momentum0.5", "large-lr0.05-momentum0.5"]
 
 
 def test_arm_may_not_set_what_the_comparison_sets(arms, tmp_path):

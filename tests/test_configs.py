@@ -48,6 +48,7 @@ def shrunk(config, tmp_path):
         "label_column": None,
         "train_samples": 160,
         "eval_samples": 10,
+        "eval_train": False,
         "model": "test_vit" if vit else "test_resnet",
         "pretrained": False,
         "resolutions": sides,
@@ -65,6 +66,8 @@ def shrunk(config, tmp_path):
         "report_to": "none",
         "output_dir": str(tmp_path / "run"),
     }
+    if config.local_batch_sizes is not None:
+        changes["local_batch_sizes"] = tuple(min(size, 16) for size in config.local_batch_sizes)
     if config.global_batch_size is not None:
         changes["global_batch_size"] = 24
     else:

@@ -159,6 +159,19 @@ def test_load_data_subset_of_train_leaves_the_held_out_images_alone(numbered):
     assert np.bincount(part.train.labels).tolist() == [3, 3, 3]
 
 
+def test_load_data_holdout_evaluates_on_training_images_that_are_not_trained_on(tmp_path):
+    table = make_table([flat_image(3 * n) for n in range(20)], [n % 2 for n in range(20)])
+    test = make_table([flat_image(255)] * 2, [0, 1])
+    folder = save(tmp_path / "set", train=table, test=test)
+    data = load_data(folder, holdout=0.25, train_samples=8)
+    train, held_out = (read_all(split)[0] for split in (data.train, data.evaluation))
+    assert (len(train), len(held_out), data.eval_split) == (8, 5, "0.25 of train, held out")
+    assert len({*train, *held_out}) == 13
+    assert 255 not in held_out
+    with pytest.raises(ValueError, match=r"train_samples must be in \[1, 15\], got 16"):
+        load_data(folder, holdout=0.25, train_samples=16)
+
+
 def test_load_data_same_seed_takes_same_samples_other_seed_others(numbered):
     first, again, other = (
         read_all(load_data(numbered, train_samples=12, seed=seed).train) for seed in (0, 0, 1)
