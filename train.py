@@ -94,7 +94,7 @@ class Config:
     push: Push = "weights"  # or gradients: the server has the optimizer, workers share each batch
     push_every: int = 1  # push gradients: steps whose gradients are summed in a push
     wire: Wire = "float32"  # several processes: pushes in bf16 are half as long
-    damp_stale: bool = False  # push gradients: scale a push by 1/(1 + staleness)
+    damp_stale: bool = False  # push gradients: scale gradients by 1/(1 + staleness)
     drop_last: bool = False  # joint steps: leave out an epoch's last, shorter global batch
     sync_batch_norm: bool = False  # sync step on GPUs: statistics of the global batch
     staleness: int = 1  # ssp: rounds that the leader may be ahead of the slowest

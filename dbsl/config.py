@@ -18,6 +18,8 @@ from dbsl.stages import check_resolutions
 
 T = TypeVar("T")
 
+# Optimizers of which a push that is part of a global batch can take that part of a step.
+_STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
@@ -243,6 +245,16 @@ def _check_joint_steps(config: Any) -> None:
             )
         if config.reset_momentum:
             raise ValueError("reset_momentum must be false with push gradients, got true")
+        if config.sync != "bsp" and config.optimizer not in _STEP_IN_PARTS:
+            raise ValueError(
+                f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
+                f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
+            )
+        if config.damp_stale and config.optimizer.startswith("adam"):
+            raise ValueError(
+                f"damp_stale must be false with optimizer {config.optimizer}, whose steps are as "
+                "long for smaller gradients, got true"
+            )
         if config.rounds_per_epoch != 1:
             raise ValueError(
                 f"rounds_per_epoch must be 1 with push gradients (see push_every), "

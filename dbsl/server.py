@@ -338,8 +338,11 @@ class WeightsOwner(Protocol):
 
     vector: Tensor
 
-    def apply(self, gradients: Tensor, learning_rate: float) -> None:
-        """Take a step with the gradients of all parameters, then the change of the buffers."""
+    def apply(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
+        """Take a step, or a part of one, with the gradients of all parameters.
+
+        The change of the buffers follows.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
@@ -353,14 +356,15 @@ class GradientServer(Server):
 
     A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
     change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
-    are summed and make one step, that of the joined batch; else each makes a step of its own.
+    are summed and make one step, that of the joined batch; else each makes its part b_i/B of a step
+    as it comes, in learning rate, momentum and weight decay: those of all workers are one step.
 
     Args:
         owner: Has the weights and the optimizer.
         workers: Number of workers.
         staleness: As for `Server`.
         rounds_per_epoch: Pushes of a worker per epoch.
-        damp: Whether a push is scaled by 1/(1 + staleness).
+        damp: Whether a push's gradients are scaled by 1/(1 + staleness).
         observe: As for `Server`.
     """
 
@@ -402,7 +406,7 @@ class GradientServer(Server):
                 self._collected = 0
         elif not report.refused:
             scaled = gradients / (1 + staleness) if self._damp else gradients
-            self._step(scaled, report.learning_rate)
+            self._step(scaled, report.learning_rate, report.merge_weight)
         self._advance([report])
         return report
 
@@ -441,7 +445,7 @@ class GradientServer(Server):
         self._snapshot = None
         return self._weights
 
-    def _step(self, gradients: Tensor, learning_rate: float) -> None:
-        self._owner.apply(gradients, learning_rate)
+    def _step(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
+        self._owner.apply(gradients, learning_rate, part)
         self._snapshot = None
         self.version += 1

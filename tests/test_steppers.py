@@ -41,8 +41,8 @@ def make_data(samples):
     return images, torch.randint(0, 3, (samples,), generator=generator)
 
 
-def build(model):
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=1e-3)
+def build(model, weight_decay=1e-3):
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=weight_decay)
 
 
 def joined_weights(model, sizes, samples):
@@ -88,7 +88,11 @@ def train(cluster, stepper, sizes, samples, weighted=True):
             stepper.step(step, LR)
         cluster.push(
             [
-                RoundReport(w, turn.epoch, turn.round, 8, 1, 1, 1, 0.1, 0.5, 1.0, learning_rate=LR)
+                RoundReport(
+                    *(w, turn.epoch, turn.round, 8, 1, 1, 1, 0.1, 0.5),
+                    merge_weight=sizes[w] / sum(sizes),
+                    learning_rate=LR,
+                )
                 for w in turn.workers
             ]
         )
@@ -292,8 +296,8 @@ def test_a_stale_push_is_damped_on_request():
     class Owner:
         vector = torch.zeros(2)
 
-        def apply(self, gradients, learning_rate):
-            steps.append((gradients.tolist(), learning_rate))
+        def apply(self, gradients, learning_rate, part):
+            steps.append((gradients.tolist(), learning_rate, part))
 
     make = partial(GradientServer, Owner(), 2, rounds_per_epoch=9)
     for damp, second in ((False, 4.0), (True, 2.0)):
@@ -304,7 +308,86 @@ def test_a_stale_push_is_damped_on_request():
             report = RoundReport(worker, 0, 0, 8, 4, 4, 1, 0.1, 0.5, 0.5, learning_rate=0.3)
             done = server.push(torch.full((2,), 4.0), report)
         assert done.staleness == 1
-        assert steps == [([4.0, 4.0], 0.3), ([second, second], 0.3)]
+        assert steps == [([4.0, 4.0], 0.3, 0.5), ([second, second], 0.3, 0.5)]
+
+
+OPTIMIZERS = {
+    "plain": partial(torch.optim.SGD, lr=LR, weight_decay=0.05),
+    "momentum": partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=0.05),
+    "nesterov": partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=0.05, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=LR, weight_decay=0.05),
+    "adamw": partial(torch.optim.AdamW, lr=LR, weight_decay=0.05, fused=True),
+}
+PARTS = (0.1, 0.2, 0.3, 0.4)
+
+
+def pushed(kind, steps, sync, decay=None, gradient=lambda step: 0.0):
+    """Return one weight after steps of four workers' pushes, each with its part of the gradient."""
+    weight = torch.nn.ParameterList([torch.ones((), dtype=torch.float64)])
+    options = {} if decay is None else {"weight_decay": decay}
+    owner = ServerOptimizer(weight, CPU, lambda m: OPTIMIZERS[kind](m.parameters(), **options))
+    server = GradientServer(
+        owner, 4, staleness={"bsp": 0, "asp": None}[sync], rounds_per_epoch=steps
+    )
+    for step in range(steps):
+        for worker, part in enumerate(PARTS):
+            report = RoundReport(worker, 0, step, 8, 1, 1, 1, 0.1, 0.5, part, learning_rate=LR)
+            server.push(torch.full((1,), part * gradient(step), dtype=torch.float64), report)
+    return server.snapshot().item()
+
+
+@pytest.mark.parametrize("kind", ["plain", "momentum", "nesterov", "adamw"])
+def test_weights_decay_without_a_barrier_as_with_one(kind):
+    decay = 0.005 if kind in ("momentum", "nesterov") else 0.05  # momentum moves ten times as far
+    barrier, free = (pushed(kind, 100, sync, decay) for sync in ("bsp", "asp"))
+    assert 0.5 < barrier < 0.7
+    assert free == pytest.approx(barrier, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_pushes_of_all_workers_are_one_step_of_their_joined_batch(kind):
+    def gradient(step):
+        return 1.0 if step < 5 else -0.7  # and momentum from before works on
+
+    barrier, free = (pushed(kind, 12, sync, 0.0, gradient) for sync in ("bsp", "asp"))
+    exact = not kind.startswith("adam")  # whose second moment is in the denominator of each part
+    assert abs(barrier - 1) > 0.005
+    assert free == pytest.approx(barrier, abs=1e-12 if exact else 0.05)
+
+
+def decayed(rank, sync, sizes=(1, 3), rounds=60):
+    """Return the weights' norm after pushes of zeros, in one process or over real ones."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    planner, _ = make_planner(sizes, sum(sizes) * rounds)
+    owner = ServerOptimizer(model, CPU, partial(build, weight_decay=0.005))
+    server = GradientServer(
+        owner, 2, staleness=0 if sync == "bsp" else None, rounds_per_epoch=rounds
+    )
+    weights, pushed = FlatWeights(model), torch.zeros_like(owner.vector)
+    common = {"planner": planner, "epochs": 1, "outgoing": pushed}
+    if rank is None:
+        durations = (1.0, 1.3)
+        cluster = SimulatedCluster(weights, server, duration=lambda w, *_: durations[w], **common)
+    else:
+        common |= {"worker": rank, "rounds_per_epoch": rounds, "timeout_s": 20.0}
+        cluster = ServerSync(weights, None if rank else server, **common)
+    for turn in cluster.turns():
+        if not isinstance(turn, EpochEnd):
+            cluster.plan(turn)
+            cluster.pull(turn)
+            (w,) = turn.workers
+            part = sizes[w] / sum(sizes)
+            report = RoundReport(w, 0, turn.round, 8, 1, 1, 1, 0.1, 0.5, part, learning_rate=LR)
+            cluster.push([report])
+    cluster.close()
+    return server.snapshot().norm().item()
+
+
+def test_weights_decay_alike_in_every_cluster(run_ranks):
+    barrier, simulated = decayed(None, "bsp"), decayed(None, "asp")
+    real = run_ranks(decayed, "asp")[0]
+    assert [simulated, real] == pytest.approx([barrier] * 2, rel=0.02)
 
 
 def test_a_segment_says_where_a_plan_begins():

@@ -328,6 +328,7 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
 
 
 STEP = ("--sync", "step", "--small-workers", "0")
+PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
 
 
 @pytest.mark.parametrize(
@@ -378,6 +379,8 @@ STEP = ("--sync", "step", "--small-workers", "0")
         ([*STEP, "--global-batch-size", "3"], "global_batch_size must be in [8, 12], 2 a worker"),
         ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
+        ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
+        ([*PUSH, "--optimizer", "adamw", "--damp-stale"], "damp_stale must be false with optimiz"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false but with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
         (["--push-every", "2"], "push_every must be 1 with push weights, got 2"),
