@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -33,7 +34,7 @@ from dbsl.plan import Rounding, UpdateFactor
 from dbsl.reports import make_reports, read_round
 from dbsl.results import start_log, sum_up
 from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
-from dbsl.runfolder import RunFolder, folder_of
+from dbsl.runfolder import RunFolder, default_folder
 from dbsl.runlog import Evaluation
 from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
@@ -269,18 +270,21 @@ def main(config: Config) -> None:
         return
     config = adapt_to_processes(config, found, accelerator.num_processes)
     check_hub(config, accelerator)
-    run = prepare(config, accelerator)
     if config.plan_only:
-        print_run(run, None, accelerator)
+        print_run(prepare(config, accelerator), None, accelerator)
         accelerator.end_training()
         return
-    path = found.run_folder if found else folder_of(config, accelerator)
-    with RunFolder(path, accelerator, new=found is None) as folder, Stopping(deadline) as stopping:
-        resumed = read_resumed(found, run, accelerator) if found else None
-        folder.write_settings(run.config, run.plans)
-        train(run, folder.path, stopping, resumed, accelerator)
+    named = found.run_folder if found else config.output_dir
+    path = Path(named or default_folder(config))
+    # First of all: nobody likes to measure and decode for a folder that cannot be written.
+    with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
+        run = prepare(config, accelerator)
+        with Stopping(deadline) as stopping:
+            resumed = read_resumed(found, run, accelerator) if found else None
+            folder.write_settings(run.config, run.plans)
+            train(run, folder.path, stopping, resumed, accelerator)
     accelerator.end_training()
-    push_run(config, path, accelerator)
+    push_run(config, folder.path, accelerator)
 
 
 def train(run, folder, stopping, resumed, accelerator) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
+EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 class SyncError(RuntimeError):
@@ -34,12 +35,19 @@ def one_line_errors() -> Iterator[None]:
     """End the process with one line and a status where this project has something to say.
 
     Status 2: it refused what it was given, a process was lost, or a checkpoint could not be
-    written. Status 75: the run was asked to stop, and can be resumed. An error raised by any other
-    code keeps its traceback: that is a fault, not bad input. Either way a process among several
-    ends at once: it would else wait for the others on its way out, and they for it.
+    written. Status 75: the run was asked to stop, and can be resumed. Status 130: Ctrl-C outside of
+    training, or twice in it. An error raised by any other code keeps its traceback: that is a
+    fault, not bad input. Either way a process among several ends at once: it would else wait for
+    the others on its way out, and they for it.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted", file=sys.stderr, flush=True)
+        if _one_of_several():
+            os._exit(EXIT_INTERRUPTED)
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except RunStopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(stopped, file=sys.stderr, flush=True)

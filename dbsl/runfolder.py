@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -30,29 +31,40 @@ class RunFolder:
 
     The lock is the operating system's: a process that is killed holds none.
 
+    A folder that this run has made goes again, if the run ends before it has written anything.
+
     Args:
         path: Where it is.
         accelerator: Tells the main process.
         new: Whether it must not be there yet; else it is a run's that is resumed.
+        named: Whether somebody chose the path; else a number is added where it is taken.
 
     Raises:
         ValueError: On every process, if the folder exists, cannot be written or is another run's.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, *, new: bool) -> None:
+    def __init__(
+        self, path: Path, accelerator: Accelerator, *, new: bool, named: bool = True
+    ) -> None:
         self.path = path
         self._lock: int | None = None
+        self._made: list[Path] = []  # folders, the innermost first
         error = None
         if accelerator.is_main_process:
             try:
-                self._open(new)
+                self._open(new, named)
             except ValueError as reason:
                 error = str(reason)
             except OSError as reason:
                 error = f"output_dir must be a folder that can be written, got {path} ({reason})"
+            if error:
+                self.release()
         error = share_text(error or "", accelerator)
         if error:  # the other processes must stop too, not wait for this one
             raise ValueError(error)
+        self.path = Path(share_text(str(self.path), accelerator))
+        if new:  # a launcher that restarts the processes finds them in the folder that they were in
+            self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
     def write_settings(self, config: Any, plans: Mapping[int, Plan]) -> None:
         """Write ``config.yaml`` and ``plan.json`` on the main process.
@@ -73,20 +85,24 @@ class RunFolder:
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Let go of the folder; remove it, if this run has made it and left it empty."""
         if self._lock is not None:
             (self.path / LOCK).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+        while self._made:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                self._made.pop(0).rmdir()
 
-    def _open(self, new: bool) -> None:
-        try:
-            self.path.mkdir(parents=True)
-        except FileExistsError:
-            if not self.path.is_dir():
-                raise ValueError(f"output_dir must be a folder, got file {self.path}") from None
-        else:
-            new = False
+    def _open(self, new: bool, named: bool) -> None:
+        path, number = self.path, 1
+        while not self._make():
+            if named:
+                break
+            number += 1
+            self.path = path.with_name(f"{path.name}-{number}")
+        if not self.path.is_dir():
+            raise ValueError(f"output_dir must be a folder, got file {self.path}")
         inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
         if new and inside:
             has_run = "config.yaml" in inside
@@ -95,6 +111,15 @@ class RunFolder:
                 f"output_dir must be a new folder, got {self.path}, which exists{hint}"
             )
         self._lock = self._take_lock()
+
+    def _make(self) -> bool:
+        """Make the folder; say whether it was not there."""
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            self._made = []
+        return bool(self._made)
 
     def _take_lock(self) -> int:
         path = self.path / LOCK
@@ -136,9 +161,8 @@ def holder_of(path: Path) -> str | None:
     return None
 
 
-def folder_of(config: Any, accelerator: Accelerator) -> Path:
-    """Return the run folder that the config names, or a new one under ``runs/``."""
+def default_folder(config: Any) -> Path:
+    """Return the run folder of a run for which none is named, under ``runs/``."""
     dataset = Path(config.dataset).stem or "data"
-    new = f"runs/{dataset}-{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # A launcher that restarts the processes finds them in the folder that they were in.
-    return Path(remember(RUN_FOLDER, share_text(config.output_dir or new, accelerator)))
+    model = Path(config.model.rpartition(":")[2]).name  # of local-dir:runs/first: first
+    return Path(f"runs/{dataset}-{model}-{time.strftime('%Y%m%d-%H%M%S')}")

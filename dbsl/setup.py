@@ -19,7 +19,7 @@ from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.model import build_model, check_patches, least_batch
 from dbsl.plan import Plan, count_workers
-from dbsl.planning import Planning, know_machines
+from dbsl.planning import Planning, know_machines, takes_joint_steps
 from dbsl.probe import choose_probe
 from dbsl.server import Round
 from dbsl.setting import Setting, round_sampler, steps_of
@@ -111,8 +111,9 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         seed=config.seed,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
-    machines, config = know_machines(config, model, data, accelerator)
     least = least_batch(model, config.resolutions[0], accelerator.device)
+    _check_samples(len(data.train), config, least)
+    machines, config = know_machines(config, model, data, accelerator)
     planning = Planning(config, machines, len(data.train), least)
     plans = {
         resolution: planning.first(resolution, accelerator.print)
@@ -154,6 +155,19 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         mixing=mixing,
         average=WeightAverage(config.ema_decay) if config.ema_decay else None,
     )
+
+
+def _check_samples(samples: int, config: Config, least: int) -> None:
+    """Raise ``ValueError`` unless each worker can have `least` samples in each round."""
+    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
+    needed = config.workers * rounds * least
+    if samples < needed:
+        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+        raise ValueError(
+            f"dataset must have at least {needed} training images for {config.workers} workers in "
+            f"{rounds} rounds an epoch{why}, got {samples}: lower --workers "
+            "(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add images"
+        )
 
 
 def _planner(

@@ -1,0 +1,89 @@
+"""The run folder: taken before anything else, and gone again where nothing came of it."""
+
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+import train
+from dbsl.errors import one_line_errors
+from dbsl.runfolder import RunFolder, default_folder
+from train import Config, main
+
+TINY = {
+    "model": "test_resnet",
+    "train_samples": 60,
+    "eval_samples": 40,
+    "resolutions": (16,),
+    "slope": (0.001,),
+    "intercept": (0.01,),
+    "report_to": "none",
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def test_runs_of_one_second_that_nobody_named_get_a_folder_each(tmp_path, accelerator):
+    path = tmp_path / "runs/digits-resnet18-now"
+    folders = [RunFolder(path, accelerator, new=True, named=False) for _ in range(3)]
+    found = [folder.path.name for folder in folders]
+    for folder in folders:
+        folder.release()
+    assert found == [path.name, f"{path.name}-2", f"{path.name}-3"]
+    with RunFolder(path, accelerator, new=True) as folder:
+        (folder.path / "something").touch()
+    with pytest.raises(ValueError, match="output_dir must be a new folder"):
+        RunFolder(path, accelerator, new=True)
+
+
+def test_a_folder_is_named_after_the_weights_that_a_run_starts_from():
+    assert default_folder(Config()).name.startswith("digits-resnet18-")
+    local = default_folder(Config(model="local-dir:runs/first/"))
+    assert local.parent == Path("runs")
+    assert local.name.startswith("digits-first-")
+
+
+def test_a_folder_left_empty_goes_again_with_the_parents_that_were_made_for_it(
+    tmp_path, accelerator
+):
+    (tmp_path / "mine").mkdir()
+    with RunFolder(tmp_path / "mine/a/b", accelerator, new=True) as folder:
+        assert (folder.path / ".lock").exists()
+    assert list((tmp_path / "mine").iterdir()) == []
+    with RunFolder(tmp_path / "mine", accelerator, new=True):
+        pass
+    assert (tmp_path / "mine").exists()  # it was somebody else's
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monkeypatch):
+    monkeypatch.setattr(train, "prepare", lambda *_: pytest.fail("went on"))
+    with pytest.raises(ValueError, match="output_dir must be a folder that can be written"):
+        main(Config(**TINY, output_dir="/proc/no/such"))
+
+
+def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        assert (tmp_path / "run").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dbsl.setup.know_machines", interrupt)
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        main(Config(**TINY, output_dir=str(tmp_path / "run")))
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("workers", "rounds", "samples"), [(4, 1, 3), (2, 1, 3), (2, 2, 7)])
+def test_too_few_images_say_what_to_do(tmp_path, workers, rounds, samples):
+    # At 16 px the last maps of this model are one pixel: batch norm needs two images a worker.
+    settings = TINY | {"train_samples": samples, "workers": workers, "rounds_per_epoch": rounds}
+    with pytest.raises(ValueError, match=rf"dataset must have at least .* got {samples}: lower --"):
+        main(Config(**settings, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+    main(Config(**settings | {"train_samples": 2 * workers * rounds, "plan_only": True}))
