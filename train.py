@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from dbsl.average import recompute_statistics
 from dbsl.balance import Balance
 from dbsl.config import check_run, parse_config
 from dbsl.connect import connect
@@ -312,6 +313,14 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
         images = source.batches(batches, eval_transform)
         return evaluate(model, images, accelerator, together=together)
 
+    refresh_statistics = partial(  # of batch norm: averages of them do not fit averaged weights
+        recompute_statistics,
+        *(model, cluster.weights, data.train, eval_transform, accelerator),
+        batch_size=config.eval_batch_size,
+        seed=config.seed,
+        together=together,
+    )
+
     with Keeper(run, folder, cluster, stepper, log, accelerator, stopping, resumed) as keeper:
         for turn in cluster.turns():  # of this process's workers, and the ends of epochs
             if isinstance(turn, Round):
@@ -332,12 +341,13 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
                     evaluation = replace(evaluation, train_accuracy=accuracy, train_loss=loss)
                 if accelerator.is_main_process and last:
                     save_model(model, folder, side, data)
-                if run.average:  # of the merged weights: the model has them for a while
+                if run.average:
                     run.average.add(cluster.weights.vector)
-                    with run.average.inside(cluster.weights):
-                        if evaluation:
-                            accuracy, loss, _ = assess()
-                            evaluation = replace(evaluation, ema_accuracy=accuracy, ema_loss=loss)
+                if run.average and evaluation:  # the model has the averaged weights for a while
+                    with run.average.inside(cluster.weights, model):
+                        refresh_statistics()
+                        accuracy, loss, _ = assess()
+                        evaluation = replace(evaluation, ema_accuracy=accuracy, ema_loss=loss)
                         if accelerator.is_main_process and last:
                             save_model(model, folder, side, data, name=EMA)
                 keeper.eval_time_s += time.perf_counter() - started

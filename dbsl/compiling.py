@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,13 @@ def compile_in_place(model: nn.Module, device: torch.device) -> None:
     """
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     model.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager:
+    """Return what keeps a compiled model from being compiled for yet another batch size."""
+    if all(module._compiled_call_impl is None for module in model.modules()):
+        return nullcontext()  # the other one takes a second to import
+    return torch.compiler.set_stance("force_eager")
 
 
 def compile_for(

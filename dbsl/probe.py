@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from dbsl.compiling import uncompiled
 from dbsl.machines import TimeModel
 from dbsl.plan import Plan
 from dbsl.sampler import Step
@@ -127,7 +127,7 @@ class NoiseProbe:
     def _pass(self, images: Tensor, labels: Tensor, loss_of: LossOf) -> Tensor:
         kept = [buffer.clone() for buffer in self._model.buffers()]
         devices = [images.device] if images.is_cuda else []
-        with torch.random.fork_rng(devices), _uncompiled(self._model):
+        with torch.random.fork_rng(devices), uncompiled(self._model):
             loss = loss_of(self._model, images, labels)
             # Not backward(): DDP would take it for the step's own.
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -190,13 +190,6 @@ def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:
     step_s = model.time(batch, 1)
     extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO)
     return max(1, math.ceil(extra_s / (_COST * steps * step_s)))
-
-
-def _uncompiled(model: nn.Module) -> AbstractContextManager:
-    """Return what keeps a compiled model from being compiled for yet another batch size."""
-    if all(module._compiled_call_impl is None for module in model.modules()):
-        return nullcontext()  # the other one takes a second to import
-    return torch.compiler.set_stance("force_eager")
 
 
 def _named(name: str, batch: int, square: Tensor) -> dict[str, Any]:

@@ -1,13 +1,20 @@
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from torch import nn
 
 import train
-from dbsl.average import WeightAverage
+from dbsl.average import WeightAverage, recompute_statistics, statistics_batches
+from dbsl.data import load_data
+from dbsl.images import PixelStore
 from dbsl.model import load_model
+from dbsl.transforms import Transform
 from dbsl.weights import FlatWeights
 
 
@@ -23,14 +30,81 @@ def test_average_is_exponential_and_starts_at_the_first_weights():
 
 
 def test_the_model_has_the_average_for_a_while_only():
-    weights = FlatWeights(torch.nn.Linear(2, 1))
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    weights = FlatWeights(model)
     average = WeightAverage(0.5)
     average.add(torch.zeros_like(weights.vector))
     before = weights.vector.clone()
-    with suppress(RuntimeError), average.inside(weights):
+    with suppress(RuntimeError), average.inside(weights, model):
         assert not weights.vector.any()
+        model(torch.ones(3, 2))
         raise RuntimeError
     assert torch.equal(weights.vector, before)
+    assert model[1].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "world_size"), [(60, 16, 3), (5, 8, 2), (20_000, 1, 2)]
+)
+def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
+    samples, size, world_size
+):
+    ranks = [
+        statistics_batches(samples, size, seed=3, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert {len(batch) for batches in ranks for batch in batches} == {min(max(size, 2), samples)}
+    seen = {*np.concatenate([batch for batches in ranks for batch in batches]).tolist()}
+    assert len(seen) == min(samples, 8192)
+    alone = np.concatenate(statistics_batches(samples, size, seed=3))
+    assert {*alone.tolist()} == seen
+
+
+def _recomputed(rank, world_size, model):
+    """Return a model's statistics, recomputed from 60 random images of 4 px."""
+    pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
+    images = PixelStore(pixels, np.zeros(60, np.int64), torch.device("cpu"))
+    accelerator = SimpleNamespace(
+        autocast=nullcontext, process_index=rank, num_processes=world_size, reduce=_mean
+    )
+    weights = FlatWeights(model)
+    recompute_statistics(
+        model,
+        weights,
+        images,
+        Transform(4, "none", False, (0.5,) * 3, (0.5,) * 3, 0),
+        accelerator,
+        batch_size=10,
+        seed=0,
+        together=world_size > 1,
+    )
+    return weights.buffers.tolist()
+
+
+def _mean(tensor, reduction):
+    assert reduction == "mean"
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+def test_processes_share_the_images_and_agree_on_the_statistics(run_ranks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.Dropout())
+    state = torch.get_rng_state()
+    alone = _recomputed(0, 1, model)
+    assert torch.equal(torch.get_rng_state(), state)
+    one, other = run_ranks(_recomputed, 2, model)
+    assert one == other
+    assert one == pytest.approx(alone)  # 3 batches of each instead of 6: sums in another order
+
+
+def test_without_batch_norm_no_image_is_read():
+    model = nn.LayerNorm(3)
+    recompute_statistics(
+        model, FlatWeights(model), None, None, None, batch_size=4, seed=0, together=True
+    )
 
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):
@@ -61,8 +135,22 @@ def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them
     assert next(weights).read_bytes() == next(weights).read_bytes()
     pairs = zip(raw.parameters(), averaged.parameters(), strict=True)
     assert any(not torch.equal(one, other) for one, other in pairs)
+    assert statistics_are_of_the_weights(averaged, settings)
     last = events["both"][-1]
     assert last["ema_loss"] != last["loss"]
     summary = json.loads((tmp_path / "both/summary.json").read_text())
     assert summary["final_ema_accuracy"] == last["ema_accuracy"]
     assert "final_ema_accuracy" not in json.loads((tmp_path / "raw/summary.json").read_text())
+
+
+def statistics_are_of_the_weights(model, settings):
+    """Whether the first batch norm's running mean is that of what its convolution gives."""
+    data = load_data("digits", train_samples=settings["train_samples"])
+    transform = Transform(16, "none", data.mirror, data.mean, data.std, 0)
+    images, _ = next(data.train.batches([np.arange(len(data.train))], transform))
+    norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    seen = []
+    norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].mean((0, 2, 3))))
+    with torch.no_grad():
+        model(images)
+    return torch.allclose(norm.running_mean, seen[0], rtol=1e-3, atol=1e-4)
