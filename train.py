@@ -105,7 +105,9 @@ class Config:
     outer_momentum: float = 0.9  # of that step, Nesterov's; in [0, 1)
     rounds_per_epoch: int = 1  # pushes per worker and epoch
     dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
-    worker_timeout: float = 1800.0  # seconds of silence after which a peer counts as lost
+    # seconds of silence after which a process counts as lost, and that others wait at a barrier;
+    # with asp and ssp a process that computes is heard all the while
+    worker_timeout: float = 1800.0
     # --- emulation of uneven machines
     slowdown: tuple[str, ...] | None = None  # worker:factor on its compute time, 0:2.0,3:1.5
     disturb: str | None = None  # probability:epochs[:factor] of slow spells, 0.1:4-20

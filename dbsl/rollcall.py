@@ -1,7 +1,8 @@
 """How processes hear of each other outside of training: who is alive, and what a launch remembers.
 
-All of it goes through the launcher's own key-value store, at MASTER_ADDR, which outlives the
-processes that torchrun and accelerate restart; no port is opened here.
+Where all meet, it goes through the launcher's own key-value store, at MASTER_ADDR, which outlives
+the processes that torchrun and accelerate restart. A server and its worker tell each other on the
+connection that they have (`Pulse`). No port is opened here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -137,8 +138,7 @@ class RollCall:
         try:
             yield
         except RuntimeError as error:
-            # Without the place in torch's sources, and its advice behind the first sentence.
-            reason = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split())).split(". ")[0]
+            reason = reason_of(error)
             peers = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket")
             if self._store is None or not any(word in reason.lower() for word in peers):
                 raise
@@ -211,6 +211,100 @@ class RollCall:
         with contextlib.suppress(RuntimeError):
             print(f"error: {self._store.get(_LOST).decode()}", file=sys.stderr, flush=True)
         os._exit(2)
+
+
+class Pulse:
+    """Two processes tell each other that they are alive, whatever else they do meanwhile.
+
+    One asks twice a second and the other answers, each in a thread, on the connection on which they
+    exchange weights: compute may take as long as it takes. When one has heard nothing of the other
+    for too long, the connection is closed, and whatever waits for it in either process fails.
+
+    Args:
+        peer: Rank of the other process.
+        pair: Process group (gloo) of the two.
+        timeout_s: Silence after which the other one counts as lost.
+        asks: Whether this process asks; else it answers.
+        on_lost: Called, in the thread, when the other one was lost.
+
+    Attributes:
+        failure: Why the other one counts as lost, or None.
+    """
+
+    _TAG = 1  # messages of any other tag are not mistaken for these
+
+    def __init__(
+        self,
+        peer: int,
+        pair: dist.ProcessGroup,
+        timeout_s: float,
+        *,
+        asks: bool,
+        on_lost: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.failure: str | None = None
+        self._peer, self._pair, self._asks = peer, pair, asks
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._closed = threading.Event()
+        self._beat = torch.zeros(1)  # 1: the last one
+        self._thread = threading.Thread(target=self._run, name=f"pulse-{peer}", daemon=True)
+        self._thread.start()
+
+    def reason(self, error: BaseException) -> str:
+        """Return why an exchange with the other process failed."""
+        if "timeout" in str(error):  # gloo's, for all that waits where the pulse has given up
+            self._thread.join(_BEAT_S)
+        return self.failure or reason_of(error)
+
+    def close(self) -> None:
+        """Say that this process is silent from now on; the one that asks does."""
+        self._closed.set()
+        self._thread.join(self._timeout_s)
+
+    def give_up(self) -> None:
+        """Tell the other process that nobody answers it any more; the one that answers does."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        try:
+            if self._asks:
+                self._ask()
+            else:
+                while not self._hear(self._timeout_s):
+                    self._say(float(self._closed.is_set()))
+        except RuntimeError as error:
+            silent = "timed out" in str(error).lower()
+            found = f"rank {self._peer} has said nothing for {self._timeout_s:g} s"
+            self.failure = self.failure or (found if silent else reason_of(error))
+            self._on_lost()
+
+    def _ask(self) -> None:
+        while not self._closed.wait(min(_BEAT_S, self._timeout_s / 4)):
+            self._say(0.0)
+            if self._hear(self._timeout_s):
+                self.failure = f"rank {self._peer} goes on without this process"
+                self._hear(0.001)  # in vain, which closes the connection
+        self._say(1.0)
+
+    def _say(self, last: float) -> None:
+        self._beat.fill_(last)
+        work = dist.isend(self._beat, self._peer, group=self._pair, tag=self._TAG)
+        work.wait(timedelta(seconds=self._timeout_s))
+
+    def _hear(self, timeout_s: float) -> bool:
+        work = dist.irecv(self._beat, self._peer, group=self._pair, tag=self._TAG)
+        work.wait(timedelta(seconds=timeout_s))
+        return bool(self._beat.item())
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what torch says of a failed exchange, in short.
+
+    That is without the place in torch's sources, and without its advice behind the first sentence.
+    """
+    words = " ".join(str(error).split()) or repr(error)
+    return re.sub(r"^\[\S+:\d+\] ", "", words).split(". ")[0]
 
 
 def _entered(beat: str) -> float:

@@ -1,7 +1,8 @@
 """How real processes meet without a barrier: through a server on rank 0.
 
 It offers what `cluster.SimulatedCluster` offers in one process: `turns` (whose round is next, when
-an epoch ends), `pull`, `push` and `load`. Every wait ends, by an answer or by a timeout.
+an epoch ends), `pull`, `push` and `load`. Every wait ends: by an answer, or because the other
+process was silent for too long. A process that is heard may take as long as it takes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor
 from dbsl.balance import Planner, Segment
 from dbsl.errors import SyncError
 from dbsl.packing import as_counts
+from dbsl.rollcall import Pulse
 from dbsl.server import EpochEnd, Handover, Round, RoundReport, Server
 from dbsl.stopping import Wish
-from dbsl.transfer import Transfer
+from dbsl.transfer import Transfer, receive, send
 from dbsl.weights import FlatWeights
 from dbsl.wire import (
     CPU,
@@ -49,6 +51,7 @@ from dbsl.wire import (
 )
 
 _GRACE_S = 5.0
+_START_S = 60.0  # that processes may come to their start apart, at least
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
@@ -77,7 +80,8 @@ class ServerSync:
         worker: The worker of this process; None on a dedicated server.
         epochs: Epochs to run.
         rounds_per_epoch: Rounds that make an epoch.
-        timeout_s: Longest silence of a worker before it counts as lost; of the server 5 s more.
+        timeout_s: Longest silence of a worker before it counts as lost, while it computes, too; of
+            the server 5 s more.
         outgoing: What a push hands over; None for the weights.
         wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
             rounded to it, and of weights their change since the pull.
@@ -108,8 +112,7 @@ class ServerSync:
         self._rounds_per_epoch = rounds_per_epoch
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
-        # A worker that waits behind a silent one must not give up before the server has dropped it.
-        patience = timedelta(seconds=timeout_s if server is not None else timeout_s + _GRACE_S)
+        patience = timedelta(seconds=max(timeout_s, _START_S))
         # new_group is a collective, so that every rank makes every pair, in the same order.
         pairs = {
             rank: dist.new_group([SERVER_RANK, rank], backend="gloo", timeout=patience)
@@ -130,13 +133,16 @@ class ServerSync:
         self._can_change = False  # `_pulled` is what the round began with
         if server is None:
             self._pair = pairs[self._rank]
+            # Later than the server would: where the network is at fault, that says who was lost.
+            self._pulse = Pulse(SERVER_RANK, self._pair, timeout_s + _GRACE_S, asks=True)
             self._whole = Transfer(weights.vector, SERVER_RANK, self._pair)
             self._narrow = Transfer(weights.vector, SERVER_RANK, self._pair, narrow)
         else:
             self._narrow_dtype = narrow
             for rank, pair in pairs.items():
+                pulse = Pulse(rank, pair, timeout_s, asks=False, on_lost=self._wake)
                 thread = threading.Thread(
-                    target=self._serve, args=(rank, pair), name=f"serve-{rank}", daemon=True
+                    target=self._serve, args=(rank, pair, pulse), name=f"serve-{rank}", daemon=True
                 )
                 self._threads.append(thread)
 
@@ -165,9 +171,9 @@ class ServerSync:
             return self._planner.at(turn.epoch, turn.round)
         plan = self._planner.current_at(turn.epoch)
         rows = plan_tensor(len(plan.workers), CPU)
-        with _exchange():
-            dist.send(message(PLAN, epoch=turn.epoch, round_=turn.round), SERVER_RANK, self._pair)
-            dist.recv(rows, SERVER_RANK, self._pair)
+        with self._exchange():
+            send(message(PLAN, epoch=turn.epoch, round_=turn.round), SERVER_RANK, self._pair)
+            receive(rows, SERVER_RANK, self._pair)
         return decode_plan(rows, plan)
 
     def pull(self, turn: Round) -> None:
@@ -176,10 +182,7 @@ class ServerSync:
         began = time.perf_counter()
         if self.server is not None:
             with self._changed:
-                self._wait_for(
-                    lambda: self._interrupted or self.server.may_start(worker),
-                    f"worker {worker}'s turn",
-                )
+                self._wait_for(lambda: self._interrupted or self.server.may_start(worker))
                 stop = self._interrupted
                 if not stop:
                     weights = self.server.pull(worker)
@@ -187,9 +190,9 @@ class ServerSync:
                     self.server.release(weights)
         else:
             head = answer()
-            with _exchange():
-                dist.send(message(PULL), SERVER_RANK, group=self._pair)
-                dist.recv(head, SERVER_RANK, group=self._pair)
+            with self._exchange():
+                send(message(PULL), SERVER_RANK, self._pair)
+                receive(head, SERVER_RANK, self._pair)
                 self._sent()
                 stop, self.announced = read_answer(head)
                 if not stop:
@@ -208,13 +211,13 @@ class ServerSync:
         if self.server is not None:
             self._merge(self.outgoing.to("cpu"), report)
         else:
-            with _exchange():
+            with self._exchange():
                 # It is on its way while the next round is prepared, and there before the pull ends.
                 if self._can_change:
-                    dist.send(message(PUSH_CHANGE, report), SERVER_RANK, group=self._pair)
+                    send(message(PUSH_CHANGE, report), SERVER_RANK, self._pair)
                     self._narrow.send(self.outgoing, minus=self._pulled)
                 else:  # where changes are sent: a run was resumed inside this round
-                    dist.send(message(PUSH, report), SERVER_RANK, group=self._pair)
+                    send(message(PUSH, report), SERVER_RANK, self._pair)
                     (self._whole if self._sends_changes else self._narrow).send(self.outgoing)
         self._waited_s = time.perf_counter() - began
         return report.refused
@@ -250,9 +253,9 @@ class ServerSync:
         """
         if self.server is None:
             head = answer()
-            with _exchange():
-                dist.send(message(LEAVE), SERVER_RANK, group=self._pair)
-                dist.recv(head, SERVER_RANK, group=self._pair)
+            with self._exchange():
+                send(message(LEAVE), SERVER_RANK, self._pair)
+                receive(head, SERVER_RANK, self._pair)
                 self._sent()
             return read_answer(head)[1][0]
         with self._changed:
@@ -268,8 +271,9 @@ class ServerSync:
     def close(self) -> None:
         """Tell the server that this worker is done; on rank 0 wait for the serving threads."""
         if self.server is None:
-            with _exchange():
-                dist.send(message(DONE), SERVER_RANK, group=self._pair)
+            self._pulse.close()
+            with self._exchange():
+                send(message(DONE), SERVER_RANK, self._pair)
                 self._sent()
         for thread in self._threads:
             thread.join(self._timeout_s)
@@ -305,6 +309,15 @@ class ServerSync:
         if self.server is not None:
             self.server.take_over(handover)
 
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Turn a failed exchange with rank 0 into a `SyncError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self._pulse.reason(error)
+            raise SyncError(f"the server (rank {SERVER_RANK}) was lost: {reason}") from error
+
     def _sent(self) -> None:
         """Wait until the last push has left this process."""
         self._whole.wait()
@@ -316,10 +329,7 @@ class ServerSync:
         while True:
             with self._changed:
                 if wait and not self.server.finished and not self._all_done():
-                    self._wait_for(
-                        lambda: self._interrupted or self.server.finished,
-                        "the other workers' last rounds",
-                    )
+                    self._wait_for(lambda: self._interrupted or self.server.finished)
                 self._raise_failure()
                 end = self.server.finished.popleft() if self.server.finished else None
             if end is None:
@@ -337,41 +347,39 @@ class ServerSync:
             self.server.push(weights, report)
             self._changed.notify_all()
 
-    def _wait_for(self, predicate: Callable[[], object], what: str) -> None:
-        # A pair's own timeout comes first: it knows which rank is missing.
-        patience = self._timeout_s + _GRACE_S
-        done = self._changed.wait_for(lambda: self._failure or predicate(), patience)
+    def _wait_for(self, predicate: Callable[[], object]) -> None:
+        # Every worker comes to the end of its round, or is lost.
+        self._changed.wait_for(lambda: self._failure or predicate())
         self._raise_failure()
-        if not done:
-            clocks = ", ".join(f"{w}: {c}" for w, c in enumerate(self.server.clocks))
-            raise SyncError(
-                f"worker_timeout of {self._timeout_s:g} s passed while waiting for {what} "
-                f"(rounds pushed per worker: {clocks})"
-            )
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _serve(self, rank: int, pair: dist.ProcessGroup) -> None:
+    def _serve(self, rank: int, pair: dist.ProcessGroup, pulse: Pulse) -> None:
         """Answer one rank's messages until it is done (runs in a thread on rank 0)."""
         worker = rank - (1 if self.worker is None else 0)
         try:
-            self._converse(rank, worker, pair)
+            self._converse(rank, worker, pair, pulse)
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            reason = pulse.reason(error)
             with self._changed:
                 self._lose(rank, worker, reason)
                 self._changed.notify_all()
+            pulse.give_up()
 
-    def _converse(self, rank: int, worker: int, pair: dist.ProcessGroup) -> None:
+    def _converse(self, rank: int, worker: int, pair: dist.ProcessGroup, pulse: Pulse) -> None:
         head, buffer = message(DONE), torch.empty_like(self.weights.vector, device=CPU)
         whole = Transfer(buffer, rank, pair)
         narrow = Transfer(buffer, rank, pair, self._narrow_dtype)
         pulled = torch.empty_like(buffer) if self._sends_changes else None
         has_pulled = False
         while True:
-            dist.recv(head, rank, group=pair)
+            receive(head, rank, pair)
             kind = message_kind(head)
             if kind == DONE:
                 return
@@ -380,8 +388,8 @@ class ServerSync:
                     if not self._stopping:  # this process is to stop, too, and says as what
                         self._interrupted = True
                         self._changed.notify_all()
-                        self._wait_for(lambda: self._stopping, "rank 0 to stop")
-                dist.send(answer(stop=True, announced=self.announced), rank, group=pair)
+                        self._wait_for(lambda: self._stopping)
+                send(answer(stop=True, announced=self.announced), rank, pair)
                 return
             if kind in (PUSH, PUSH_CHANGE):
                 report = decode(head[1:])
@@ -402,16 +410,17 @@ class ServerSync:
                 epoch, round_ = message_numbers(head, self._rounds // self._rounds_per_epoch)
                 with self._changed:
                     segment = self._planner.at(epoch, round_)
-                dist.send(encode_plan(segment, CPU), rank, group=pair)
+                send(encode_plan(segment, CPU), rank, pair)
             else:
                 with self._changed:
                     self._wait_for(
-                        lambda: self._interrupted or self.server.may_start(worker),
-                        "a slower worker",
+                        lambda: self._interrupted or pulse.failure or self.server.may_start(worker)
                     )
+                    if pulse.failure:
+                        raise SyncError(pulse.failure)
                     stop = self._interrupted
                     weights = None if stop else self.server.pull(worker)
-                dist.send(answer(stop=stop, announced=self.announced), rank, group=pair)
+                send(answer(stop=stop, announced=self.announced), rank, pair)
                 if not stop:
                     whole.send(weights, copy=pulled)
                     whole.wait()
@@ -423,11 +432,11 @@ class ServerSync:
         """Go on without a worker, if there is another; called with the lock held."""
         if self._stopping or self.server.clocks[worker] >= self._rounds:
             return  # it has nothing more to give
-        clocks = dict(enumerate(self.server.clocks))
-        self.server.drop(worker)
-        if not self.server.active:
+        if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return
+        clocks = dict(enumerate(self.server.clocks))
+        self.server.drop(worker)
         try:
             samples = self._planner.drop(worker, clocks, self.server.active, self._rounds)
         except Exception as error:  # the others cannot carry its share
@@ -436,13 +445,3 @@ class ServerSync:
             )
             return
         self.losses.append(Loss(rank, worker, clocks[worker], samples, reason))
-
-
-@contextmanager
-def _exchange() -> Iterator[None]:
-    """Turn a failed exchange with rank 0 into a `SyncError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise SyncError(f"the server (rank {SERVER_RANK}) was lost: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -11,6 +12,19 @@ from torch import Tensor
 PIECE = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messages
 
 Wire = Literal["float32", "bf16"]
+
+# Of an exchange. It ends before that: with the connection, which a `Pulse` closes after silence.
+_EVER = timedelta(days=10_000)
+
+
+def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Send a tensor over a group of two, however long the other process is busy."""
+    dist.isend(tensor, peer, group=group).wait(_EVER)
+
+
+def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Receive into a tensor over a group of two, however long the other process is busy."""
+    dist.irecv(tensor, peer, group=group).wait(_EVER)
 
 
 class Transfer:
@@ -56,7 +70,7 @@ class Transfer:
         """Wait until what was sent last is on its way, and may be changed."""
         pending, self._pending = self._pending, []
         for work in pending:
-            work.wait()
+            work.wait(_EVER)
 
     def receive(
         self,
@@ -75,7 +89,7 @@ class Transfer:
         pieces, sums = self._pieces(vector), []
         works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in pieces]
         for number, (work, (piece, staged)) in enumerate(zip(works, pieces, strict=True)):
-            work.wait()
+            work.wait(_EVER)
             # All of this while the next piece comes.
             if staged is not piece:
                 piece.copy_(staged, non_blocking=True)

@@ -1,5 +1,8 @@
 """Real gloo processes: every carrier moves the right weights, keeps its bound and never hangs."""
 
+import os
+import signal
+import subprocess
 import time
 
 import pytest
@@ -11,8 +14,9 @@ from dbsl.errors import SyncError
 from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.server import EpochEnd, RoundReport, Server
 from dbsl.sync import ServerSync
+from dbsl.transfer import send
 from dbsl.weights import FlatWeights
-from dbsl.wire import ControlGroup
+from dbsl.wire import ControlGroup, message
 
 FAST = TimeModel(0.001, 0.01)
 
@@ -145,30 +149,92 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, d
         assert max(s for *_, s in server["reports"]) <= (workers - 1) * (2 * staleness + 1)
 
 
-def silent_rank(rank, sync):
-    _, cluster, plan = make(rank, sync, world_size=3, epochs=4, timeout_s=2.0)
+def stop_for(seconds):
+    """Have this process stopped, all its threads, as a machine that is not reached."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def pausing_rank(rank, sync, pause, timeout_s):
+    _, cluster, plan = make(rank, sync, world_size=3, epochs=4, timeout_s=timeout_s)
     try:
         for turn in cluster.turns():
             if isinstance(turn, EpochEnd):
                 continue
             cluster.pull(turn)
             if rank == 2 and turn.epoch == 1:
-                time.sleep(6.0)  # says nothing for longer than the timeout
-                return "slept"
+                pause(3 * timeout_s)
             cluster.push(make_reports(turn, plan))
         cluster.close()
     except SyncError as error:
         return str(error)
-    return [(loss.rank, loss.worker, loss.rounds, loss.samples) for loss in cluster.losses]
+    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.losses]
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])
 def test_a_silent_worker_is_dropped_and_the_others_finish(run_ranks, sync):
-    results = run_ranks(silent_rank, sync, world_size=3)
-    assert results[1:] == [[], "slept"]
-    ((rank, worker, rounds, samples),) = results[0]
-    assert (rank, worker, rounds) == (2, 2, 1)
+    lost, *others = run_ranks(pausing_rank, sync, stop_for, 0.8, world_size=3)
+    ((worker, rounds, samples, reason),) = lost
+    assert (worker, rounds) == (2, 1)
     assert samples >= 10
+    assert reason == "rank 2 has said nothing for 0.8 s"
+    assert others[0] == []
+    assert "the server (rank 0) was lost" in others[1]  # it finds its connection closed
+
+
+@pytest.mark.parametrize("sync", ["asp", "ssp"])
+def test_a_worker_that_computes_for_longer_than_the_timeout_is_not_dropped(run_ranks, sync):
+    assert run_ranks(pausing_rank, sync, time.sleep, 0.8, world_size=3) == [[], [], []]
+
+
+def last_rank(rank):
+    _, cluster, plan = make(
+        rank, "asp", world_size=2, epochs=50, timeout_s=30.0, dedicated_server=True
+    )
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            continue
+        cluster.pull(turn)
+        if turn.epoch == 3:
+            raise KeyboardInterrupt  # the process ends without a word
+        cluster.push(make_reports(turn, plan))
+
+
+def said_by_last_rank(rank):
+    began = time.monotonic()
+    with pytest.raises(SyncError) as error:
+        last_rank(rank)
+    return str(error.value), time.monotonic() - began
+
+
+def test_a_dedicated_server_ends_at_once_without_its_last_worker(run_ranks):
+    (said, seconds), _ = run_ranks(said_by_last_rank, expect_errors=True)
+    assert said.startswith("rank 1, the last worker, was lost: ")
+    assert seconds < 10  # the timeout is 30 s
+
+
+def babbling_rank(rank):
+    _, cluster, plan = make(rank, "asp", world_size=2, epochs=2, timeout_s=30.0)
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            continue
+        if rank == 1 and turn.epoch == 1:
+            send(message(9), 0, cluster._pair)
+            with pytest.raises(SyncError) as error:
+                cluster.pull(turn)
+            return str(error.value)
+        cluster.pull(turn)
+        cluster.push(make_reports(turn, plan))
+    cluster.close()
+    time.sleep(1.5)  # the process lasts until the other one is told
+    return [loss.reason for loss in cluster.losses]
+
+
+def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
+    assert run_ranks(babbling_rank) == [
+        ["message must be of a known kind, got 9"],
+        "the server (rank 0) was lost: rank 0 goes on without this process",
+    ]
 
 
 def dying_rank(rank, sync):
