@@ -228,6 +228,11 @@ def _check_joint_steps(config: Any) -> None:
         for name in names if not fits else ():
             if getattr(config, name):
                 raise ValueError(f"{name} must go with {where}, got {getattr(config, name)}")
+    if config.sync_batch_norm and config.compile:
+        raise ValueError(
+            "compile must be false with sync_batch_norm, for which processes would wait while each "
+            "compiles for its own batches, got true"
+        )
     if config.local_batch_sizes and config.global_batch_size is not None:
         raise ValueError(
             "global_batch_size must not be given with local_batch_sizes, whose sum it is, "

@@ -11,8 +11,9 @@ from dbsl.barrier import BarrierSync
 from dbsl.clock import ComputeClock
 from dbsl.cluster import SimulatedCluster
 from dbsl.compiling import compile_for
+from dbsl.errors import one_of_several
 from dbsl.lockstep import Lockstep
-from dbsl.model import build_optimizer
+from dbsl.model import build_optimizer, join_batch_norm
 from dbsl.outer import OuterOptimizer
 from dbsl.rollcall import RollCall
 from dbsl.server import GradientServer, Server
@@ -38,7 +39,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     From here on the model's state is one vector, which is what workers push and pull.
     """
     config, model = run.config, run.model
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    alone = not one_of_several()
     rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
@@ -74,7 +75,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
             finish = None
         else:
             if config.sync_batch_norm:
-                model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+                model = join_batch_norm(model)
             side = config.resolutions[0]
             example = torch.zeros(2, 3, side, side)
             stepper = DistributedSteps(

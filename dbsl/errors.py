@@ -45,13 +45,13 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted", file=sys.stderr, flush=True)
-        if _one_of_several():
+        if one_of_several():
             os._exit(EXIT_INTERRUPTED)
         raise SystemExit(EXIT_INTERRUPTED) from None
     except RunStopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(stopped, file=sys.stderr, flush=True)
-        if _one_of_several():
+        if one_of_several():
             sys.stdout.flush()
             os._exit(EXIT_STOPPED)
         raise SystemExit(EXIT_STOPPED) from None
@@ -59,7 +59,7 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
         elif not isinstance(error, (ValueError, SyncError, SaveError)) or not _raised_here(error):
-            if _one_of_several():
+            if one_of_several():
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
@@ -68,13 +68,14 @@ def one_line_errors() -> Iterator[None]:
         # disk each rank sees from its own side.
         if not isinstance(error, ValueError) or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if _one_of_several():
+        if one_of_several():
             sys.stdout.flush()
             os._exit(2)
         raise SystemExit(2) from None
 
 
-def _one_of_several() -> bool:
+def one_of_several() -> bool:
+    """Whether other processes train with this one; a launcher may also have started it alone."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -90,6 +90,28 @@ def plan_steps(
     )
 
 
+def check_parts(
+    samples: int, global_batch_size: int, workers: int, *, least: int, drop_last: bool
+) -> None:
+    """Raise ``ValueError`` if a worker may have no samples in an epoch's last global batch.
+
+    Batch norm over all workers is an exchange inside the forward pass, which each must take.
+
+    Args:
+        samples: Training samples per epoch.
+        global_batch_size: Samples of a step.
+        workers: How many share it, with `least` samples of a whole batch each.
+        least: Least samples of a part.
+        drop_last: Whether only whole global batches are trained on.
+    """
+    rest = samples % global_batch_size
+    if not drop_last and least <= rest < workers * least:  # fewer join the batch before
+        raise ValueError(
+            f"drop_last must be true with sync_batch_norm where the last global batch has {rest} "
+            f"samples for {workers} workers, which need {least} each, got false"
+        )
+
+
 def balanced_steps(
     global_batch_size: int,
     time_models: Sequence[TimeModel],

@@ -128,6 +128,15 @@ def least_batch(model: nn.Module, resolution: int, device: torch.device) -> int:
     return least
 
 
+def join_batch_norm(model: nn.Module) -> nn.Module:
+    """Return the model with batch norm over the samples of all processes; parameters stay.
+
+    Where it trains, every process must take the same passes.
+    """
+    # torch's own converter leaves out the activations that timm has in some of these layers.
+    return timm.layers.convert_sync_batchnorm(model)
+
+
 def set_dropout(model: nn.Module, probability: float) -> None:
     """Set the dropout before the classifier; weights and optimizer state stay as they are."""
     model.drop_rate = probability  # read at every forward pass where timm applies it as a function

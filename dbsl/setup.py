@@ -15,6 +15,7 @@ from dbsl.balance import Planner, Segment
 from dbsl.data import load_data
 from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.forecast import format_run
+from dbsl.joint import check_parts
 from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.model import build_model, check_patches, least_batch
@@ -119,6 +120,13 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         resolution: planning.first(resolution, accelerator.print)
         for resolution in config.resolutions
     }
+    if config.sync_batch_norm:
+        for plan in plans.values():
+            check_parts(
+                *(len(data.train), plan.global_batch_size, workers),
+                least=least,
+                drop_last=config.drop_last,
+            )
     rounds = rounds_of_epoch(plans, config)
     transforms = {
         resolution: Transform(
@@ -145,8 +153,14 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             plans,
             machines.models,
             model,
-            # fp16 scales gradients, and images of a mixed batch are not independent.
-            enabled=config.noise_scale and accelerator.scaler is None and mixing is None,
+            # fp16 scales gradients, images of a mixed batch are not independent, and an extra pass
+            # of one process would wait for the others in batch norm over all of them.
+            enabled=(
+                config.noise_scale
+                and accelerator.scaler is None
+                and mixing is None
+                and not config.sync_batch_norm
+            ),
             sync=config.sync,
             processes=accelerator.num_processes,
             rounds=rounds,

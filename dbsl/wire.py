@@ -14,6 +14,7 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from dbsl.balance import Planner, Segment
+from dbsl.errors import one_of_several
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.rollcall import RollCall
 from dbsl.server import RoundReport
@@ -248,7 +249,7 @@ class SharedPlans:
 
     def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        if self.planner.balance == "none" or not dist.is_initialized():
+        if self.planner.balance == "none" or not one_of_several():
             return self.planner.at(epoch, round_)
         if (epoch, round_) not in self._segments:
             last = next(iter(self._segments.values()), None)

@@ -11,6 +11,7 @@ from dbsl.model import (
     build_model,
     build_optimizer,
     check_patches,
+    join_batch_norm,
     load_model,
     save_model,
     set_dropout,
@@ -62,6 +63,24 @@ def test_dropout_changes_without_rebuilding(name):
     assert outputs_differ(0.5)
     assert not outputs_differ(0.0)
     assert [p.data_ptr() for p in model.parameters()] == before
+
+
+@pytest.mark.parametrize(
+    "name", ["test_resnet", "test_efficientnet", "mobilenetv3_small_050", "regnety_002"]
+)
+def test_batch_norm_over_all_processes_keeps_what_a_model_computes(name):
+    model = build_model(name, 3, final_resolution=32).eval()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    before, state = model(images), model.state_dict()
+    joined = join_batch_norm(model)
+    kinds = {type(m) for m in joined.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    assert kinds
+    assert all(issubclass(kind, nn.SyncBatchNorm) for kind in kinds)
+    assert torch.equal(joined(images), before)
+    after = joined.state_dict()
+    assert {n: t.data_ptr() for n, t in after.items()} == {
+        n: t.data_ptr() for n, t in state.items()
+    }
 
 
 def test_unknown_model_names_some_that_exist():

@@ -6,7 +6,7 @@ import scipy.optimize  # noqa: F401 - or the first example of a test would pay f
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsl.joint import plan_steps, with_proportions
+from dbsl.joint import check_parts, plan_steps, with_proportions
 from dbsl.machines import Machines, TimeModel
 from dbsl.plan import plan_dual_batch
 from dbsl.sampler import StepSampler
@@ -184,3 +184,21 @@ def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
     moved = with_proportions(of_rounds, np.array(proportions), MODELS, limits, **options)
     assert sum(w.samples for w in moved.workers) == 103
     assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
+
+
+@settings(max_examples=300)
+@given(sizes_lists, st.integers(0, 400), st.integers(1, 2), st.booleans())
+def test_where_batch_norm_is_over_all_processes_each_has_samples_in_every_step(
+    sizes, extra, least, drop_last
+):
+    sizes = [max(size, least) for size in sizes]
+    samples, workers = sum(sizes) + extra, len(sizes)
+    sampler = StepSampler(samples, sum(sizes), drop_last=drop_last, least=least)
+    steps = (sampler.step(0, number, sizes) for number in range(sampler.steps_per_epoch))
+    whole = all(len(part.indices) for step in steps for part in step.parts)
+    options = {"least": least, "drop_last": drop_last}
+    if whole:
+        check_parts(samples, sum(sizes), workers, **options)
+    else:
+        with pytest.raises(ValueError, match="drop_last must be true with sync_batch_norm"):
+            check_parts(samples, sum(sizes), workers, **options)

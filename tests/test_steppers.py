@@ -202,6 +202,15 @@ def test_uneven_processes_equal_the_joined_batch(run_ranks, tiny_model, how, siz
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
+def alone_in_a_group(rank, model):
+    return one_process(model, "step", (8, 2), 40).tolist()
+
+
+def test_one_process_that_a_launcher_started_takes_the_steps_of_all_workers(run_ranks, tiny_model):
+    (found,) = run_ranks(alone_in_a_group, tiny_model, world_size=1)
+    assert found == one_process(tiny_model, "step", (8, 2), 40).tolist()
+
+
 @pytest.mark.parametrize("how", ["step", "gradients"])
 def test_without_the_weights_uneven_processes_are_wrong(run_ranks, tiny_model, how):
     expected = joined_weights(tiny_model, (8, 2), 40)
