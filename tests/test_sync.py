@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,15 +240,15 @@ def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
     ]
 
 
-def dying_rank(rank, sync):
-    _, cluster, plan = make(rank, sync, world_size=3, epochs=50, timeout_s=30.0)
+def dying_rank(rank, sync, world_size=3):
+    _, cluster, plan = make(rank, sync, world_size=world_size, epochs=50, timeout_s=30.0)
     ends = 0
     for turn in cluster.turns():
         if isinstance(turn, EpochEnd):
             ends += 1
             continue
         cluster.pull(turn)
-        if rank == 2 and turn.epoch == 3:
+        if rank == world_size - 1 and turn.epoch == 3:
             raise KeyboardInterrupt  # the process ends without a word
         time.sleep(0.01)
         cluster.push(make_reports(turn, plan))
@@ -260,6 +263,47 @@ def test_a_dead_worker_is_noticed_long_before_the_timeout(run_ranks, sync):
     assert results[0] == (50, [2])
     assert results[1] == (0, [])
     assert time.monotonic() - started < 20  # the timeout is 30 s
+
+
+ONE_OF_TWO = """
+import os, signal
+import torch.distributed as dist
+from tests.test_sync import dying_rank
+dist.init_process_group("gloo")
+try:
+    print("finished", *dying_rank(dist.get_rank(), "asp", 2), flush=True)
+except KeyboardInterrupt:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_with_a_launch_for_each_process_the_others_outlive_one_that_dies(tmp_path):
+    (tmp_path / "script.py").write_text(ONE_OF_TWO)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    root = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    launches = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), str(tmp_path / "script.py")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert launches[0].stdout.readline() == "finished 50 [1]\n"
+        assert launches[1].wait(60) == 1
+    finally:
+        for launch in launches:  # the one that is left waits minutes for the other one
+            launch.terminate()
+            launch.wait(60)
+            launch.stdout.close()
 
 
 def lost_server_rank(rank):
