@@ -97,7 +97,12 @@ def train(cluster, stepper, sizes, samples, weighted=True):
             ]
         )
     cluster.close()
-    return cluster.weights.vector.clone()
+    return tight(cluster.weights)
+
+
+def tight(weights):
+    """Return weights without the gaps between tensors."""
+    return torch.cat([tensor.flatten() for tensor in weights.tensors()])
 
 
 def make_planner(sizes, samples):
@@ -288,7 +293,10 @@ def server_rank(rank, model, sync, damp):
         outgoing=stepper.vector,
     )
     train(cluster, stepper, sizes, samples)
-    return (cluster.server.version, cluster.server.snapshot().tolist()) if server else None
+    if server is None:
+        return None
+    weights.load(server.snapshot())
+    return server.version, tight(weights).tolist()
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])
@@ -341,8 +349,8 @@ def pushed(kind, steps, sync, decay=None, gradient=lambda step: 0.0):
     for step in range(steps):
         for worker, part in enumerate(PARTS):
             report = RoundReport(worker, 0, step, 8, 1, 1, 1, 0.1, 0.5, part, learning_rate=LR)
-            server.push(torch.full((1,), part * gradient(step), dtype=torch.float64), report)
-    return server.snapshot().item()
+            server.push(torch.full_like(owner.vector, part * gradient(step)), report)
+    return server.snapshot()[0].item()
 
 
 @pytest.mark.parametrize("kind", ["plain", "momentum", "nesterov", "adamw"])

@@ -1,7 +1,8 @@
+import pytest
 import timm
 import torch
 
-from dbsl.weights import FlatWeights
+from dbsl.weights import ALIGNMENT, FlatWeights
 
 
 def test_model_and_vector_are_one_memory_and_the_model_computes_as_before():
@@ -20,16 +21,32 @@ def test_model_and_vector_are_one_memory_and_the_model_computes_as_before():
 
 def test_vector_holds_parameters_and_running_statistics_but_no_integers():
     model = torch.nn.BatchNorm2d(4)
-    assert FlatWeights(model).vector.tolist() == [1.0] * 4 + [0.0] * 4 + [0.0] * 4 + [1.0] * 4
+    weights = FlatWeights(model)
+    found = [tensor.tolist() for tensor in weights.tensors()]
+    assert found == [[1.0] * 4, [0.0] * 4, [0.0] * 4, [1.0] * 4]
+    assert len(weights.buffers) == 2 * ALIGNMENT
+    assert weights.vector.sum() == 8  # the gaps are zeros
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_tensors_are_aligned_as_compiled_kernels_take_them_to_be(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=10)
+    model = model.to_empty(device="cpu")
+    weights = FlatWeights(model)
+    weights.attach_gradients(torch.zeros_like(weights.vector))
+    for tensor in (*weights.tensors(), *(p.grad for p in model.parameters())):
+        assert tensor.storage_offset() * tensor.element_size() % 256 == 0
 
 
 def test_training_moves_the_vector_and_load_moves_the_model():
     model = torch.nn.Linear(2, 1)
     weights = FlatWeights(model)
     start = weights.vector.clone()
+    before = [tensor.clone() for tensor in weights.tensors()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    torch.testing.assert_close(weights.vector, start - 0.1)
+    torch.testing.assert_close(weights.tensors(), [tensor - 0.1 for tensor in before])
     weights.load(start)
-    assert torch.equal(torch.cat([model.weight.flatten(), model.bias]), start)
+    assert all(map(torch.equal, (model.weight, model.bias), before))
