@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import uuid
 from collections.abc import Iterable, Sequence
@@ -19,9 +20,11 @@ import torch
 from PIL import Image
 
 from dbsl.cores import cores_of_process
+from dbsl.folders import hint_on_tables, is_image_folder, listed, read_class_folders
 from dbsl.images import ImageLoader, ImageSource, ImageSplit, PixelStore, check_bad
 from dbsl.lazy import lazy_import
 from dbsl.plan import largest_remainder
+from dbsl.reach import hub_or_cache
 from dbsl.seeds import generator
 
 datasets, timm = lazy_import("datasets"), lazy_import("timm")
@@ -34,6 +37,7 @@ _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed tha
 _CHUNK = 1024  # images decoded or summed at a time
 _PROBES = 64  # images per split whose size is looked at before any are decoded
 _CACHE_FORMAT = 1
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # of a name or user/name; all else is a path
 
 RGB = tuple[float, float, float]
 
@@ -173,7 +177,14 @@ def _open_labelled(
     train_name = next(iter(tables)) if len(tables) == 1 else "train"
     if train_name not in tables:
         raise ValueError(f"dataset must have a split 'train' or only one, got {list(tables)}")
+    if is_image_folder(dataset, tables):
+        tables = read_class_folders(dataset, tables, train_name)
     features = tables[train_name].features
+    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
+        raise ValueError(
+            f"dataset must have a column of images, got columns {_columns(features)}"
+            f"{hint_on_tables(dataset)}"
+        )
     image_column = _choose_image_column(features, image_column)
     label_column = _choose_label_column(features, label_column)
 
@@ -194,12 +205,17 @@ def _open_labelled(
     classes = np.arange(feature.num_classes) if is_encoded else np.unique(values)
     class_names = feature.names if is_encoded else [str(value) for value in classes]
     train = split(train_name, _encode(values, classes, train_name))
+    if unused := set(class_names) - {class_names[label] for label in np.unique(train.labels)}:
+        logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
     for name in _EVAL_SPLITS:
         if name == train_name or name not in tables:
             continue
         values = _read_labels(tables[name], label_column)
         if values is None:
             logger.warning("split %r of %r has no labels and is left out", name, dataset)
+            continue
+        if is_encoded and not np.isin(values, train.labels).any():  # test/unknown/*.jpg, say
+            logger.warning("split %r of %r has no training class and is left out", name, dataset)
             continue
         if tables[name].features[label_column] != feature:
             raise ValueError(
@@ -217,15 +233,17 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
     path = Path(dataset).expanduser()
     kind = "file" if path.suffix == ".parquet" else "folder"
     try:
-        if not path.exists() and (kind == "file" or path.is_absolute() or dataset[:1] == "."):
+        if not path.exists() and (kind == "file" or not _HUB_ID.fullmatch(dataset)):
             raise FileNotFoundError(f"the {kind} does not exist")
         if kind == "file":
             found = datasets.load_dataset("parquet", data_files=str(path))
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
             _check_saved(path)
             found = datasets.load_from_disk(path)
+        elif path.exists():
+            found = datasets.load_dataset(str(path))
         else:
-            found = datasets.load_dataset(str(path) if path.exists() else dataset)
+            found = _load_from_hub(dataset)
         if isinstance(found, datasets.Dataset):
             found = {"train": found}
         tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
@@ -238,6 +256,18 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
             f"got {dataset!r} ({reason})"
         ) from error
     return tables
+
+
+def _load_from_hub(name: str) -> datasets.DatasetDict:
+    with hub_or_cache() as answers:
+        try:
+            return datasets.load_dataset(name)
+        except Exception:
+            if answers:
+                raise
+            raise OSError(
+                "there is no such folder, the hub cannot be reached and its cache has none"
+            ) from None
 
 
 def _check_saved(folder: Path) -> None:
@@ -269,8 +299,6 @@ def _digits() -> datasets.Dataset:
 
 def _choose_image_column(features: datasets.Features, chosen: str | None) -> str:
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if not images:
-        raise ValueError(f"dataset must have a column of images, got columns {list(features)}")
     if chosen is None and len(images) == 1:
         return images[0]
     if chosen not in images:
@@ -286,7 +314,10 @@ def _choose_label_column(features: datasets.Features, chosen: str | None) -> str
         elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
             sizes[name] = 0
     if not sizes:
-        raise ValueError(f"dataset must have a column of labels, got columns {list(features)}")
+        raise ValueError(
+            f"dataset must have a column of labels, whole numbers or text, got columns "
+            f"{_columns(features)}"
+        )
     if chosen is None and "label" in sizes:
         return "label"
     if chosen is None and any(sizes.values()):
@@ -294,8 +325,13 @@ def _choose_label_column(features: datasets.Features, chosen: str | None) -> str
     if chosen is None:
         chosen = next((name for name in _LABEL_COLUMNS if name in sizes), None)
     if chosen not in sizes:
-        raise ValueError(f"label_column must be one of {list(sizes)}, got {chosen!r}")
+        kind = f" of {features[chosen].dtype}" if chosen in features else ""
+        raise ValueError(f"label_column must be one of {list(sizes)}, got {chosen!r}{kind}")
     return chosen
+
+
+def _columns(features: datasets.Features) -> str:
+    return ", ".join(f"{name!r} ({feature.dtype})" for name, feature in features.items())
 
 
 def _read_labels(table: datasets.Dataset, column: str) -> np.ndarray | None:

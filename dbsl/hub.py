@@ -108,12 +108,18 @@ def _metadata(folder: Path, config: Config, values: Mapping[str, Any]) -> dict[s
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "timm", "dbsl", "dual-batch-learning"],
         "datasets": [config.dataset] if on_hub else None,
-        "base_model": timm.get_pretrained_cfg(config.model).hf_hub_id or None
-        if config.pretrained
-        else None,
+        "base_model": _base_model(config),
         "model_name": folder.name,
         "eval_results": [result],
     }
+
+
+def _base_model(config: Config) -> str | None:
+    """Return the hub's name of the weights that a run has started from."""
+    source, colon, place = config.model.partition(":")
+    if colon:
+        return place.partition("@")[0] if source == "hf-hub" else None
+    return (timm.get_pretrained_cfg(config.model).hf_hub_id or None) if config.pretrained else None
 
 
 def _body(

@@ -10,6 +10,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -228,8 +229,10 @@ class ImageSplit:
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
+        path = self.table[row][self.image_column]["path"]
+        file = f", {path}," if path else ""
         where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
-        return f"{where} cannot be decoded ({reason})"
+        return f"{where}{file} cannot be decoded ({reason})"
 
     def _check_path(self, value: object) -> None:
         """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
@@ -286,7 +289,8 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
     try:
         return function(*arguments)
     except Exception as error:
-        return " ".join(str(error).split()) or type(error).__name__
+        reason = re.sub(r" (file )?<_io.BytesIO .*?>", "", " ".join(str(error).split()))
+        return reason or type(error).__name__
 
 
 def _process_context() -> multiprocessing.context.BaseContext:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import nn
 from dbsl.data import Data
 from dbsl.files import put_in_place
 from dbsl.lazy import lazy_import
+from dbsl.reach import hub_or_cache
 from dbsl.seeds import stream_seed
 
-timm = lazy_import("timm")
+huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
@@ -49,6 +51,7 @@ def build_model(
     resolutions: Sequence[int] = (),
     pretrained: bool = False,
     seed: int = 0,
+    say: Callable[[str], object] = print,
 ) -> nn.Module:
     """Return a timm model that takes images of several resolutions, small ones included.
 
@@ -56,32 +59,57 @@ def build_model(
     the side, which divide all resolutions. Transformers (timm's with ``dynamic_img_size``: ViT,
     DeiT, EVA, Swin) resample their position embeddings to each resolution.
 
+    Weights that were trained elsewhere keep what fits: the classifier is new where the number of
+    classes is another one, a ResNet's stem where the images are small and its own is not. The
+    model's ``input_statistics`` are the channels' mean and standard deviation that its weights were
+    trained with; None: they are new.
+
     Args:
-        name: Name in timm's registry, e.g. ``resnet18``.
+        name: Name in timm's registry, e.g. ``resnet18``; or where weights and architecture are:
+            ``local-dir:FOLDER``, a run folder for one, or ``hf-hub:USER/NAME``.
         num_classes: Outputs of the classifier.
         final_resolution: Highest resolution of the run, pixels.
         resolutions: All of them; unset: that one.
         pretrained: Load timm's weights (a download, where they are not cached).
         seed: Seed of the initial weights.
+        say: Takes a line for each part of the weights that is not used.
 
     Raises:
-        ValueError: If timm has no model of that name.
+        ValueError: If timm has no model of that name, or its weights cannot be read.
     """
-    if not timm.is_model(name):
+    named_source, from_elsewhere = ":" in name, pretrained or ":" in name
+    if not named_source and not timm.is_model(name):
         close = timm.list_models(f"{name[:8]}*")[:5]
         hint = f" (some names: {', '.join(close)})" if close else ""
         raise ValueError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
+        small_stem = named_source and _has_small_stem(name)
         # Built with the mark, the dropout modules of the classifier can be told from all others.
         model = _create(
             name,
             _transformer_args(final_resolution, resolutions or (final_resolution,)),
             stream_seed(seed, "initial weights"),
-            pretrained=pretrained,
+            pretrained=from_elsewhere and not small_stem,
             num_classes=num_classes,
             drop_rate=_MARK,
         )
-        model.small_stem = final_resolution <= SMALL_STEM_UP_TO and _shrink_stem(model)
+        model.small_stem = (small_stem or final_resolution <= SMALL_STEM_UP_TO) and _shrink_stem(
+            model
+        )
+        if small_stem:
+            timm.models.load_pretrained(model, num_classes=num_classes)
+    model.input_statistics = None
+    if from_elsewhere:
+        found = timm.data.resolve_data_config(pretrained_cfg=model.pretrained_cfg)
+        model.input_statistics = tuple(found["mean"]), tuple(found["std"])
+        before = model.pretrained_cfg["num_classes"]
+        if before != num_classes:
+            say(f"the classifier is new: {num_classes} classes in the data, {before} in {name}")
+        if model.small_stem and not small_stem:
+            say(
+                f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
+                "weights for a 7x7 stem (resolutions above keep it)"
+            )
     for module in model.modules():
         if type(module) is nn.Conv2d and module.stride[1] > 1:
             module.__class__ = StridedConv2d
@@ -101,6 +129,37 @@ def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
                 f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
                 f"got {resolution}"
             )
+
+
+def _has_small_stem(name: str) -> bool:
+    """Whether weights are those of a ResNet whose stem `build_model` has replaced."""
+    source, _, place = name.partition(":")
+    if source == "local-dir":
+        file = Path(place).expanduser() / "config.json"
+    else:
+        repo_id, _, revision = place.partition("@")
+        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision or None)
+    return bool(json.loads(Path(file).read_text(encoding="utf-8")).get("small_stem"))
+
+
+@contextmanager
+def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
+    """Turn whatever goes wrong with weights from elsewhere into one line, without retries."""
+    if ":" not in name and not pretrained:
+        yield
+        return
+    local = name.startswith("local-dir:")
+    with nullcontext(True) if local else hub_or_cache() as answers:
+        try:
+            yield
+        except Exception as error:  # of the network, the hub, a file, the weights: many types
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if not answers and isinstance(error, OSError):
+                reason = "the hub cannot be reached and its cache does not have them"
+            setting = "model must name" if ":" in name else "pretrained must go with a model of"
+            raise ValueError(
+                f"{setting} weights that can be read, got {name!r} ({reason[:300]})"
+            ) from None
 
 
 @torch.no_grad()

@@ -110,8 +110,12 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         resolutions=config.resolutions,
         pretrained=config.pretrained,
         seed=config.seed,
+        say=accelerator.print,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
+    if model.input_statistics:  # what its weights were trained with
+        mean, std = model.input_statistics
+        data = replace(data, mean=mean, std=std)
     least = least_batch(model, config.resolutions[0], accelerator.device)
     _check_samples(len(data.train), config, least)
     machines, config = know_machines(config, model, data, accelerator)

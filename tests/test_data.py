@@ -1,3 +1,4 @@
+import gc
 import json
 import multiprocessing
 import os
@@ -7,8 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow.parquet
 import pytest
@@ -256,13 +259,11 @@ def test_missing_columns_are_answered_with_those_that_exist():
     only_text = datasets.Features(text=datasets.Value("string"))
     with pytest.raises(ValueError, match=r"label_column must be one of \['text'\], got None"):
         dbsl.data._choose_label_column(only_text, None)
-    with pytest.raises(ValueError, match=r"a column of images, got columns \['text'\]"):
-        dbsl.data._choose_image_column(only_text, None)
 
     two = datasets.Features(left=datasets.Image(), right=datasets.Image())
     with pytest.raises(ValueError, match=r"image_column must be one of .*'right'\], got None"):
         dbsl.data._choose_image_column(two, None)
-    with pytest.raises(ValueError, match=r"a column of labels, got columns \['left', 'right'\]"):
+    with pytest.raises(ValueError, match=r"whole numbers or text, got columns 'left' \(PIL"):
         dbsl.data._choose_label_column(two, None)
     assert dbsl.data._choose_image_column(two, "right") == "right"
 
@@ -323,7 +324,15 @@ def test_load_data_split_without_labels_is_left_out(tmp_path, caplog, missing):
 
 def test_load_data_missing_folder_asks_no_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("looked further"))
-    for name in ("./nothing", "../nothing/here", "/nothing", "~/nothing-here"):
+    for name in (
+        "./nothing",
+        "../nothing/here",
+        "/nothing",
+        "~/nothing-here",
+        "a/b/c",
+        "a b",
+        "a/",
+    ):
         with pytest.raises(ValueError, match=r"^dataset must be .*, got '.*' \(the folder does no"):
             load_data(name)
     with pytest.raises(ValueError, match=r"got 'nothing.parquet' \(the file does not exist\)$"):
@@ -331,11 +340,111 @@ def test_load_data_missing_folder_asks_no_hub(monkeypatch):
 
 
 def test_load_data_hub_out_of_reach_is_told_in_one_line():
-    with pytest.raises(
-        ValueError, match=r"^dataset must be 'digits', .*got 'nobody/nothing' \("
-    ) as e:
+    with pytest.raises(ValueError, match=r"^dataset must be .* \(there is no such folder, ") as e:
         load_data("nobody/nothing")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_hub_is_asked_once_and_not_again_if_it_does_not_answer(monkeypatch, answers):
+    asked, inside = [], []
+
+    def head(url, timeout):
+        asked.append(timeout)
+        if not answers:
+            raise OSError("no route")
+
+    def load(name):
+        inside.append((huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise FileNotFoundError("it does not exist on the Hub")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: SimpleNamespace(head=head))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    why = "does not exist on the Hub" if answers else "the hub cannot be reached"
+    with pytest.raises(ValueError, match=why):
+        load_data("nobody/nothing")
+    assert len(asked) == 1
+    assert asked[0] <= 5
+    assert inside == [(not answers, not answers)]
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE  # for an upload at the end of a run
+
+
+# --- folders of images
+
+
+def make_files(folder, files):
+    for number, name in enumerate(files):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jpg":
+            flat_image(number).save(path)
+        else:
+            path.write_text("id,label\n1.jpg,0\n")
+    return str(folder)
+
+
+CLASSES = [f"train/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(5)]
+
+
+@pytest.mark.parametrize("test", ["test/1.jpg", "test/unknown/1.jpg"])
+@pytest.mark.parametrize("val", [[], ["val/cat/1.jpg", "val/cat/2.jpg"]])
+def test_an_unlabelled_test_folder_is_left_out(tmp_path, caplog, val, test):
+    data = load_data(make_files(tmp_path / "set", [*CLASSES, *val, test]))
+    assert data.class_names[:2] == ("cat", "dog")
+    assert (len(data.train), len(data.evaluation)) == ((10, 2) if val else (8, 2))
+    assert data.eval_split == ("validation" if val else "a fifth of train")
+    assert val or "split 'test'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("files", "cause"),
+    [
+        (["train/cat/1.jpg", "train/cat/2.jpg"], "got all training images in .*/train/cat$"),
+        (["cat/1.jpg", "cat/2.jpg"], "got all training images in .*/cat$"),
+        (["1.jpg", "2.jpg"], "got all training images in .*/set$"),
+        (["1.jpg", "2.jpg", "labels.csv"], "in .*/set; .*/labels.csv is not read: labels of ima"),
+        (["train/1.jpg", "test/1.jpg", "train.csv"], "in .*/train; .*/train.csv is not read"),
+        (["images/1.jpg", "train.csv"], r"of images, got .*'id' .*; .*/train.csv is not read"),
+        (["train/cat/1.jpg", "train/dog/x/1.jpg"], "images in .*/train/cat and .*/train/dog/x$"),
+    ],
+    ids=["one-class", "one-class-no-split", "flat", "csv", "kaggle-csv", "csv-alone", "depths"],
+)
+def test_a_folder_without_labels_says_what_it_lacks(tmp_path, files, cause):
+    with pytest.raises(ValueError, match=rf"^dataset must have .*{cause}"):
+        load_data(make_files(tmp_path / "set", files))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of `datasets`
+@pytest.mark.parametrize("labels", [("0", "1"), ("0.5", "1.5")])
+def test_labels_of_metadata_are_read_and_fractions_are_refused(tmp_path, labels):
+    path = make_files(tmp_path / "set", [f"{n}.jpg" for n in range(10)])
+    rows = "".join(f"{n}.jpg,{labels[n % 2]}\n" for n in range(10))
+    (tmp_path / "set/metadata.csv").write_text("file_name,label\n" + rows)
+    if labels == ("0", "1"):
+        assert load_data(path).class_names == labels
+    else:
+        with pytest.raises(ValueError, match=r"whole numbers or text, got .*'label' \(float64\)$"):
+            load_data(path)
+    gc.collect()  # of a file that `datasets` leaves open
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_an_empty_class_folder_is_said(tmp_path, caplog, split):
+    path = make_files(tmp_path / "set", [*CLASSES, "val/cat/1.jpg", "val/dog/1.jpg"])
+    (tmp_path / "set" / split / "emu").mkdir()
+    assert load_data(path).class_names == ("cat", "dog")
+    assert f"class folders of {tmp_path}/set/{split} without an image: emu" in caplog.text
+
+
+def test_a_bad_image_is_named_by_its_file(tmp_path, caplog):
+    path = make_files(tmp_path / "set", CLASSES)
+    (tmp_path / "set/train/dog/3.jpg").write_bytes(b"no image")
+    source = load_data(path, max_store_bytes=0, loader_workers=0, max_bad_images=1).train
+    list(source.batches([np.arange(8)], plain(8)))
+    assert f"{tmp_path}/set/train/dog/3.jpg, cannot be decoded (cannot identify" in caplog.text
+    assert "BytesIO" not in caplog.text
 
 
 def test_load_data_broken_files_are_told_in_one_line(tmp_path):

@@ -16,6 +16,8 @@ from dbsl.model import (
     save_model,
     set_dropout,
 )
+from dbsl.setup import prepare
+from train import Config
 
 DATA = SimpleNamespace(
     class_names=("cat", "dog", "owl"), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.2), num_classes=3
@@ -179,3 +181,64 @@ def test_patches_must_divide_every_resolution():
     assert uneven.patch_embed.patch_size == (2, 2)  # 3, an eighth, divides neither
     large = build_model("test_vit", 3, final_resolution=96)
     assert large.patch_embed.patch_size == (16, 16)  # its own
+
+
+@pytest.mark.parametrize(("before", "now", "stem_is_new"), [(32, 96, False), (96, 32, True)])
+def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is_new):
+    first = build_model("resnet18", 3, final_resolution=before, seed=3)
+    save_model(first, tmp_path / "run", before, DATA)
+    state = torch.get_rng_state()
+    said = []
+    name = f"local-dir:{tmp_path}/run"
+    model = build_model(name, 3, final_resolution=now, seed=4, say=said.append)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.input_statistics == (DATA.mean, DATA.std)
+    old, new = first.state_dict(), model.state_dict()
+    differ = {key for key in old if not torch.equal(old[key], new[key])}
+    assert differ == ({"conv1.weight"} if stem_is_new else set())
+    assert ["the stem is new" in line for line in said] == [True] * stem_is_new
+    assert model.small_stem  # weights for a 3x3 stem keep it, also for larger images
+    save_model(model, tmp_path / "again", now, DATA)
+    images = torch.randn(2, 3, now, now)
+    torch.testing.assert_close(load_model(tmp_path / "again")(images), model.eval()(images))
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_weights_for_other_classes_get_a_new_classifier_and_that_is_said(tmp_path, name):
+    first = build_model(name, 3, final_resolution=32, seed=3)
+    save_model(first, tmp_path, 32, DATA)
+    said = []
+    model = build_model(f"local-dir:{tmp_path}", 5, final_resolution=32, say=said.append)
+    assert said == [
+        f"the classifier is new: 5 classes in the data, 3 in local-dir:{tmp_path}",
+    ]
+    old, new = first.state_dict(), model.state_dict()
+    differ = {key for key in old if not torch.equal(old[key], new[key])}
+    assert differ == {key for key in old if key.startswith(("fc.", "head.fc", "head."))}
+    assert model.num_classes == 5
+
+
+def test_a_run_from_other_weights_normalises_as_they_were_trained(tmp_path, accelerator):
+    first = build_model("test_resnet", 3, final_resolution=16)
+    save_model(first, tmp_path / "run", 16, DATA)
+    settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
+    config = Config(model=f"local-dir:{tmp_path}/run", intercept=(0.01,), **settings)
+    run = prepare(config, accelerator)
+    assert (run.data.mean, run.data.std) == (DATA.mean, DATA.std)  # saved with the model
+    assert (run.transforms[16].mean, run.transforms[16].std) == (DATA.mean, DATA.std)
+
+
+@pytest.mark.parametrize(
+    ("name", "pretrained", "message"),
+    [
+        ("resnet18", True, r"pretrained must go with .* got 'resnet18' \(the hub cannot be reach"),
+        ("resnet18.xyz", True, r"pretrained must go with a model of weights .*pretrained tag"),
+        ("hf-hub:nobody/nothing", False, r"model must name weights .*the hub cannot be reached"),
+        ("local-dir:no/such", False, r"model must name weights .* \(.*No such file"),
+        ("ftp:no/such", False, r"model must name weights .*"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_one_line(name, pretrained, message):
+    with pytest.raises(ValueError, match=message) as error:
+        build_model(name, 3, final_resolution=32, pretrained=pretrained)
+    assert "\n" not in str(error.value)
