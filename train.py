@@ -92,8 +92,8 @@ class Config:
     balance: Balance = "none"  # dynamic: plans follow measured times; dbs: the published rule
     balance_every: int | None = None  # rounds from one chance to the next; unset: an epoch
     # --- how workers meet
-    # barrier each round; ssp: bounded lead; asp: no wait; step: every step. ssp and asp go on without
-    # a process that dies if each has a launch of its own: a launcher ends all that it has started
+    # barrier each round; ssp: bounded lead; asp: no wait; step: every step. ssp and asp outlive a
+    # process that dies if each has a launch of its own: a launcher ends all that it has started
     sync: Sync = "bsp"
     push: Push = "weights"  # or gradients: the server has the optimizer, workers share each batch
     push_every: int = 1  # push gradients: steps whose gradients are summed in a push
