@@ -92,6 +92,7 @@ class Config:
     balance: Balance = "none"  # dynamic: plans follow measured times; dbs: the published rule
     balance_every: int | None = None  # rounds from one chance to the next; unset: an epoch
     # --- how workers meet
+
     # barrier each round; ssp: bounded lead; asp: no wait; step: every step. ssp and asp outlive a
     # process that dies if each has a launch of its own: a launcher ends all that it has started
     sync: Sync = "bsp"
