@@ -179,7 +179,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     factor = run.rate_factor(segment, turn)  # of the worker's batch size
     rates = [factor * learning_rate(turn.epoch + step.progress) for step in steps]
     rates_left = rates[progress.steps :]
-    loss_of = partial(compute_loss, accelerator=accelerator, smoothing=config.label_smoothing)
+    loss_of = run.loss_of
     measure = partial(run.noise.measure, turn) if run.noise.due(turn) else None
     train_steps(
         stepper, batches, steps_left, rates_left, accelerator, keeper, progress, loss_of, measure
@@ -276,15 +276,16 @@ def main(config: Config) -> None:
         return
     config = adapt_to_processes(config, found, accelerator.num_processes)
     check_hub(config, accelerator)
+    loss_of = partial(compute_loss, accelerator=accelerator, smoothing=config.label_smoothing)
     if config.plan_only:
-        print_run(prepare(config, accelerator), None, accelerator)
+        print_run(prepare(config, accelerator, loss_of), None, accelerator)
         accelerator.end_training()
         return
     named = found.run_folder if found else config.output_dir
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
     with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
-        run = prepare(config, accelerator)
+        run = prepare(config, accelerator, loss_of)
         with Stopping(deadline) as stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
             folder.write_settings(run.config, run.plans)

@@ -10,7 +10,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,25 @@ from dbsl.cores import local_processes
 
 GIB = 2**30
 CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # of the capacity; beyond the host's the system kills
+# What errors say where memory is short. cuDNN and cuBLAS need some of their own, for handles and
+# workspaces, and do not raise torch.OutOfMemoryError.
+_SHORT_OF_MEMORY = (
+    "out of memory",
+    "STATUS_ALLOC_FAILED",
+    "STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "unable to find an engine to execute this computation",
+)
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of one step with x samples, ``fixed + x * per_sample`` bytes, and what there is."""
+    """Memory of one step with x samples, ``fixed + x * per_sample`` bytes, and what there is.
+
+    Capacity and reserve are of the moment and of the run: a model that was kept is `adapted`.
+    """
 
     fixed_bytes: float  # p: parameters, optimizer state, workspace
     sample_bytes: float  # q: activations of a sample
@@ -34,6 +47,11 @@ class MemoryModel:
     margin: float  # share of the capacity that is left free
     reserve_bytes: float  # for what a run holds beside one worker's training
     source: str  # what was measured
+    state_bytes: float = 0.0  # of the optimizer's state for one model; a part of p
+
+    def adapted(self, capacity_bytes: float, reserve_bytes: float) -> MemoryModel:
+        """Return the same line for another capacity, and for a run that reserves another part."""
+        return replace(self, capacity_bytes=capacity_bytes, reserve_bytes=reserve_bytes)
 
     def largest_batch(self, limit_bytes: float | None = None) -> int:
         """Return the largest batch that fits into the capacity, or into a lower limit.
@@ -113,7 +131,10 @@ class PeakMemory:
 
 
 def fit_memory(
-    batch_sizes: Sequence[int], peaks: Sequence[float], measure: PeakMemory, reserve_bytes: float
+    batch_sizes: Sequence[int],
+    peaks: Sequence[float],
+    measure: PeakMemory,
+    state_bytes: float = 0.0,
 ) -> MemoryModel | None:
     """Fit the line of peak memory; None where batch sizes make no measurable difference."""
     if len(batch_sizes) < 2:
@@ -126,8 +147,9 @@ def fit_memory(
         sample_bytes=float(slope),
         capacity_bytes=measure.capacity(),
         margin=measure.margin,
-        reserve_bytes=float(reserve_bytes),
+        reserve_bytes=0.0,
         source=measure.source,
+        state_bytes=float(state_bytes),
     )
 
 
@@ -135,16 +157,32 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
     """Return the largest batch, from `batch` down in steps of 5 %, with which a step runs.
 
     For devices whose allocator reports what it lacks; host memory would be overcommitted.
+
+    Raises:
+        ValueError: If not even one sample fits.
     """
     while True:
         try:
             step(batch)
             return batch
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            if not _is_short_of_memory(error):
+                raise
             if batch == 1:
-                raise ValueError("memory must hold a batch of one sample, got less") from None
-            batch = max(1, batch * 19 // 20)
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    f"memory must hold a batch of one sample, got less ({reason})"
+                ) from None
+        # Not above: there the error still holds the failed step's tensors.
+        gc.collect()
+        torch.cuda.empty_cache()
+        batch = max(1, batch * 19 // 20)
+
+
+def _is_short_of_memory(error: RuntimeError) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in _SHORT_OF_MEMORY)
 
 
 def _container_limit() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from dbsl.joint import balanced_steps, plan_steps, with_proportions
 from dbsl.machines import Machines, TimeModel, largest_remainder
 from dbsl.memory import GIB
 from dbsl.plan import Plan, WorkerPlan, plan_with_fallback
+from dbsl.probe import LossOf
+from dbsl.profile import NO_OPTIMIZER
 from dbsl.profile_cache import Profiler, Setup
 from dbsl.split import balanced_sizes, check_global_batch
 from dbsl.useful import useful_batch_size
@@ -54,8 +57,13 @@ def default_large_batch_size(round_samples: int) -> int:
     return max(1, min(max(16, power), 128, round_samples))
 
 
+def optimizer_of_worker(config: Config) -> str:
+    """Return the name of the optimizer that a worker's step includes."""
+    return NO_OPTIMIZER if config.push == "gradients" else config.optimizer
+
+
 def know_machines(
-    config: Config, model: nn.Module, data: Data, accelerator: Accelerator
+    config: Config, model: nn.Module, data: Data, accelerator: Accelerator, loss_of: LossOf
 ) -> tuple[Knowledge, Config]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     resolutions, workers = config.resolutions, config.workers
@@ -79,13 +87,23 @@ def know_machines(
     useful = useful_batch_size(config, accelerator) if config.batch_limit == "useful" else None
     if measured or find_limits:
         profiler = Profiler(
-            Setup.of(config.model, model, data.num_classes, accelerator, compiled=config.compile),
+            Setup.of(
+                config.model,
+                model,
+                data.num_classes,
+                accelerator,
+                optimizer=optimizer_of_worker(config),
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                compiled=config.compile,
+            ),
             model,
             accelerator,
             seconds=config.profile_seconds / len(resolutions),
             refresh=config.profile_refresh,
             file=Path(config.profile) if config.profile else None,
-            reserve_bytes=_reserve_bytes(model, workers, accelerator.num_processes),
+            loss_of=loss_of,
+            reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
         )
     if find_limits:
         limit = config.memory_limit and config.memory_limit * GIB
@@ -303,8 +321,20 @@ def _equal_but_for_noise(
     return [sum(slopes) / workers] * workers, [sum(intercepts) / workers] * workers
 
 
-def _reserve_bytes(model: nn.Module, workers: int, processes: int) -> float:
-    """Return what a run holds on the device beside one worker's step: weights and momentum."""
+def _reserve_bytes(config: Config, model: nn.Module, processes: int, state_bytes: float) -> float:
+    """Return the most that a run holds on the device beside one worker's step.
+
+    That is the weights that each worker here has pulled, the state of their optimizers, and the
+    global weights. Joint steps share one optimizer, and pull only where gradients are pushed.
+
+    Args:
+        config: The run's settings.
+        model: The model.
+        processes: Processes of the run; one simulates all workers.
+        state_bytes: Of one optimizer's state.
+    """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    here = workers if processes == 1 else 1
-    return float(weights * (2 * here + 1))  # pulled weights and momentum of each, global weights
+    here = config.workers if processes == 1 else 1
+    pulled = 0 if config.sync == "step" else here
+    optimizers = 1 if takes_joint_steps(config) else here
+    return float(weights * (pulled + 1) + state_bytes * optimizers)

@@ -28,9 +28,12 @@ from dbsl.compiling import compile_in_place
 from dbsl.launch import Precision, start_accelerator
 from dbsl.machines import TimeModel
 from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory
-from dbsl.model import build_optimizer
+from dbsl.model import build_optimizer, check_optimizer
+from dbsl.probe import LossOf
 
 _TIMEOUT_S = 1800.0  # of the shell command, for other processes
+_LR = 1e-8  # while measuring: some optimizers refuse 0
+NO_OPTIMIZER = "none"  # of a worker whose gradients are pushed: the server takes the step
 TOLERANCE = 0.10  # of a prediction, relative: within it the line is said to hold
 
 
@@ -86,7 +89,21 @@ class StepProfile:
 
 
 class TrainingStep:
-    """A training step with synthetic images on a copy of a model, for any batch size."""
+    """A training step with synthetic images on a copy of a model, for any batch size.
+
+    Parameters that are frozen in the model are frozen in the copy.
+
+    Args:
+        model: The model, on its device.
+        resolution: Side of the images, pixels.
+        num_classes: Labels lie in [0, num_classes).
+        accelerator: Device and precision.
+        loss_of: Mean loss of a model on images and labels; unset: cross-entropy.
+        optimizer: Name of the optimizer, or `NO_OPTIMIZER`.
+        momentum: Whether it has momentum.
+        weight_decay: Whether it has weight decay.
+        compiled: Whether the copy is compiled.
+    """
 
     def __init__(
         self,
@@ -95,6 +112,10 @@ class TrainingStep:
         num_classes: int,
         accelerator: Accelerator,
         *,
+        loss_of: LossOf | None = None,
+        optimizer: str = "sgd",
+        momentum: bool = True,
+        weight_decay: bool = True,
         compiled: bool = False,
     ) -> None:
         self.accelerator = accelerator
@@ -103,20 +124,38 @@ class TrainingStep:
         self._model = copy.deepcopy(model).train()
         if compiled:
             compile_in_place(self._model, accelerator.device)
-        self._optimizer = build_optimizer("momentum", self._model, 0.0, 0.9, 0.0)
-        self._images, self._labels = self._batch(0)
+        self._loss_of = loss_of or self._cross_entropy
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer != NO_OPTIMIZER:
+            self._optimizer = build_optimizer(
+                optimizer, self._model, _LR, 0.9 * momentum, 1e-4 * weight_decay
+            )
+        self._images: torch.Tensor | None = None
+        self._labels: torch.Tensor | None = None
 
     def __call__(self, batch_size: int) -> None:
         """Take one step; a batch size larger than any before makes new images."""
-        if batch_size > len(self._images):
+        if self._images is None or batch_size > len(self._images):
             self._images = self._labels = None  # free the old ones first
             self._images, self._labels = self._batch(batch_size)
-        with self.accelerator.autocast():
-            logits = self._model(self._images[:batch_size])
-            loss = F.cross_entropy(logits, self._labels[:batch_size])
+        loss = self._loss_of(self._model, self._images[:batch_size], self._labels[:batch_size])
         loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state; there is none before the first step."""
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _cross_entropy(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        with self.accelerator.autocast():
+            return F.cross_entropy(model(images), labels)
 
     def _batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         device, side = self.accelerator.device, self.resolution
@@ -132,7 +171,6 @@ def profile_steps(
     *,
     seconds: float,
     held_out: Sequence[int] = (),
-    reserve_bytes: float = 0.0,
 ) -> StepProfile:
     """Measure training steps on this device, and fit time and memory to them.
 
@@ -144,13 +182,12 @@ def profile_steps(
         batch_sizes: Batch sizes to measure, and to fit the lines to.
         seconds: About when to stop repeating.
         held_out: Batch sizes to measure beside, and to leave out of the fit.
-        reserve_bytes: Memory that a run needs beside one worker's training.
     """
     step.accelerator.wait_for_everyone()
     sizes = sorted(set(batch_sizes))
     beside = sorted(set(held_out) - set(sizes))
     began = time.perf_counter()
-    memory = profile_memory(step, sizes, reserve_bytes=reserve_bytes)
+    memory = profile_memory(step, sizes)
     left = seconds - (time.perf_counter() - began)
     times, errors = measure_step_times(step, [*sizes, *beside], seconds=left)
     count = len(sizes)
@@ -158,15 +195,13 @@ def profile_steps(
     return replace(profile, held_out_sizes=tuple(beside), held_out_times_s=tuple(times[count:]))
 
 
-def profile_memory(
-    step: TrainingStep, batch_sizes: Sequence[int], *, reserve_bytes: float = 0.0
-) -> MemoryModel | None:
+def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
     """Measure a step's peak memory at several batch sizes and fit its line."""
     sizes = sorted(set(batch_sizes))
     step(sizes[0])  # the optimizer's state exists from now on
     peaks = PeakMemory(step.accelerator.device)
     used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
-    return fit_memory(sizes, used, peaks, reserve_bytes)
+    return fit_memory(sizes, used, peaks, step.state_bytes)
 
 
 def fit_profile(
@@ -278,6 +313,9 @@ class _Arguments:
     num_classes: int = 100  # outputs of the classifier
     resolutions: tuple[int, ...] = (24, 32)  # image sides, ascending, pixels
     large_batch_size: int = 128  # the largest batch to measure
+    optimizer: str = "sgd"  # as of train.py, or none: workers push gradients
+    momentum: float = 0.9  # of the optimizer; what counts is whether there is any
+    weight_decay: float = 5e-4  # likewise
     held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
     mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
     compile: bool = False  # measure what torch.compile makes of the model
@@ -296,6 +334,8 @@ class _Arguments:
         in_range("num_classes", self.num_classes, 1)
         in_range("large_batch_size", self.large_batch_size, 2)
         in_range("profile_seconds", self.profile_seconds, 0, open_low=True)
+        if self.optimizer != NO_OPTIMIZER:
+            check_optimizer(self.optimizer)
         if self.memory_limit is not None:
             in_range("memory_limit", self.memory_limit, 0, open_low=True)
         for size in self.held_out:
@@ -319,7 +359,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
         ).to(accelerator.device, memory_format=torch.channels_last)
         setup = Setup.of(
-            arguments.model, model, arguments.num_classes, accelerator, compiled=arguments.compile
+            arguments.model,
+            model,
+            arguments.num_classes,
+            accelerator,
+            optimizer=arguments.optimizer,
+            momentum=arguments.momentum,
+            weight_decay=arguments.weight_decay,
+            compiled=arguments.compile,
         )
         profiler = Profiler(
             setup,

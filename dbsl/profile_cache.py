@@ -7,8 +7,8 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import nn
 from dbsl.cores import local_processes
 from dbsl.files import write_text
 from dbsl.lazy import lazy_import
-from dbsl.memory import MemoryModel, confirm_batch
+from dbsl.memory import MemoryModel, PeakMemory, confirm_batch
+from dbsl.probe import LossOf
 from dbsl.profile import (
     StepProfile,
     TrainingStep,
@@ -31,19 +32,26 @@ from dbsl.profile import (
 timm = lazy_import("timm")
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _MEMORY_UP_TO = 64  # samples: enough to see the line, and no more than fits anywhere
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a step's time depends on beside its resolution and its batch size."""
+    """What a step's time depends on beside its resolution and its batch size.
+
+    The loss function is not in it: after a change of that, steps have to be measured anew.
+    """
 
     device: str  # name of the device
     model: str
     parameters: int
+    trained: int  # parameters that are not frozen
     num_classes: int
     precision: str
+    optimizer: str
+    momentum: bool  # whether it has any
+    weight_decay: bool  # likewise
     compile: bool
     cpu_threads: int
     local_processes: int  # that run on the machine at the same time
@@ -57,6 +65,9 @@ class Setup:
         num_classes: int,
         accelerator: Accelerator,
         *,
+        optimizer: str = "sgd",
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
         compiled: bool = False,
     ) -> Setup:
         """Return the setup of this process."""
@@ -64,8 +75,12 @@ class Setup:
             device=device_name(accelerator.device),
             model=name,
             parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             num_classes=num_classes,
             precision=str(accelerator.mixed_precision),
+            optimizer=optimizer,
+            momentum=momentum > 0,
+            weight_decay=weight_decay > 0,
             compile=compiled,
             cpu_threads=torch.get_num_threads(),
             local_processes=local_processes(),
@@ -100,7 +115,9 @@ class Profiler:
         seconds: About how long measuring may take for each resolution.
         refresh: Measure even what the cache has.
         file: Take the profiles from this file instead.
-        reserve_bytes: Memory that a run needs beside one worker's training.
+        loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
+        reserve: Bytes that a run needs beside one worker's training, from those of an optimizer's
+            state.
 
     Raises:
         ValueError: If the file is of another device or setup, or is no profile.
@@ -115,7 +132,8 @@ class Profiler:
         seconds: float,
         refresh: bool = False,
         file: Path | None = None,
-        reserve_bytes: float = 0.0,
+        loss_of: LossOf | None = None,
+        reserve: Callable[[float], float] = lambda state_bytes: 0.0,
     ) -> None:
         self.setup = setup
         self.file = file
@@ -123,7 +141,8 @@ class Profiler:
         self._model = model
         self._accelerator = accelerator
         self._seconds = seconds
-        self._reserve_bytes = reserve_bytes
+        self._loss_of = loss_of
+        self._reserve = reserve
         self._known = {} if refresh and not file else _read(self.path, setup, strict=bool(file))
         self._announced = False
 
@@ -139,16 +158,13 @@ class Profiler:
             memory = known.memory
         else:
             self._accelerator.print(f"measuring memory of {self.setup.model} at {resolution} px")
-            memory = profile_memory(
-                self._step(resolution),
-                batch_sizes_to_measure(_MEMORY_UP_TO),
-                reserve_bytes=self._reserve_bytes,
-            )
+            memory = profile_memory(self._step(resolution), batch_sizes_to_measure(_MEMORY_UP_TO))
         if memory is None:
             raise ValueError(
                 "large_batch_size must be given, got auto, but batch sizes made no measurable "
                 "difference to memory here"
             )
+        memory = self._adapted(memory)
         batch = min(memory.largest_batch(limit_bytes), at_most)
         if self._accelerator.device.type == "cuda":
             batch = confirm_batch(self._step(resolution), batch)
@@ -174,7 +190,7 @@ class Profiler:
                 again = "" if self.file else " (--profile-refresh measures them again)"
                 self._accelerator.print(f"step times from {self.path}{again}")
                 self._announced = True
-            return known
+            return replace(known, memory=known.memory and self._adapted(known.memory))
         self._accelerator.print(
             f"measuring steps of {self.setup.model} at {resolution} px, {self._seconds:g} s at most"
         )
@@ -183,14 +199,13 @@ class Profiler:
             batch_sizes_to_measure(large_batch_size),
             seconds=self._seconds,
             held_out=held_out,
-            reserve_bytes=self._reserve_bytes,
         )
         self._known[resolution] = profile
         try:
             write_profiles(self.path, self.setup, self._known)
         except OSError as error:
             logger.warning("step times are not kept for the next run (%s)", error)
-        return profile
+        return replace(profile, memory=profile.memory and self._adapted(profile.memory))
 
     def _step(self, resolution: int) -> TrainingStep:
         return TrainingStep(
@@ -198,8 +213,17 @@ class Profiler:
             resolution,
             self.setup.num_classes,
             self._accelerator,
+            loss_of=self._loss_of,
+            optimizer=self.setup.optimizer,
+            momentum=self.setup.momentum,
+            weight_decay=self.setup.weight_decay,
             compiled=self.setup.compile,
         )
+
+    def _adapted(self, memory: MemoryModel) -> MemoryModel:
+        """Return a memory model, kept or new, for what this run holds and what is free now."""
+        capacity = PeakMemory(self._accelerator.device).capacity()
+        return memory.adapted(capacity, self._reserve(memory.state_bytes))
 
     def _all(self, here: bool) -> bool:
         """Whether a condition holds in every process."""

@@ -16,7 +16,7 @@ from dbsl.emulate import Emulation
 from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.plan import Plan
-from dbsl.probe import NoiseProbe
+from dbsl.probe import LossOf, NoiseProbe
 from dbsl.sampler import EpochSampler, Part, Step, StepSampler
 from dbsl.server import Handover, Round
 from dbsl.split import bounded_split
@@ -45,6 +45,7 @@ class Setting:
         least: Samples of a worker in a shorter global batch, unless it has none.
         noise: Measures what the gradient noise scale is estimated from.
         mixing: Mixes images and labels of a batch; None: they stay as they are.
+        loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
         average: Of the global weights over epochs; None: not kept.
     """
 
@@ -61,6 +62,7 @@ class Setting:
     least: int
     noise: NoiseProbe
     mixing: Mixing | None
+    loss_of: LossOf
     average: WeightAverage | None
 
     def stage_at(self, epoch: int) -> Stage:

@@ -20,8 +20,8 @@ from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.model import build_model, check_patches, least_batch
 from dbsl.plan import Plan, count_workers
-from dbsl.planning import Planning, know_machines, takes_joint_steps
-from dbsl.probe import choose_probe
+from dbsl.planning import Planning, know_machines, optimizer_of_worker, takes_joint_steps
+from dbsl.probe import LossOf, choose_probe
 from dbsl.server import Round
 from dbsl.setting import Setting, round_sampler, steps_of
 from dbsl.stages import (
@@ -37,8 +37,14 @@ from dbsl.transforms import Transform
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 
-def prepare(config: Config, accelerator: Accelerator) -> Setting:
-    """Load the data, build the model, measure step times unless given, and plan the run."""
+def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Setting:
+    """Load the data, build the model, measure step times unless given, and plan the run.
+
+    Args:
+        config: The run's settings.
+        accelerator: Device, precision, processes.
+        loss_of: Mean loss of a model on images and labels, a part of the steps that are measured.
+    """
     workers, small_workers = count_workers(
         accelerator.num_processes,
         workers=config.workers,
@@ -118,7 +124,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
         data = replace(data, mean=mean, std=std)
     least = least_batch(model, config.resolutions[0], accelerator.device)
     _check_samples(len(data.train), config, least)
-    machines, config = know_machines(config, model, data, accelerator)
+    machines, config = know_machines(config, model, data, accelerator, loss_of)
     planning = Planning(config, machines, len(data.train), least)
     plans = {
         resolution: planning.first(resolution, accelerator.print)
@@ -171,6 +177,7 @@ def prepare(config: Config, accelerator: Accelerator) -> Setting:
             least=least,
         ),
         mixing=mixing,
+        loss_of=loss_of,
         average=WeightAverage(config.ema_decay) if config.ema_decay else None,
     )
 
@@ -255,6 +262,8 @@ def profile_command(run: Setting, processes: int) -> str:
         f"{launch} -m dbsl.profile --model {config.model} --num-classes {run.data.num_classes} "
         f"--resolutions {','.join(map(str, config.resolutions))} "
         f"--large-batch-size {largest} "
+        f"--optimizer {optimizer_of_worker(config)} {'--momentum 0 ' * (not config.momentum)}"
+        f"{'--weight-decay 0 ' * (not config.weight_decay)}"
         f"--mixed-precision {config.mixed_precision} {'--compile ' * config.compile}"
         "--profile-refresh"
     )

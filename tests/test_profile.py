@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
+import train
 from dbsl import profile
 from dbsl.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
 from dbsl.model import build_model
+from dbsl.planning import _reserve_bytes
 from dbsl.profile import (
+    NO_OPTIMIZER,
     StepProfile,
     TrainingStep,
     batch_sizes_to_measure,
@@ -112,6 +116,97 @@ def test_profiling_leaves_the_model_and_the_random_numbers_as_they_were(accelera
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_measured_step_has_the_optimizer_the_loss_and_the_frozen_layers_of_training(accelerator):
+    model = build_model("test_resnet", 3, final_resolution=32)
+    losses = []
+
+    def loss_of(module, images, labels):
+        losses.append((module, len(labels)))
+        return module(images).square().mean()
+
+    sizes = {}
+    for name in ("sgd", "adamw", NO_OPTIMIZER):
+        step = TrainingStep(model, 16, 3, accelerator, loss_of=loss_of, optimizer=name)
+        step(4)
+        sizes[name] = step.state_bytes
+        assert losses[-1][0] is not model
+        assert losses[-1][1] == 4
+    weights = sum(4 * p.numel() for p in model.parameters())
+    assert sizes["sgd"] == weights
+    assert 2 * weights <= sizes["adamw"] < 2.01 * weights
+    assert sizes[NO_OPTIMIZER] == 0
+    assert TrainingStep(model, 16, 3, accelerator, momentum=False).state_bytes == 0
+    before = Setup.of("test_resnet", model, 3, accelerator)
+    model.requires_grad_(False)
+    model.fc.requires_grad_(True)
+    step = TrainingStep(model, 16, 3, accelerator)
+    step(4)
+    assert step.state_bytes == sum(4 * p.numel() for p in model.fc.parameters())
+    setups = [
+        Setup.of("test_resnet", model, 3, accelerator, **other)
+        for other in ({}, {"optimizer": "adamw"}, {"momentum": 0.0}, {"weight_decay": 0.0})
+    ]
+    assert len({cache_file(setup) for setup in [before, *setups]}) == 5
+
+
+def test_a_run_measures_its_own_step(monkeypatch):
+    steps = []
+
+    def fake(step, batch_sizes, **_):
+        steps.append(step)
+        times = [0.01 + 0.001 * x for x in batch_sizes]
+        return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times))
+
+    monkeypatch.setattr("dbsl.profile_cache.profile_steps", fake)
+    for number, extra in enumerate(({"optimizer": "adamw"}, {"push": "gradients"})):
+        AcceleratorState._reset_state(True)
+        train.main(
+            train.Config(
+                model="test_resnet",
+                resolutions=(16,),
+                train_samples=200,
+                plan_only=True,
+                report_to="none",
+                seed=number,
+                **extra,
+            )
+        )
+    AcceleratorState._reset_state(True)
+    own, pushed = steps
+    assert isinstance(own._optimizer, torch.optim.AdamW)
+    assert own._loss_of.func is train.compute_loss
+    assert pushed._optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "copies", "states"),
+    [
+        ({}, 1, 5, 4),  # of four simulated workers, and the global weights
+        ({}, 4, 2, 1),
+        ({"sync": "step"}, 1, 1, 1),
+        ({"push": "gradients"}, 1, 5, 1),
+    ],
+)
+def test_memory_is_reserved_for_the_state_that_workers_have(settings, processes, copies, states):
+    config = train.Config(workers=4, **settings)
+    model = torch.nn.Linear(9, 1)  # 40 bytes
+    assert _reserve_bytes(config, model, processes, 80.0) == copies * 40 + states * 80
+
+
+def test_a_step_that_fails_for_want_of_memory_leaves_a_smaller_one_possible(accelerator):
+    model = build_model("test_resnet", 3, final_resolution=32)
+    step = TrainingStep(model, 16, 3, accelerator)
+    make = step._batch
+
+    def batch(size):
+        if size > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return make(size)
+
+    step._batch = batch
+    assert confirm_batch(step, 10) == 8
+
+
 MEMORY = MemoryModel(2 * GIB, GIB / 128, 12 * GIB, 0.25, 1 * GIB, "by hand")
 
 
@@ -129,6 +224,7 @@ def test_a_limit_below_one_sample_is_refused():
 def test_memory_line_is_fitted_to_peaks():
     measure = PeakMemory(torch.device("cpu"))
     fitted = fit_memory([4, 8, 16], [2e9 + x * 1e6 for x in (4, 8, 16)], measure, 5e6)
+    assert fitted.state_bytes == 5e6
     assert fitted.sample_bytes == pytest.approx(1e6)
     assert fitted.fixed_bytes == pytest.approx(2e9)
     assert fitted.source == "resident memory of the process"
@@ -155,6 +251,41 @@ def test_confirming_step_backs_off_until_it_fits():
     assert tried == [100, 95, 90]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+def test_libraries_that_lack_memory_make_the_batch_smaller(message):
+    def step(batch):
+        if batch > 9:
+            raise RuntimeError(message)
+
+    assert confirm_batch(step, 10) == 9
+
+
+def test_other_errors_of_a_confirming_step_are_not_taken_for_want_of_memory():
+    def step(batch):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        confirm_batch(step, 10)
+
+    def never(batch):
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED\nmore")
+
+    with pytest.raises(
+        ValueError, match=r"hold a batch of one sample, got less \(.*ALLOC_FAILED\)"
+    ):
+        confirm_batch(never, 3)
+
+
 @pytest.fixture
 def profiler(accelerator, tmp_path, monkeypatch):
     """Return a maker of profilers whose measurements are counted, with a cache of its own."""
@@ -169,6 +300,7 @@ def profiler(accelerator, tmp_path, monkeypatch):
         return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times), MEMORY)
 
     monkeypatch.setattr("dbsl.profile_cache.profile_steps", fake)
+    monkeypatch.setattr(PeakMemory, "capacity", lambda self: 12 * GIB)
 
     def make(setup=setup, **options):
         return Profiler(setup, model, accelerator, seconds=1.0, **options)
@@ -235,11 +367,18 @@ def test_a_file_that_is_no_profile_is_refused(profiler, tmp_path, damage):
         profiler(file=path)
 
 
-def test_largest_batch_comes_from_memory_and_from_the_samples(profiler):
-    profiler().profile(32, 64)
-    assert profiler().largest_batch(32, at_most=1000) == 768
-    assert profiler().largest_batch(32, at_most=1000, limit_bytes=8 * GIB) == 384
-    assert profiler().largest_batch(32, at_most=100) == 100
+def test_largest_batch_comes_from_memory_as_it_is_now_and_from_the_samples(profiler, monkeypatch):
+    profiler().profile(32, 64)  # kept with the 12 GiB that there were
+
+    def largest_batch(**options):
+        return profiler(reserve=lambda state: GIB + 2 * state).largest_batch(32, **options)
+
+    assert largest_batch(at_most=1000) == 768
+    assert largest_batch(at_most=1000, limit_bytes=8 * GIB) == 384
+    assert largest_batch(at_most=100) == 100
+    monkeypatch.setattr(PeakMemory, "capacity", lambda self: 8 * GIB)  # others have the rest
+    assert largest_batch(at_most=1000) == 384
+    assert "512 fit into 8.0 GiB" in profiler().profile(32, 64).describe()
 
 
 def test_profile_from_the_shell(tmp_path, monkeypatch, capsys):
