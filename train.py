@@ -54,104 +54,155 @@ class Config:
 
     # --- data
     dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
-    image_column: str | None = None  # found from the dataset's features where not given
-    label_column: str | None = None  # the same; of several ClassLabels the one with most classes
-    train_samples: int | None = None  # train on a stratified, seeded subset of this many
-    eval_samples: int | None = None  # evaluate on a stratified, seeded subset of this many
-    holdout: float | None = None  # share of the training images to evaluate on, not the test split
-    augment: Augment = "crop"  # crop and flip; paper: flip, rotation, zoom; none
-    loader_workers: int | None = None  # processes that decode large images; unset: by the cores
+    image_column: str | None = None  # column of the images; unset: the only one
+    # column of the classes; unset: label, or the class column with most classes
+    label_column: str | None = None
+    # images to train on, a stratified and seeded subset; unset: all
+    train_samples: int | None = None
+    # images to evaluate on, a stratified and seeded subset; unset: all
+    eval_samples: int | None = None
+    # share of the training images to evaluate on instead of the test split, in (0, 1)
+    holdout: float | None = None
+    # crop: random crop and flip; paper: flip, rotation and zoom; none: nothing
+    augment: Augment = "crop"
+    # processes that decode large images; unset: by the cores; 0: none
+    loader_workers: int | None = None
     # --- model
-    model: str = "resnet18"  # a name in timm's registry
-    pretrained: bool = False  # start from timm's weights (downloads them)
-    dropout: tuple[float, ...] = (0.0,)  # before the classifier; one, or one per resolution
+    # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
+    model: str = "resnet18"
+    # start from timm's weights of the model; they are downloaded unless cached
+    pretrained: bool = False
+    # dropout before the classifier, in [0, 1); one value, or one per resolution
+    dropout: tuple[float, ...] = (0.0,)
     # --- workers and their batch sizes
-    workers: int | None = None  # simulated in one process (unset: 4); else the process count
+    # workers simulated in one process; unset: 4; with several processes, their number
+    workers: int | None = None
     small_ratio: float = 0.0  # share of workers on the small batch, in [0, 1]
-    small_workers: int | None = None  # the same as a count; wins over small_ratio
-    time_ratio: float = 1.05  # k > 1, what dual batch may cost over all-large
-    small_share: float | None = None  # of the samples, in (0, 1); decides instead of time_ratio
-    # one, or one per resolution (and worker); auto: the largest that fits; unset: up to 128
+    # number of workers on the small batch; wins over --small-ratio
+    small_workers: int | None = None
+    time_ratio: float = 1.05  # time that dual batch may take over all-large, k > 1
+    # share of samples trained in small batches, in (0, 1); replaces --time-ratio
+    small_share: float | None = None
+    # samples per step of a large worker; one value, one per resolution, or one per resolution and
+    # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: tuple[int, ...] | Literal["auto"] | None = None
-    batch_limit: Literal["memory", "useful"] = "memory"  # of auto; useful: as a study or run found
-    batch_evidence: str | None = None  # that study or run; unset: the newest of this model and data
-    local_batch_sizes: tuple[int, ...] | None = None  # by hand, one per worker (and resolution)
-    global_batch_size: int | None = None  # of joint steps; unset: the sum over workers
-    small_batch_size: tuple[int, ...] | None = None  # one, or one per resolution; 0: solved
-    min_batch_size: int = 2  # the least that a solution or a balance may give a worker
-    memory_limit: float | None = None  # GiB, for large_batch_size auto; unset: what is free
-    # seconds per sample: one, or one per resolution (and worker); unset: measured
+    # upper bound for --large-batch-size auto: what fits in memory, or the useful batch that a study
+    # or a run found
+    batch_limit: Literal["memory", "useful"] = "memory"
+    # folder of the study or run for --batch-limit useful; unset: the newest of the same model and
+    # data
+    batch_evidence: str | None = None
+    # samples per step set by hand; one value per worker, or per resolution and worker
+    local_batch_sizes: tuple[int, ...] | None = None
+    # samples per joint step over all workers; unset: the sum of their batches
+    global_batch_size: int | None = None
+    # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
+    small_batch_size: tuple[int, ...] | None = None
+    min_batch_size: int = 2  # smallest batch that a solved or balanced plan may give a worker
+    # GiB that a step may use with --large-batch-size auto; unset: what is free
+    memory_limit: float | None = None
+    # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
+    # measured
     slope: tuple[float, ...] | None = None
-    intercept: tuple[float, ...] | None = None  # seconds per step, in the same way
-    profile: str | None = None  # file of python -m dbsl.profile --output; unset: cache, or measure
-    profile_seconds: float = 30.0  # about how long to measure, all resolutions together
-    profile_refresh: bool = False  # measure even if the cache has step times
-    plan_only: bool = False  # print the plan and its timeline, train nothing
-    update_factor: UpdateFactor = "data"  # merge weight of small workers: d_S/d_L, its root, 1
-    rounding: Rounding = "round"  # of plan results: as the journal, or truncate as the conference
-    balance: Balance = "none"  # dynamic: plans follow measured times; dbs: the published rule
-    balance_every: int | None = None  # rounds from one chance to the next; unset: an epoch
+    # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
+    # measured
+    intercept: tuple[float, ...] | None = None
+    # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
+    profile: str | None = None
+    profile_seconds: float = 30.0  # seconds to measure step times for, all resolutions together
+    profile_refresh: bool = False  # measure step times even if the cache has them
+    plan_only: bool = False  # print the plan and its timeline, then stop
+    # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
+    update_factor: UpdateFactor = "data"
+    # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
+    rounding: Rounding = "round"
+    # plans stay as they are (none), follow measured times (dynamic), or follow the published rule
+    # (dbs)
+    balance: Balance = "none"
+    balance_every: int | None = None  # rounds between two changes of the plan; unset: an epoch
     # --- how workers meet
-
-    # barrier each round; ssp: bounded lead; asp: no wait; step: every step. ssp and asp outlive a
-    # process that dies if each has a launch of its own: a launcher ends all that it has started
+    # way that workers meet: at a barrier each round (bsp), with a bounded lead (ssp), without
+    # waiting (asp), or at every step (step); ssp and asp outlive a dead process where each process
+    # has a launch of its own
     sync: Sync = "bsp"
-    push: Push = "weights"  # or gradients: the server has the optimizer, workers share each batch
-    push_every: int = 1  # push gradients: steps whose gradients are summed in a push
-    wire: Wire = "float32"  # several processes: pushes in bf16 are half as long
-    damp_stale: bool = False  # push gradients: scale gradients by 1/(1 + staleness)
-    drop_last: bool = False  # joint steps: leave out an epoch's last, shorter global batch
-    sync_batch_norm: bool = False  # sync step on GPUs: statistics of the global batch
-    staleness: int = 1  # ssp: rounds that the leader may be ahead of the slowest
-    merge: Merge | None = None  # unset: mean with bsp, ratio with ssp and asp; bsp: or delta
-    outer_lr: float = 0.7  # merge delta: learning rate of the server's step on the workers' change
-    outer_momentum: float = 0.9  # of that step, Nesterov's; in [0, 1)
+    # what workers send: their weights, or gradients for an optimizer at the server
+    push: Push = "weights"
+    push_every: int = 1  # steps whose gradients are summed in one push, with --push gradients
+    wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
+    damp_stale: bool = False  # scale gradients by 1/(1 + staleness), with --push gradients
+    drop_last: bool = False  # leave out the last, shorter global batch of an epoch of joint steps
+    # batch-norm statistics over the global batch, with --sync step on GPUs
+    sync_batch_norm: bool = False
+    # rounds that the fastest worker may be ahead of the slowest, with --sync ssp
+    staleness: int = 1
+    # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
+    merge: Merge | None = None
+    outer_lr: float = 0.7  # learning rate of the server's step, with --merge delta
+    # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
+    outer_momentum: float = 0.9
     rounds_per_epoch: int = 1  # pushes per worker and epoch
     dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
     # seconds of silence after which a process counts as lost, and that others wait at a barrier;
     # with asp and ssp a process that computes is heard all the while
     worker_timeout: float = 1800.0
     # --- emulation of uneven machines
-    slowdown: tuple[str, ...] | None = None  # worker:factor on its compute time, 0:2.0,3:1.5
-    disturb: str | None = None  # probability:epochs[:factor] of slow spells, 0.1:4-20
-    time_noise: float = 0.0  # relative sd of a simulated round's time
+    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
+    slowdown: tuple[str, ...] | None = None
+    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
+    time_noise: float = 0.0  # relative standard deviation of a simulated round's time
     # --- schedule
-    epochs: int = 20  # passes over the training data, all workers' shares together
-    resolutions: tuple[int, ...] | None = None  # image sides, ascending; unset: 3/4 and 1 of own
-    schedule: Schedule = "cyclic"  # resolution climbs in every LR stage; progressive: once
-    optimizer: str = "sgd"  # a name that timm.optim knows; sgd is Nesterov's, momentum plain
+    epochs: int = 20  # passes over the training data; all workers share each pass
+    # image sides in pixels, ascending; unset: 3/4 of the images' own side, then all of it
+    resolutions: tuple[int, ...] | None = None
+    # resolution climbs in every learning-rate stage (cyclic), once (progressive), or stays (fixed)
+    schedule: Schedule = "cyclic"
+    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
     lr: float = 0.1  # learning rate of the first stage
-    lr_schedule: LrSchedule = "step"  # down at milestones, or cosine from lr to 0
-    lr_scaling: LrScaling = "none"  # of a worker by its batch over the large one, or its root
-    lr_milestones: tuple[int, ...] | None = None  # epochs; unset: after 4/7 and 6/7 of the run
+    # learning rate falls at milestones (step), or along a cosine to 0
+    lr_schedule: LrSchedule = "step"
+    # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
+    lr_scaling: LrScaling = "none"
+    # epochs after which the learning rate falls; unset: 4/7 and 6/7 of the run
+    lr_milestones: tuple[int, ...] | None = None
     lr_gamma: float = 0.2  # factor on the learning rate at each milestone
-    warmup_epochs: float | None = None  # linear rise from lr/100; unset: 1/10 of the run, up to 2
-    momentum: float = 0.9  # in [0, 1)
-    weight_decay: float = 5e-4  # not on biases and norms
-    reset_momentum: bool = False  # clear optimizer state where a new stage begins
-    label_smoothing: float = 0.0  # in [0, 1)
-    mixup: float = 0.0  # alpha of timm's mixup, 0.2 say; 0: none
-    cutmix: float = 0.0  # alpha of timm's CutMix, 1.0 say; 0: none; with mixup, a batch gets one
-    ema_decay: float = 0.0  # per epoch, 0.8 say: evaluate averaged weights beside the raw; 0: none
+    # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
+    warmup_epochs: float | None = None
+    momentum: float = 0.9  # momentum of SGD and optimizers that have one, in [0, 1)
+    weight_decay: float = 5e-4  # weight decay; biases and norms have none
+    reset_momentum: bool = False  # clear the optimizer's state where a new stage begins
+    label_smoothing: float = 0.0  # label smoothing, in [0, 1)
+    mixup: float = 0.0  # alpha of mixup, say 0.2; 0: off
+    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
+    cutmix: float = 0.0
+    # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
+    ema_decay: float = 0.0
     # --- run
-    eval_every: int = 1  # epochs; the last is always evaluated
-    eval_batch_size: int = 256  # samples
-    eval_train: bool = False  # at the end evaluate the training images too, without augmentation
-    checkpoint_every: int | str = "10m"  # epochs (2) or minutes (10m); 0: only when stopped
-    keep_checkpoints: int = 2  # the newest so many
-    resume: str | None = None  # a run folder or checkpoint, or auto: output_dir's, if it has any
-    allow_config_change: bool = False  # resume with settings that change what is trained
-    max_minutes: float | None = None  # then save and stop with status 75, as after SIGTERM
-    max_bad_rounds: int = 10  # rounds refused because loss or weights are not finite
-    max_bad_images: int = 16  # left out because they cannot be decoded, of each split
-    cpu_threads: int | None = None  # of torch; unset: the process's part of the cores
-    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
-    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 %
-    compile: bool = False  # torch.compile; graphs for all batch sizes are made before training
-    seed: int = 0  # of everything random: split, shuffling, augmentation, weights, dropout
-    output_dir: str | None = None  # the run folder, new; unset: runs/<dataset>-<model>-<time>
-    report_to: ReportTo = "wandb"  # offline without a login or a network
-    push_to_hub: str | None = None  # user/name: upload model, card and figures when it is done
+    eval_every: int = 1  # epochs between evaluations; the last epoch is always evaluated
+    eval_batch_size: int = 256  # samples per step of evaluation
+    # evaluate the training images too, at the end and without augmentation
+    eval_train: bool = False
+    # epochs (2) or minutes (10m) between checkpoints; 0: only when stopped
+    checkpoint_every: int | str = "10m"
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep
+    # run folder or checkpoint to go on from; auto: --output-dir, if it has a run
+    resume: str | None = None
+    allow_config_change: bool = False  # allow --resume with settings that change what is trained
+    # minutes after which the run saves and stops with status 75, as after SIGTERM
+    max_minutes: float | None = None
+    max_bad_rounds: int = 10  # rounds that may be refused because loss or weights are not finite
+    # images of each split that may be left out because they cannot be decoded
+    max_bad_images: int = 16
+    cpu_threads: int | None = None  # threads of torch; unset: this process's part of the cores
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no
+    mixed_precision: Precision = "auto"
+    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
+    compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
+    seed: int = 0  # seed of everything random: split, shuffling, augmentation, weights, dropout
+    output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    # tracker of the run; wandb works offline without a login or a network
+    report_to: ReportTo = "wandb"
+    # repository user/name on the hub for model, card and figures of the finished run
+    push_to_hub: str | None = None
 
     def __post_init__(self) -> None:
         check_run(self)

@@ -20,6 +20,13 @@ T = TypeVar("T")
 
 # Optimizers of which a push that is part of a global batch can take that part of a step.
 _STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
+# What most people need first.
+COMMON = (
+    *("dataset", "model", "epochs", "lr", "workers", "small_ratio", "large_batch_size"),
+    *("sync", "output_dir", "resume"),
+)
+_CONFIG_HELP = {"--config": "YAML file of settings; flags win over it"}
+
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
@@ -55,7 +62,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         if (folder / "config.yaml").is_file():
             given = yaml_to_argv(read_settings(folder / "config.yaml")) + given
 
-    return parse_flags(cls, given + flags)
+    return parse_flags(cls, given + flags, common=COMMON, others=_CONFIG_HELP)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -7,21 +7,41 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import tyro
 
+from dbsl.helptext import format_help
+
 T = TypeVar("T")
 
 
-def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str | None = None) -> T:
+def parse_flags(
+    cls: type[T],
+    flags: Sequence[str] | None = None,
+    prog: str | None = None,
+    common: Sequence[str] = (),
+    others: Mapping[str, str] | None = None,
+) -> T:
     """Build the dataclass `cls` from flags; only the first process prints help and errors.
+
+    Args:
+        cls: The dataclass.
+        flags: The command line; unset: this process's.
+        prog: What the command is called.
+        common: Fields that the help shows first.
+        others: Flags that the caller has read himself, with their help.
 
     Raises:
         ValueError: From the dataclass's own ``__post_init__``.
-        SystemExit: If a flag is unknown or its value has the wrong type (status 2).
+        SystemExit: If a flag is unknown or its value has the wrong type (status 2), or after help.
     """
+    flags = sys.argv[1:] if flags is None else flags
+    if common and {"-h", "--help"} & set(flags):
+        if os.environ.get("RANK", "0") == "0":
+            print(format_help(cls, common=common, others=others))
+        raise SystemExit(0)
 
     class Unchecked(cls):  # tyro would frame an error of __post_init__ in a box
         def __post_init__(self) -> None:
@@ -31,7 +51,7 @@ def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str | No
         Unchecked,
         prog=prog,
         description=cls.__doc__,
-        args=_split_commas(cls, sys.argv[1:] if flags is None else flags),
+        args=_split_commas(cls, flags),
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
     return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls)})

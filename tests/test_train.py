@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,9 +13,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dbsl.config import config_to_yaml, parse_config
+from dbsl.config import COMMON, config_to_yaml, parse_config
 from dbsl.data import load_data
 from dbsl.errors import one_line_errors
+from dbsl.helptext import read_source
 from dbsl.model import load_model
 from dbsl.sampler import evaluation_batches
 from dbsl.transforms import Transform
@@ -433,13 +435,32 @@ def test_flags_win_over_the_file_and_lists_take_commas_or_spaces(tmp_path):
     assert parse_config(Config, ["--resolutions", "24", "32"]).resolutions == (24, 32)
 
 
-def test_every_flag_explains_itself():
-    done = subprocess.run(
-        [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0
-    words = " ".join(done.stdout.replace("│", " ").split())
-    for name in ("small-ratio", "sync", "resolutions", "worker-timeout"):
-        assert f"--{name}" in words
-    assert "share of workers on the small batch, in [0, 1]" in words
+def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        parse_config(Config, ["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles[:3] == ["common", "data", "model"]
+    assert len(titles) == 8
+    common = text[text.index("common:") : text.index("data:\n")]
+    assert common.count("\n  --") == len(COMMON) + 1 == 11
+    assert "--config FILE" in common
+    for name in Config.__dataclass_fields__:
+        flags = re.findall(rf"\n  --(?:\[no-\])?{name.replace('_', '-')}[ \n]", text)
+        assert len(flags) == 1, name
+    words = " ".join(text.split())
+    assert "--small-ratio X share of workers on the small batch, in [0, 1] (default: 0.0)" in words
+    assert "--large-batch-size N,..|auto samples per step" in words
+    assert "--merge mean|delta|ratio|half merge rule" in words
+    assert "{None}" not in words
     assert "--- " not in words  # the group headings of the source are no help texts
+
+
+def test_help_texts_are_claims_that_stand_alone():
+    _, words = read_source(Config)
+    assert words.keys() == Config.__dataclass_fields__.keys()
+    for name, text in words.items():
+        assert len(text) > 10, name
+        assert text.split()[0].lower() not in {"of", "or", "that", "the same", "then", "in"}, name
