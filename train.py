@@ -179,6 +179,8 @@ class Config:
     # --- run
     eval_every: int = 1  # epochs between evaluations; the last epoch is always evaluated
     eval_batch_size: int = 256  # samples per step of evaluation
+    # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
+    log_every: int = 50
     # evaluate the training images too, at the end and without augmentation
     eval_train: bool = False
     # epochs (2) or minutes (10m) between checkpoints; 0: only when stopped
@@ -232,10 +234,21 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     rates_left = rates[progress.steps :]
     loss_of = run.loss_of
     measure = partial(run.noise.measure, turn) if run.noise.due(turn) else None
+    log.meter.begin(turn, anew=not progress.steps)
     train_steps(
-        stepper, batches, steps_left, rates_left, accelerator, keeper, progress, loss_of, measure
+        stepper,
+        batches,
+        steps_left,
+        rates_left,
+        accelerator,
+        keeper,
+        progress,
+        loss_of,
+        measure,
+        log.meter,
     )
     losses, finite, measured = read_round(progress, cluster.outgoing)
+    log.meter.end(losses, progress.samples)
     reports = make_reports(
         turn,
         segment.plan,
@@ -247,6 +260,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
         clock=stepper.clock,
         refused=not finite,
         noise=measured,
+        lines_of=log.meter.take_lines,
     )
     if cluster.push(reports):  # not finite, and not merged: the next pull brings good weights
         for worker in turn.workers:
@@ -261,11 +275,12 @@ def compute_loss(model, images, labels, *, accelerator, smoothing):
 
 
 def train_steps(
-    stepper, batches, steps, learning_rates, accelerator, keeper, progress, loss_of, measure
+    stepper, batches, steps, learning_rates, accelerator, keeper, progress, loss_of, measure, meter
 ) -> None:
     """Take optimizer steps, adding each worker's loss, summed over its samples, to `progress`.
 
-    `measure`, if any, looks at the gradients of the first step, for the noise scale.
+    `measure`, if any, looks at the gradients of the first step, for the noise scale; `meter` writes
+    the lines of `log_every`.
     """
     stepper.model.train()
     zero = torch.zeros((), device=accelerator.device)
@@ -284,7 +299,8 @@ def train_steps(
             progress.samples[part.worker] = progress.samples.get(part.worker, 0) + len(labels)
         if measure and progress.samples and not progress.steps:
             progress.noise = measure(step, stepper.joint, images, labels, loss_of)
-        stepper.step(step, learning_rate)  # here, of all workers together, or at the server
+        with meter.step(step, learning_rate, progress):
+            stepper.step(step, learning_rate)  # here, of all workers together, or at the server
         progress.steps += 1
         keeper.after_step(round_over=number == len(steps))  # saves, or stops, if it is time to
 
@@ -351,6 +367,7 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
     rank, world_size = accelerator.process_index, accelerator.num_processes
     log = start_log(run, folder, resumed, accelerator)
     cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
+    log.meter.attach(stepper, accelerator)
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
     waits = world_size == 1 or config.sync in ("bsp", "step")
     together = waits and world_size > 1

@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.record import record
+from dbsl.meter import MEASURED
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = shlex.split(
     "--model test_resnet --train-samples 240 --eval-samples 40 --resolutions 16,32 --epochs 5 "
     "--lr-milestones 3 --slope 0.001 --intercept 0.01 --lr 0.02 --report-to none "
-    "--dropout 0.1,0.2 --cpu-threads 1"
+    "--dropout 0.1,0.2 --cpu-threads 1 --log-every 2"
 )
 ROUNDS = shlex.split("--large-batch-size 10 --small-workers 1 --rounds-per-epoch 2")
 JOINT = ["--local-batch-sizes"]
@@ -120,7 +121,8 @@ def fingerprint(folder: Path) -> str:
         return "no model"
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes())
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = {k: v for k, v in json.loads(line).items() if "time" not in k}
+        row = json.loads(line)
+        row = {k: v for k, v in row.items() if "time" not in k and k not in MEASURED}
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
 

@@ -179,7 +179,7 @@ class BarrierSync:
             change = self.outgoing - self._pulled
             summed.copy_(change.mul_(report.merge_weight / total))
         self.control.enter()
-        reports = self._sum.exchange(report)
+        reports = self.control.with_lines(self._sum.exchange(report), report)
         self.refused += sum(r.refused for r in reports)
         taken = [r.merge_weight for r in reports if not r.refused]
         if self._averages and len(taken) < len(reports) and taken:

@@ -149,7 +149,7 @@ def check_run(config: Any) -> None:
         in_range(name, getattr(config, name), 0, 1, open_high=True)
     for probability in config.dropout:
         in_range("dropout", probability, 0, 1, open_high=True)
-    for name in ("staleness", "seed", "max_bad_rounds", "max_bad_images"):
+    for name in ("staleness", "seed", "max_bad_rounds", "max_bad_images", "log_every"):
         in_range(name, getattr(config, name), 0)
     if config.holdout is not None:
         in_range("holdout", config.holdout, 0, 1, open_low=True, open_high=True)

@@ -277,6 +277,7 @@ class Keeper:
             "progress": asdict(progress) if progress else None,
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
+            "meter": self._log.meter.state_dict(),
             "average": self._run.average and self._run.average.state_dict(),
             "epochs_done": self._epochs_done,
             "loop_s": time.perf_counter() - self.loop_began,
@@ -321,6 +322,8 @@ class Keeper:
         self._run.planner.load_state_dict(state["planner"])
         if "noise" in state:  # not in checkpoints of before
             self._run.noise.load_state_dict(state["noise"])
+        if "meter" in state:
+            self._log.meter.load_state_dict(state["meter"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
             self._progress = Progress(**state["progress"])
@@ -332,6 +335,8 @@ class Keeper:
         """Go on with other workers: the global weights, and what is left of the epoch."""
         handover = resumed.handover
         self._cluster.take_over(handover)
+        if "meter" in resumed.state:
+            self._log.meter.take_over(resumed.state["meter"])
         self._run.planner.fixed = self._run.fixed_segments(handover)
         for worker, optimizer in self._stepper.optimizers.items():
             if worker in handover.optimizers:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dbsl.balance import Planner, Segment
 from dbsl.errors import one_of_several
 from dbsl.packing import as_counts
-from dbsl.server import EpochEnd, Handover, Round, RoundReport
+from dbsl.server import EpochEnd, Handover, Round, RoundReport, report_from_plain
 from dbsl.stopping import Wish
 from dbsl.weights import FlatWeights
 from dbsl.wire import ControlGroup, SharedPlans, exchange_reports
@@ -112,6 +112,7 @@ class Lockstep:
             wait_time_s = max(0.0, spent - report.time_s)
             own = replace(report, compute_time_s=report.time_s, wait_time_s=wait_time_s)
             done = exchange_reports([own], self.weights.vector.device)
+            done = self.control.with_lines(done, own)
         refused = any(report.refused for report in done)
         if refused:
             self.weights.load(self._start)
@@ -175,7 +176,7 @@ class Lockstep:
         self._spent_s = state["spent_s"]
         start, device = state["start"], self.weights.vector.device
         self._start = None if start is None else start.to(device)
-        self._reports = deque(RoundReport(**report) for report in state["reports"])
+        self._reports = deque(map(report_from_plain, state["reports"]))
 
     def take_over(self, handover: Handover) -> None:
         """Go on where workers of another number stopped."""

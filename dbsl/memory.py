@@ -130,6 +130,13 @@ class PeakMemory:
         return min(free / local_processes() + own, _container_limit() / local_processes())
 
 
+def memory_in_use(device: torch.device) -> float:
+    """Return bytes: on CUDA the most that were allocated so far, elsewhere what is resident now."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return float(psutil.Process().memory_info().rss)
+
+
 def fit_memory(
     batch_sizes: Sequence[int],
     peaks: Sequence[float],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dbsl.clock import ComputeClock
 from dbsl.plan import Plan
-from dbsl.server import Round, RoundReport
+from dbsl.server import Round, RoundReport, StepLine
 
 
 @dataclass
@@ -52,6 +52,7 @@ def make_reports(
     clock: ComputeClock,
     refused: bool = False,
     noise: Mapping[str, Any] | None = None,
+    lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
@@ -66,10 +67,12 @@ def make_reports(
         clock: Has measured what each worker computed.
         refused: Whether the round is not to be merged, since it is not finite.
         noise: What was measured of the gradients; it goes with the turn's first worker.
+        lines_of: Gives a worker's step lines that the main process does not have yet.
     """
     reports = []
     for worker in turn.workers:
         mine, count = plan.workers[worker], samples.get(worker, 0)
+        lines = lines_of(worker)
         reports.append(
             RoundReport(
                 worker,
@@ -85,6 +88,8 @@ def make_reports(
                 learning_rate=learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=refused,
+                logged=len(lines),
+                lines=lines,
                 **(noise or {} if worker == turn.workers[0] else {}),
             )
         )

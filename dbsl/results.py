@@ -38,15 +38,23 @@ def start_log(
         asdict(config),
         resume_id=state["tracker"] if state else None,
     )
-    command = profile_command(run, accelerator.num_processes)
+    # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
+    slowed = config.slowdown or config.disturb
+    expects = run.measured and config.balance == "none" and not slowed
+    command = profile_command(run, accelerator.num_processes) if expects else None
+    alone, by_rounds = accelerator.num_processes == 1, config.dedicated_server
+    every_worker = (alone and config.sync != "step") or by_rounds
     with reading_checkpoint(resumed and resumed.folder):
         log = RunLog(
             folder,
             accelerator,
             run.stages,
             run.plans,
-            command if config.balance == "none" else None,
+            command,
             pushes=config.push == "gradients",
+            log_every=config.log_every,
+            counted=range(config.workers) if every_worker else (0,),
+            by_rounds=by_rounds,
             state=state,
         )
     if log.enabled:

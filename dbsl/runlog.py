@@ -11,10 +11,11 @@ import json
 import math
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,15 +27,20 @@ from tqdm import tqdm
 from dbsl.balance import plan_from_plain
 from dbsl.errors import SaveError
 from dbsl.files import write_text
+from dbsl.meter import StepMeter
 from dbsl.noise import NoiseAverage, noise_summary
 from dbsl.plan import Plan
-from dbsl.server import RoundReport
+from dbsl.server import RoundReport, StepLine, report_from_plain
 from dbsl.stages import Stage, stage_at
 from dbsl.sync import Loss
 from dbsl.trackers import tracker_id
 
 MAX_PRINTED_WORKERS = 8
-PREDICTION_TOLERANCE = 0.10  # relative, of a worker's time in an epoch
+PREDICTION_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
+PREDICTION_EPOCHS = 3  # in which a worker's time is off before anything is said
+_BAR = "{percentage:3.0f} % |{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
+_STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
+_BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,132 @@ class Evaluation:
     train_loss: float | None = None
 
 
+class _Display:
+    """Optimizer steps so far: a bar on a terminal; elsewhere a line about once a minute.
+
+    Args:
+        total: Steps of the run.
+        done: Steps of it that earlier sessions took.
+        epochs: Epochs of the run.
+    """
+
+    def __init__(self, total: int, done: int, epochs: int) -> None:
+        self.total, self.done, self._epochs = total, done, epochs
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            bar_format=_BAR,
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._every_s = _LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S
+        self.loss = math.nan  # the latest that is known
+        self.pause()
+
+    def pause(self) -> None:
+        """Begin to measure the speed anew: what came before was an evaluation, say."""
+        self._samples, self._since = 0, time.perf_counter()
+
+    def step(self, samples: int, epoch: int, learning_rate: float, steps: int = 1) -> None:
+        """Note steps with these samples."""
+        self.done += steps
+        self._samples += samples
+        spent = time.perf_counter() - self._since
+        if spent >= self._every_s:
+            loss = f"loss {self.loss:.3f}, " if math.isfinite(self.loss) else ""
+            speed = _images_per_s(self._samples / spent)
+            text = f"epoch {epoch + 1}/{self._epochs}, lr {learning_rate:.3g}, {loss}{speed}"
+            if self._bar.disable:
+                self.print(f"  {self.done}/{self.total} steps, {text}")
+            else:
+                self._bar.set_postfix_str(text, refresh=False)
+            self.pause()
+        self._bar.update(steps)
+
+    def expect(self, more: int) -> None:
+        """Note that the run takes so many more steps than it was to take, or fewer."""
+        self.total += more
+        self._bar.total = self.total
+
+    def print(self, line: str) -> None:
+        """Print a line to stdout; the bar gets out of its way."""
+        tqdm.write(line)
+        sys.stdout.flush()
+        self.pause()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+
+class _Alarm:
+    """Tells which workers' times the plan keeps missing, once for each resolution.
+
+    Args:
+        profile_command: What measures step times anew; None: nothing is ever said.
+        epochs: Epochs of the run.
+    """
+
+    def __init__(self, profile_command: str | None, epochs: int) -> None:
+        self.profile_command = profile_command
+        self._epochs = epochs
+        self._said: set[int] = set()  # resolutions
+        self._off: dict[int, dict[int, int]] = {}  # epochs in a row, by resolution and worker
+
+    def times(
+        self, epoch: int, resolution: int, workers: Mapping[int, Mapping[str, float]]
+    ) -> str | None:
+        """Take in an epoch's times; return a warning if it is time for one."""
+        # The first epoch warms caches and the device up.
+        if self.profile_command is None or resolution in self._said or epoch == 0:
+            return None
+        errors = {
+            worker: values["time_s"] / values["predicted_time_s"] - 1
+            for worker, values in workers.items()
+            if values["predicted_time_s"] > 0
+        }
+        errors = {w: error for w, error in errors.items() if abs(error) > PREDICTION_TOLERANCE}
+        before = self._off.get(resolution, {})
+        self._off[resolution] = {worker: before.get(worker, 0) + 1 for worker in errors}
+        off = [w for w, times in self._off[resolution].items() if times >= PREDICTION_EPOCHS]
+        if not off:
+            return None
+        self._said.add(resolution)
+        worst = max(off, key=lambda worker: abs(errors[worker]))
+        return (
+            f"warning: at {resolution} px {len(off)} of {len(workers)} workers took other times "
+            f"than planned, {PREDICTION_EPOCHS} epochs in a row (worker {worst}: "
+            f"{100 * errors[worst]:+.0f} %)\n  to measure again: {self.profile_command}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+        off = {resolution: dict(workers) for resolution, workers in self._off.items()}
+        return {"said": sorted(self._said), "off": off, "profile_command": self.profile_command}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._said, self._off = set(state["said"]), dict(state["off"])
+        # A resumed run is given what it once measured.
+        self.profile_command = self.profile_command or state["profile_command"]
+
+
 class RunLog:
     """Writes a run's files, feeds its trackers, moves its progress bar and prints its epochs.
 
-    Start the trackers before. The progress bar shows on a terminal only.
+    Start the trackers before.
 
     Args:
         folder: The run folder; it exists.
         accelerator: Tells the main process and holds the trackers.
         stages: All stages of the run.
         plans: The plan of each resolution.
-        profile_command: What measures step times anew, for the warning that they are off; None
-            where plans follow the times.
+        profile_command: What measures step times anew, for the warning that they are off; None:
+            they are not measured, or not expected to hold.
         pushes: Whether rounds are single pushes: they are then recorded by epoch and worker.
+        log_every: Steps of a worker from one of its lines to the next; 0: none.
+        counted: Workers whose steps the display counts; of joint steps one.
+        by_rounds: Whether it counts them where a round is recorded, since none is taken here.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
     """
@@ -78,12 +197,15 @@ class RunLog:
         profile_command: str | None = None,
         *,
         pushes: bool = False,
+        log_every: int = 0,
+        counted: Sequence[int] = (0,),
+        by_rounds: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._profile_command = profile_command
         self.lost_workers: list[int] = []
         self.enabled = accelerator.is_main_process
         if not self.enabled:
+            self.meter = StepMeter(log_every)
             return
         self.folder = folder
         self._accelerator = accelerator
@@ -92,7 +214,9 @@ class RunLog:
         self._planned_epoch = dict.fromkeys(plans, 0)  # from which it is in force
         self._pushes = pushes
         self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
-        self._off: set[int] = set()  # resolutions whose predictions were said to be off
+        epochs = stages[-1].end_epoch
+        self._alarm = _Alarm(profile_command, epochs)
+        self._counted, self._by_rounds = counted, by_rounds
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
         self._samples = 0  # trained on so far
@@ -102,14 +226,10 @@ class RunLog:
         if state:
             self._load_state_dict(state)
         self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
-        self._bar = tqdm(
-            total=sum(plans[stage.resolution].samples * len(stage.epochs) for stage in stages),
-            initial=self._samples,
-            unit=" images",
-            unit_scale=True,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
+        steps = sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in stages)
+        share = state.get("share_done", 0.0) if state else 0.0
+        self._display = _Display(steps, round(share * steps), epochs)
+        self.meter = StepMeter(log_every, tell=self.step, on_step=self._display.step)
         for stage in stages if not state else ():
             self._write("plan", _plan_row(stage, plans[stage.resolution]))
         if state and self._plans.keys() - self._resumed:  # other workers than before
@@ -135,7 +255,8 @@ class RunLog:
             "metrics_bytes": self._file.tell(),
             "planned_epoch": dict(self._planned_epoch),
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
-            "off": sorted(self._off),
+            "alarm": self._alarm.state_dict(),
+            "share_done": self._display.done / max(self._display.total, 1),
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
             "train_time_s": self._train_time_s,
             "samples": self._samples,
@@ -154,9 +275,10 @@ class RunLog:
             if now is not None and len(now.workers) == len(plan.workers):
                 self._plans[resolution] = plan
                 self._resumed.add(resolution)
-        self._off = set(state["off"])
+        if "alarm" in state:  # not in checkpoints of before
+            self._alarm.load_state_dict(state["alarm"])
         for epoch, reports in state["rounds"].items():
-            self._rounds[epoch] = [RoundReport(**report) for report in reports]
+            self._rounds[epoch] = [report_from_plain(report) for report in reports]
         self._train_time_s = state["train_time_s"]
         self._samples = state["samples"]
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
@@ -164,6 +286,17 @@ class RunLog:
         self.lost_workers = list(state["lost_workers"])
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
+
+    def step(self, line: StepLine) -> None:
+        """Record what a worker says of itself every so many steps."""
+        self._write("step", line._asdict())
+        self._display.loss = line.loss
+        own = line._asdict()
+        values = {name: own[name] for name in _STEP_CHARTS if math.isfinite(own[name])}
+        record = {f"step/{line.worker}/{name}": value for name, value in values.items()}
+        for tracker in self._accelerator.trackers:
+            step = None if tracker.name == "wandb" else line.step  # whose axis is the epoch
+            tracker.log({"epoch": line.epoch + line.progress, **record}, step=step)
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
         """Record a worker's round.
@@ -174,16 +307,16 @@ class RunLog:
         """
         if not self.enabled:
             return
+        for line in report.lines:  # of a worker in another process
+            self.step(line)
+        report = replace(report, lines=())
         if not self._pushes:
             self._write("round", _round_row(report) | _given({"virtual_time_s": virtual_time_s}))
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
-        self._bar.set_postfix_str(
-            f"epoch {report.epoch + 1}/{self._stages[-1].end_epoch}, {report.resolution} px, "
-            f"loss {report.loss:.3f}",
-            refresh=False,
-        )
-        self._bar.update(report.samples)
+        self._display.loss = report.loss
+        if self._by_rounds:
+            self._display.step(report.samples, report.epoch, report.learning_rate, report.steps)
 
     def lost(self, loss: Loss) -> None:
         """Record that a worker was lost, and that the others go on."""
@@ -212,6 +345,9 @@ class RunLog:
         self._planned_epoch[stage.resolution] = epoch
         if plan.workers == before.workers:
             return
+        own = [s for s in self._stages if s.resolution == stage.resolution]
+        left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
+        self._display.expect(left * (self._steps_of(plan) - self._steps_of(before)))
         self._write("plan", _plan_row(stage, plan) | {"from_epoch": epoch})
         self._print(f"from epoch {epoch + 1} on at {stage.resolution} px: {_changes(before, plan)}")
 
@@ -275,15 +411,11 @@ class RunLog:
             record["eval/accuracy"] = evaluation.accuracy
             record["eval/loss"] = evaluation.loss
             record["time/eval_s"] = evaluation.time_s
-            result = (
-                f"  eval accuracy {100 * evaluation.accuracy:.1f} %  loss {evaluation.loss:.3f}"
-            )
+            result = f"  eval {100 * evaluation.accuracy:.1f} %, loss {evaluation.loss:.3f}"
             if evaluation.ema_accuracy is not None:
                 record["eval/ema_accuracy"] = evaluation.ema_accuracy
                 record["eval/ema_loss"] = evaluation.ema_loss
-                result += (
-                    f"  (EMA {100 * evaluation.ema_accuracy:.1f} %, {evaluation.ema_loss:.3f})"
-                )
+                result += f"  EMA {100 * evaluation.ema_accuracy:.1f} %"
         record |= {f"time/{name.removesuffix('_time_s')}_s": value for name, value in means.items()}
         if virtual_time_s is not None:
             record["time/virtual_s"] = virtual_time_s
@@ -298,10 +430,12 @@ class RunLog:
         epochs = self._stages[-1].end_epoch
         self._print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {resolution} px  "
-            f"lr {learning_rate:.4g}  train loss {total['loss']:.3f}{result}  "
-            f"{speed:.0f} images/s  {_times([values['time_s'] for values in workers.values()])}"
+            f"lr {learning_rate:.3g}  loss {total['loss']:.3f}{result}  "
+            f"{_images_per_s(speed)}{_times([values['time_s'] for values in workers.values()])}"
         )
-        self._warn_of_predictions(epoch, resolution, workers)
+        if warning := self._alarm.times(epoch, resolution, workers):
+            self._print(warning)
+        self._display.pause()
 
     @staticmethod
     def _mean_times(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, float]:
@@ -316,32 +450,6 @@ class RunLog:
                 predicted = sum(v["predicted_time_s"] for v in own) / len(own)
                 means[f"predicted_{name}_workers_time_s"] = predicted
         return means
-
-    def _warn_of_predictions(
-        self, epoch: int, resolution: int, workers: Mapping[int, Mapping[str, float]]
-    ) -> None:
-        """Say once for each resolution which workers' times the plan does not predict."""
-        if (
-            self._profile_command is None
-            or resolution in self._off
-            or epoch == 0 < self._stages[-1].end_epoch - 1
-        ):
-            return  # the first epoch warms caches and the device up
-        off = {
-            worker: values["time_s"] / values["predicted_time_s"] - 1
-            for worker, values in workers.items()
-            if values["predicted_time_s"] > 0
-        }
-        off = {worker: error for worker, error in off.items() if abs(error) > PREDICTION_TOLERANCE}
-        if not off:
-            return
-        self._off.add(resolution)
-        worst = max(off, key=lambda worker: abs(off[worker]))
-        self._print(
-            f"warning: at {resolution} px the rounds of {len(off)} of {len(workers)} workers took "
-            f"other times than planned (worker {worst}: {off[worst]:+.0%}); to measure again: "
-            f"{self._profile_command}"
-        )
 
     def images(self, files: Mapping[str, Path]) -> None:
         """Send picture files, by their names in the tracker, to the trackers that take any."""
@@ -392,7 +500,7 @@ class RunLog:
     def close(self) -> None:
         """Close the file and the progress bar; `Accelerator.end_training` closes the trackers."""
         if self.enabled:
-            self._bar.close()
+            self._display.close()
             with suppress(OSError):  # a full disk: it was said when the line was written
                 self._file.close()
 
@@ -407,8 +515,11 @@ class RunLog:
             ) from error
 
     def _print(self, line: str) -> None:
-        tqdm.write(line)  # to stdout; lifts the progress bar out of the way
-        sys.stdout.flush()
+        self._display.print(line)
+
+    def _steps_of(self, plan: Plan) -> int:
+        """Return the steps of an epoch that the display counts."""
+        return sum(plan.workers[worker].steps for worker in self._counted)
 
     def _step(self, tracker: Any) -> int | None:
         # W&B would hold a step back until a later one comes; its axis is the record's epoch.
@@ -442,6 +553,7 @@ def _plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
 def _round_row(report: RoundReport) -> dict[str, Any]:
     row = asdict(report)
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
+    seldom += ("logged", "lines")
     return {name: value for name, value in row.items() if value or name not in seldom}
 
 
@@ -498,9 +610,20 @@ def _changes(before: Plan, plan: Plan) -> str:
 
 
 def _times(times_s: Sequence[float]) -> str:
-    if len(times_s) > MAX_PRINTED_WORKERS:
-        return f"worker times {min(times_s):.1f} to {max(times_s):.1f} s ({len(times_s)} workers)"
-    return f"worker times {' '.join(f'{time_s:.1f}' for time_s in times_s)} s"
+    """Return the workers' times, from the shortest to the longest; nothing if none is known."""
+    if not times_s or max(times_s) <= 0:
+        return ""
+    ends = [two_digits(min(times_s)), two_digits(max(times_s))]
+    return f"  workers {'-'.join(dict.fromkeys(ends))} s"
+
+
+def two_digits(value: float) -> str:
+    """Return a number with two significant digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _images_per_s(speed: float) -> str:
+    return f"{speed:.0f} images/s" if speed >= 10 else f"{speed:.2g} images/s"
 
 
 def _result(values: Mapping[str, Any]) -> str:

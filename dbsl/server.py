@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,21 @@ Merge = Literal["mean", "delta", "ratio", "half"]
 Sync = Literal["bsp", "ssp", "asp", "step"]
 Push = Literal["weights", "gradients"]
 _AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
+
+
+class StepLine(NamedTuple):
+    """What a worker says of itself every so many of its optimizer steps."""
+
+    worker: int
+    epoch: int
+    round: int
+    step: int  # steps that the worker has taken in the run
+    progress: float  # of the epoch where the step began, in [0, 1)
+    loss: float  # mean over the samples since the line before
+    learning_rate: float
+    gradient_norm: float  # of the step's batch; of a joint step's the global one
+    images_per_s: float  # since the line before, time between the worker's rounds left out
+    memory_gib: float  # see `dbsl.memory.memory_in_use`
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,14 @@ class RoundReport:
     micro_square: float = 0.0
     gradient_batch: int = 0
     gradient_square: float = 0.0
+    logged: int = 0  # step lines that follow the report on its way to the main process
+    lines: tuple[StepLine, ...] = ()  # these
+
+
+def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
+    """Return the report that `asdict` was given, also where it has been a checkpoint since."""
+    lines = tuple(StepLine(*line) for line in values.get("lines", ()))
+    return RoundReport(**{**values, "lines": lines})
 
 
 @dataclass(frozen=True)
@@ -252,7 +275,7 @@ class Server:
         (self._sum_weight,) = as_numbers([state["sum_weight"]], 1)
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
-        self.reports = deque(RoundReport(**report) for report in state["reports"])
+        self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_outer(state.get("outer"))
 
     def take_over(self, handover: Handover) -> None:

@@ -47,6 +47,7 @@ class Setting:
         mixing: Mixes images and labels of a batch; None: they stay as they are.
         loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
         average: Of the global weights over epochs; None: not kept.
+        measured: Whether the time models were measured, not given.
     """
 
     config: Config
@@ -64,6 +65,7 @@ class Setting:
     mixing: Mixing | None
     loss_of: LossOf
     average: WeightAverage | None
+    measured: bool
 
     def stage_at(self, epoch: int) -> Stage:
         """Return the stage of an epoch."""

@@ -179,6 +179,7 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Settin
         mixing=mixing,
         loss_of=loss_of,
         average=WeightAverage(config.ema_decay) if config.ema_decay else None,
+        measured=machines.measured,
     )
 
 

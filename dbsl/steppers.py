@@ -42,10 +42,13 @@ class _Stepper:
     Attributes:
         optimizers: Of this process's workers.
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
+        on_gradients: Called in `step` while its gradients are whole, with the weight of the mean
+            loss that they are of.
     """
 
     optimizers: dict[int, torch.optim.Optimizer]
     joint = False
+    on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -90,6 +93,7 @@ class OwnSteps(_Stepper):
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step."""
         (part,) = step.parts
+        self.on_gradients(part.weight)
         with self.clock.running((part.worker,)):
             _take(self.optimizers[part.worker], learning_rate)
 
@@ -136,6 +140,7 @@ class JointSteps(_Stepper):
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step on the sum of all parts' gradients."""
         self._buffers.copy_(self._mean)
+        self.on_gradients(1.0)
         with self.clock.running(self._workers):  # in real processes each would take it
             _take(self.optimizers[0], learning_rate)
         self._note_buffers()
@@ -206,6 +211,7 @@ class DistributedSteps(_Stepper):
                 self._weight = 0.0
             self._sum_gradients()
             self.average_buffers()
+        self.on_gradients(1.0)
         with self.clock.running((self._worker,)):
             _take(self.optimizers[self._worker], learning_rate)
 
@@ -277,6 +283,7 @@ class PushedGradients(_Stepper):
         weights.attach_gradients(self.vector)
         self._buffers = weights.buffers
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
+        self._weight = 0.0  # of all mean losses whose gradients are summed
         self.clock = clock
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
@@ -284,6 +291,7 @@ class PushedGradients(_Stepper):
         self.clock.epoch = turn.epoch
         if anew:
             self.vector.zero_()
+            self._weight = 0.0
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
@@ -292,18 +300,22 @@ class PushedGradients(_Stepper):
         with self.clock.running((part.worker,)):
             yield part.weight
         self._changes.add_(self._buffers - before, alpha=part.weight)
+        self._weight += part.weight
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Leave the step to the server."""
+        if self._weight:
+            self.on_gradients(self._weight)
 
     def state_dict(self) -> dict[str, Any]:
         """See `OwnSteps.state_dict`."""
-        return super().state_dict() | {"gradients": self.vector}
+        return super().state_dict() | {"gradients": self.vector, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `OwnSteps.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
+        self._weight = state.get("weight", 0.0)  # not in checkpoints of before
 
 
 class ServerOptimizer:

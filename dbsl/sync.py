@@ -42,12 +42,15 @@ from dbsl.wire import (
     check_report,
     decode,
     decode_plan,
+    encode_lines,
     encode_plan,
+    line_rows,
     message,
     message_kind,
     message_numbers,
     plan_tensor,
     read_answer,
+    with_lines,
 )
 
 _GRACE_S = 5.0
@@ -215,9 +218,11 @@ class ServerSync:
                 # It is on its way while the next round is prepared, and there before the pull ends.
                 if self._can_change:
                     send(message(PUSH_CHANGE, report), SERVER_RANK, self._pair)
+                    self._send_lines(report)
                     self._narrow.send(self.outgoing, minus=self._pulled)
                 else:  # where changes are sent: a run was resumed inside this round
                     send(message(PUSH, report), SERVER_RANK, self._pair)
+                    self._send_lines(report)
                     (self._whole if self._sends_changes else self._narrow).send(self.outgoing)
         self._waited_s = time.perf_counter() - began
         return report.refused
@@ -318,6 +323,10 @@ class ServerSync:
             reason = self._pulse.reason(error)
             raise SyncError(f"the server (rank {SERVER_RANK}) was lost: {reason}") from error
 
+    def _send_lines(self, report: RoundReport) -> None:
+        if report.lines:
+            send(encode_lines(report.lines), SERVER_RANK, self._pair)
+
     def _sent(self) -> None:
         """Wait until the last push has left this process."""
         self._whole.wait()
@@ -393,6 +402,10 @@ class ServerSync:
                 return
             if kind in (PUSH, PUSH_CHANGE):
                 report = decode(head[1:])
+                rows = line_rows(report)
+                if len(rows):
+                    dist.recv(rows, rank, group=pair)
+                    report = with_lines(report, rows)
                 if kind == PUSH_CHANGE:
                     if not has_pulled:
                         raise ValueError("a change of weights must follow a pull")

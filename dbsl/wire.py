@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch
@@ -17,7 +17,7 @@ from dbsl.balance import Planner, Segment
 from dbsl.errors import one_of_several
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.rollcall import RollCall
-from dbsl.server import RoundReport
+from dbsl.server import RoundReport, StepLine
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -25,14 +25,19 @@ CPU = torch.device("cpu")
 DONE, PUSH, PUSH_CHANGE, PULL, PLAN, LEAVE = range(6)
 NOTHING_ANNOUNCED = (0, -1)
 
-_FIELDS = fields(RoundReport)
+_FIELDS = [field for field in fields(RoundReport) if field.name != "lines"]  # which come behind
 _PLAN_FIELDS = fields(WorkerPlan)
 _KINDS = {"int": int, "float": float, "bool": bool}
+_WHOLE = 4  # numbers at the start of a step line that are whole
 
 
 def encode(report: RoundReport, device: torch.device) -> Tensor:
-    """Return a report as float64 [fields]; integers up to 2**53 stay exact."""
-    return torch.tensor(astuple(report), dtype=torch.float64, device=device)
+    """Return a report as float64 [fields]; integers up to 2**53 stay exact.
+
+    Its step lines are sent apart (`encode_lines`).
+    """
+    values = [getattr(report, field.name) for field in _FIELDS]
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def decode(row: Tensor) -> RoundReport:
@@ -50,6 +55,42 @@ def decode(row: Tensor) -> RoundReport:
         raise ValueError(f"report must have whole numbers up to 2**53, got {counts}")
     values = zip(_FIELDS, row.tolist(), strict=True)
     return RoundReport(*(_KINDS[field.type](value) for field, value in values))
+
+
+def encode_lines(lines: Sequence[StepLine]) -> Tensor:
+    """Return step lines as float64 [lines, fields]."""
+    return torch.tensor(lines, dtype=torch.float64).view(len(lines), len(StepLine._fields))
+
+
+def line_rows(report: RoundReport) -> Tensor:
+    """Return room for the step lines that follow a report, float64 [lines, fields].
+
+    Raises:
+        ValueError: If there are more of them than steps.
+    """
+    if not 0 <= report.logged <= report.steps:
+        raise ValueError(
+            f"report must have at most a line for each of {report.steps} steps, got {report.logged}"
+        )
+    return torch.zeros(report.logged, len(StepLine._fields), dtype=torch.float64)
+
+
+def with_lines(report: RoundReport, rows: Tensor) -> RoundReport:
+    """Return a report with the step lines that came behind it, as `encode_lines` made them.
+
+    Raises:
+        ValueError: If they are no such lines, or another worker's.
+    """
+    lines = []
+    for row in rows.tolist():
+        whole = row[:_WHOLE]
+        if not all(value.is_integer() and 0 <= value <= 2**53 for value in whole):
+            raise ValueError(f"step line must begin with whole numbers, got {whole}")
+        line = StepLine(*map(int, whole), *row[_WHOLE:])
+        if line.worker != report.worker:
+            raise ValueError(f"step line must be of worker {report.worker}, got {line.worker}")
+        lines.append(line)
+    return replace(report, logged=0, lines=tuple(lines))
 
 
 def message(
@@ -228,6 +269,30 @@ class ControlGroup:
         numbers = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return numbers.tolist()
+
+    def with_lines(
+        self, reports: Sequence[RoundReport], own: RoundReport | None
+    ) -> list[RoundReport]:
+        """Return all processes' reports with their step lines (a collective if there are any).
+
+        Args:
+            reports: Of all processes, as every one of them has them.
+            own: This process's, with its lines.
+        """
+        most = max((len(line_rows(report)) for report in reports), default=0)
+        if not most:
+            return list(reports)
+        self.enter()
+        mine = torch.full((most, len(StepLine._fields)), -1.0, dtype=torch.float64)
+        if own is not None and own.lines:
+            mine[: len(own.lines)] = encode_lines(own.lines)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine, group=self._group)
+        lines = {int(of_rank[0, 0]): of_rank for of_rank in rows}  # by worker; none: -1
+        return [
+            with_lines(report, lines[report.worker][: report.logged]) if report.logged else report
+            for report in reports
+        ]
 
     def gather_rows(self, row: Tensor) -> list[Tensor]:
         """Return the rows of all processes (a collective of their writer threads)."""

@@ -19,6 +19,7 @@ from dbsl.checkpoint import read_manifest
 from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.handover import left_of_epochs
 from dbsl.keeper import Keeper
+from dbsl.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.resume import changed_settings
@@ -42,6 +43,7 @@ TINY = {
     "report_to": "none",
     "cpu_threads": 1,
     "checkpoint_every": 1,
+    "log_every": 2,
 }
 ROUNDS = {"small_workers": 1, "large_batch_size": (3,), "rounds_per_epoch": 2}
 JOINT = {"local_batch_sizes": (3, 3, 4, 6)}
@@ -71,7 +73,10 @@ def run(folder, **settings):
 
 def fingerprint(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [{k: v for k, v in json.loads(line).items() if "time" not in k} for line in lines]
+    rows = [
+        {k: v for k, v in json.loads(line).items() if "time" not in k and k not in MEASURED}
+        for line in lines
+    ]
     return rows, (folder / "model.safetensors").read_bytes()
 
 

@@ -17,6 +17,7 @@ from dbsl.config import COMMON, config_to_yaml, parse_config
 from dbsl.data import load_data
 from dbsl.errors import one_line_errors
 from dbsl.helptext import read_source
+from dbsl.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.sampler import evaluation_batches
 from dbsl.transforms import Transform
@@ -49,7 +50,10 @@ def fresh_accelerator():
 def metrics_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     # Equal runs may differ in their times alone.
-    return [{k: v for k, v in json.loads(line).items() if "time" not in k} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if "time" not in k and k not in MEASURED}
+        for line in lines
+    ]
 
 
 def run(folder, **settings):
