@@ -164,17 +164,19 @@ def pairs_of(reports: Iterable[RoundReport]) -> list[tuple[float, float]]:
 
 
 def noise_summary(scale: NoiseScale | None, plan: Plan) -> dict[str, Any]:
-    """Return what summary.json says of a run's noise scale and of its batches."""
+    """Return what summary.json says of a run's noise scale and, if that is known, its batches."""
     if scale is None:
         return {}
     joint = plan.global_batch_size
     batch = joint or max(worker.local_batch_size for worker in plan.workers)
-    return {
+    found = {
         "noise_scale": scale.b_simple,
         "noise_scale_low": scale.low,
         "noise_scale_high": scale.high,
-        "noise_advice": advise(scale, batch, "the global batch" if joint else "B_L"),
     }
+    if _verdict(scale, batch) is not None:
+        found["noise_advice"] = advise(scale, batch, "the global batch" if joint else "B_L")
+    return found
 
 
 def advise(scale: NoiseScale, batch: int, name: str) -> str:
@@ -185,20 +187,28 @@ def advise(scale: NoiseScale, batch: int, name: str) -> str:
         batch: Samples per step, of the largest kind in the run.
         name: What to call it: ``B_L``, or ``the global batch``.
     """
-    text = f"gradient noise scale {describe(scale)}; {name} is {batch}: "
-    if scale.pairs >= _FEW and batch < scale.low / 2:
-        return text + "a larger batch would save steps at few extra samples"
-    if scale.pairs >= _FEW and batch > 2 * scale.high:
-        return text + "a smaller batch would take hardly more steps, and far fewer samples"
-    if scale.pairs < _FEW or scale.high > _WIDE * scale.low:
-        return text + "too uncertain to say which batch is worth having"
-    return text + "about what is worth having"
+    verdict = _verdict(scale, batch) or "too uncertain to say which batch is worth having"
+    return f"gradient noise scale {describe(scale)}; {name} is {batch}: {verdict}"
+
+
+def _verdict(scale: NoiseScale, batch: int) -> str | None:
+    """Return what an estimate says about a batch size; None where it is not known well enough."""
+    if scale.pairs < _FEW or math.isinf(scale.b_simple):
+        return None
+    if batch < scale.low / 2:
+        return "a larger batch would save steps at few extra samples"
+    if batch > 2 * scale.high:
+        return "a smaller batch would take hardly more steps, and far fewer samples"
+    return None if scale.high > _WIDE * scale.low else "about what is worth having"
 
 
 def describe(scale: NoiseScale) -> str:
     """Return an estimate and its interval in words."""
-    return f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} to {_samples(scale.high)})"
+    if math.isinf(scale.b_simple):
+        return "unknown"
+    upper = "or more" if math.isinf(scale.high) else f"to {_samples(scale.high)}"
+    return f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} {upper})"
 
 
 def _samples(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else "unknown" if value == math.inf else f"{value:.0f}"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

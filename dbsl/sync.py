@@ -404,7 +404,7 @@ class ServerSync:
                 report = decode(head[1:])
                 rows = line_rows(report)
                 if len(rows):
-                    dist.recv(rows, rank, group=pair)
+                    receive(rows, rank, pair)
                     report = with_lines(report, rows)
                 if kind == PUSH_CHANGE:
                     if not has_pulled:

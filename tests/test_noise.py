@@ -15,6 +15,7 @@ from dbsl.noise import (
     pairs_of,
     separate,
 )
+from dbsl.plan import plan_dual_batch
 from dbsl.probe import NoiseProbe, probe_interval
 from dbsl.sampler import Part, Step
 from dbsl.server import Round, RoundReport
@@ -293,10 +294,18 @@ def test_advice_compares_the_batch_with_the_interval(batch, words):
 def test_advice_admits_what_it_does_not_know():
     scale = NoiseScale(100.0, 10.0, math.inf, 1.0, 100.0, 50)
     assert "too uncertain" in advise(scale, 64, "B_L")
-    assert "10 to unknown" in advise(scale, 64, "B_L")
+    assert "(95 %: 10 or more)" in advise(scale, 64, "B_L")
     assert "a larger batch" in advise(scale, 4, "B_L")  # whatever the upper end is
     wide = NoiseScale(100.0, 5.0, 500.0, 1.0, 100.0, 50)
     assert "too uncertain" in advise(wide, 64, "B_L")
     few = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 5)
     assert "too uncertain" in advise(few, 16, "B_L")
     assert noise_summary(None, None) == {}
+
+
+def test_a_run_says_something_of_its_noise_scale_only_if_that_is_known():
+    plan = plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02))
+    said = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
+    assert "noise_advice" in noise_summary(said, plan)
+    for change in ({"b_simple": math.inf}, {"pairs": 5}, {"low": 1.0}, {"high": math.inf}):
+        assert "noise_advice" not in noise_summary(replace(said, **{"low": 20.0} | change), plan)

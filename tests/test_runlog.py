@@ -7,14 +7,18 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dbsl import runlog
 from dbsl.plan import TimeModel, plan_dual_batch
 from dbsl.plots import read_metrics
-from dbsl.runlog import Evaluation, RunLog
-from dbsl.server import RoundReport
+from dbsl.reports import Progress
+from dbsl.runlog import Evaluation, RunLog, _Alarm, _times
+from dbsl.sampler import Part, Step
+from dbsl.server import Round, RoundReport, StepLine
 from dbsl.stages import make_stages, stage_at
 from dbsl.trackers import start_trackers
 
@@ -50,6 +54,10 @@ PLAN_TOTALS = {
 def make_plans(workers=4):
     model = TimeModel(1e-3, 0.02)
     return {r: plan_dual_batch(100 * workers, workers, workers // 4, 50, model) for r in (24, 32)}
+
+
+def step_of(worker):
+    return Step((Part(worker, np.arange(5), 1.0),), progress=0.0)
 
 
 def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None, stages=STAGES):
@@ -189,20 +197,44 @@ def test_epoch_line_tells_people_the_result(tmp_path, accelerator, capsys):
         play(log, plans)
     first, second = capsys.readouterr().out.splitlines()[:2]
     loss = f"{weighted_loss(plans[32]):.3f}"
-    assert first == (
-        f"epoch 1/2  24 px  lr 0.1  train loss {loss}  40 images/s  worker times 1.0 2.0 3.0 4.0 s"
-    )
+    assert first == (f"epoch 1/2  24 px  lr 0.1  loss {loss}  40 images/s  workers 1.0-4.0 s")
     assert second == (
-        f"epoch 2/2  32 px  lr 0.1  train loss {loss}  eval accuracy 75.0 %  loss 0.500  "
-        "40 images/s  worker times 1.0 2.0 3.0 4.0 s"
+        f"epoch 2/2  32 px  lr 0.1  loss {loss}  eval 75.0 %, loss 0.500  40 images/s  "
+        "workers 1.0-4.0 s"
     )
 
 
-def test_epoch_line_with_many_workers_stays_short(tmp_path, accelerator, capsys):
-    plans = make_plans(workers=40)
-    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
-        play(log, plans, epochs=[0])
-    assert capsys.readouterr().out.endswith("worker times 1.0 to 40.0 s (40 workers)\n")
+def test_the_longest_epoch_line_fits_120_columns(tmp_path, accelerator, capsys):
+    stages, plans = make_stages(1000, [224, 256]), make_plans(workers=8)
+    plans = {224: plans[24], 256: plans[32]}
+    with RunLog(tmp_path, accelerator, stages, plans, "measure") as log:
+        for worker in range(8):
+            report = RoundReport(
+                worker, 998, 0, 256, 64, 160000, 9, time_s=88.8 + worker, loss=6.9, merge_weight=1.0
+            )
+            log.round(report)
+        evaluation = Evaluation(256, 0.98765, 1.23456, 9999, 1.0, 0.98765, 1.23456)
+        log.epoch_end(998, evaluation, train_time_s=100.0, learning_rate=1.23456e-05)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == (
+        "epoch  999/1000  256 px  lr 1.23e-05  loss 6.900  eval 98.8 %, loss 1.235  EMA 98.8 %  "
+        "12800 images/s  workers 89-96 s"
+    )
+    assert len(line) <= 120
+
+
+@pytest.mark.parametrize(
+    ("times_s", "text"),
+    [
+        ([], ""),
+        ([0.0, 0.0], ""),
+        ([0.0123, 0.0234], "  workers 0.012-0.023 s"),
+        ([1.23, 1.24], "  workers 1.2 s"),
+        ([9.4, 1234.5], "  workers 9.4-1234 s"),
+    ],
+)
+def test_worker_times_have_two_digits_or_are_left_out(times_s, text):
+    assert _times(times_s) == text
 
 
 def test_rounds_of_the_next_epoch_do_not_count_for_this_one(tmp_path, accelerator, capsys):
@@ -211,18 +243,65 @@ def test_rounds_of_the_next_epoch_do_not_count_for_this_one(tmp_path, accelerato
     with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
         log.round(early)  # asynchronous: worker 0 is an epoch ahead
         play(log, plans, epochs=[0])
-    assert f"train loss {weighted_loss(plans[24]):.3f}" in capsys.readouterr().out
+    assert f"  loss {weighted_loss(plans[24]):.3f}" in capsys.readouterr().out
 
 
-def test_progress_bar_on_a_terminal_counts_all_images(tmp_path, accelerator, monkeypatch):
+def test_progress_bar_on_a_terminal_moves_with_every_step(tmp_path, accelerator, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(runlog, "_BAR_EVERY_S", 0.0)
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, "measure") as log:
-        play(log, plans)
-        assert "800/800" in str(log._bar)
-    assert "epoch 2/2, 32 px, loss 5.000" in terminal.getvalue()
+    total = sum(w.steps for plan in plans.values() for w in plan.workers)
+    with RunLog(tmp_path, accelerator, STAGES, plans, counted=range(4)) as log:
+        log.meter.begin(Round((1,), 1, 0), anew=True)
+        for _ in range(3):
+            with log.meter.step(step_of(1), 0.0125, Progress()):
+                pass
+        assert f"3/{total} steps" in str(log._display._bar)
+    assert ", epoch 2/2, lr 0.0125, " in terminal.getvalue()
+    assert " images/s]" in terminal.getvalue()
+
+
+def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
+    tmp_path, accelerator, monkeypatch, capsys
+):
+    now = [0.0]
+    monkeypatch.setattr(runlog.time, "perf_counter", lambda: now[0])
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        log.meter.begin(Round((0,), 0, 0), anew=True)
+        for _ in range(7):
+            now[0] += 20.0
+            with log.meter.step(step_of(0), 0.1, Progress()):
+                pass
+    total = sum(plan.workers[0].steps for plan in plans.values())
+    assert capsys.readouterr().out.splitlines() == [
+        f"  3/{total} steps, epoch 1/2, lr 0.1, 0.25 images/s",
+        f"  6/{total} steps, epoch 1/2, lr 0.1, 0.25 images/s",
+    ]
+
+
+def test_another_processes_step_lines_come_before_their_round_with_its_own(
+    tmp_path, accelerator, capsys
+):
+    plans = make_plans()
+    line = StepLine(1, 0, 0, 50, 0.5, 2.5, 0.1, math.inf, 123.4, 1.5)
+    report = RoundReport(1, 0, 0, 24, 50, 85, 60, 1.0, 2.0, 1.0, logged=1, lines=(line,))
+    config = {"resolutions": (24, 32)}
+    start_trackers(accelerator, "tensorboard", tmp_path, "run", config)
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        log.round(report)
+    accelerator.end_training()
+    rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2:]
+    assert [row["event"] for row in rows] == ["step", "round"]
+    assert rows[0] == {"event": "step", **line._asdict(), "gradient_norm": None}
+    assert set(rows[1]) == ROUND_KEYS
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (loss,) = events.Scalars("step/1/loss")
+    assert (loss.step, loss.value) == (50, 2.5)
+    assert "step/1/gradient_norm" not in events.Tags()["scalars"]
+    assert events.Scalars("epoch")[0].value == 0.5
 
 
 def test_summary_is_strict_json_and_printed_in_a_line(tmp_path, accelerator, capsys):
@@ -361,26 +440,46 @@ def test_wandb_mode_of_the_user_is_respected_in_silence(
     assert printed.err == ""
 
 
-def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
+def test_measured_times_are_set_against_predicted_ones_and_a_lasting_miss_is_said_once(
     tmp_path, accelerator, capsys
 ):
     plans = make_plans()  # predict less than a second; played are 1 + worker seconds
-    stages = make_stages(4, [24, 32])
+    stages = make_stages(10, [24, 32])  # epochs 0 to 4, 5 to 9
     with RunLog(tmp_path, accelerator, stages, plans, "measure --again") as log:
-        play(log, plans, epochs=(0, 1), stages=stages)
-        play(log, plans, epochs=(2, 3), stages=stages)
+        play(log, plans, epochs=range(3), stages=stages)
+        assert "warning" not in capsys.readouterr().out  # the first warms up: two in a row
+        play(log, plans, epochs=range(3, 10), stages=stages)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     times = [row for row in rows if row["event"] == "times"]
-    assert [row["epoch"] for row in times] == [0, 1, 2, 3]
+    assert [row["epoch"] for row in times] == list(range(10))
     assert times[0]["small_workers_time_s"] == 1.0
     assert times[0]["large_workers_time_s"] == 3.0  # of 2, 3 and 4 s
     planned = plans[24].workers
     assert times[0]["predicted_small_workers_time_s"] == planned[0].predicted_time_s
     assert times[0]["predicted_large_workers_time_s"] == pytest.approx(planned[1].predicted_time_s)
-    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning")]
-    assert len(warnings) == 2  # at each resolution once, and not for the epoch that warms up
-    assert all(x.endswith("to measure again: measure --again") for x in warnings)
+    printed = capsys.readouterr().out
+    warnings = [x for x in printed.splitlines() if x.startswith("warning")]
+    assert len(warnings) == 2  # at each resolution once
+    assert printed.count("\n  to measure again: measure --again\n") == 2
     assert "4 of 4 workers" in warnings[0]
+    assert all(len(x) <= 120 for x in warnings)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said"),
+    [("measure", 0.6, True), ("measure", -0.6, True), ("measure", 0.4, False), (None, 9.0, False)],
+    ids=["much longer", "much shorter", "somewhat longer", "given by hand"],
+)
+def test_predictions_are_warned_of_only_if_measured_and_half_off_for_epochs(command, error, said):
+    alarm = _Alarm(command, 9)
+    off = {0: {"time_s": 1 + error, "predicted_time_s": 1.0}}
+    good = {0: {"time_s": 1.0, "predicted_time_s": 1.0}}
+    found = [alarm.times(epoch, 8, off) for epoch in (1, 2)]
+    found += [alarm.times(3, 8, good)] + [alarm.times(epoch, 8, off) for epoch in (4, 5)]
+    assert found == [None] * 5
+    resumed = _Alarm(None, 9)
+    resumed.load_state_dict(alarm.state_dict())
+    assert bool(resumed.times(6, 8, off)) == said
 
 
 def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accelerator, capsys):

@@ -1,3 +1,4 @@
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -9,7 +10,7 @@ from dbsl.balance import Planner, Segment
 from dbsl.joint import plan_steps
 from dbsl.machines import TimeModel
 from dbsl.plan import plan_dual_batch
-from dbsl.server import RoundReport
+from dbsl.server import RoundReport, StepLine
 from dbsl.wire import (
     CPU,
     PLAN,
@@ -19,12 +20,15 @@ from dbsl.wire import (
     decode,
     decode_plan,
     encode,
+    encode_lines,
     encode_plan,
     exchange_reports,
+    line_rows,
     message,
     message_kind,
     message_numbers,
     read_answer,
+    with_lines,
 )
 
 MODEL = TimeModel(0.001, 0.01)
@@ -34,6 +38,24 @@ REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1
 def test_a_report_comes_back_as_it_was_sent():
     assert decode(encode(REPORT, CPU)) == REPORT
     assert decode(message(PLAN, REPORT)[1:]) == REPORT
+
+
+def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_workers():
+    lines = tuple(
+        StepLine(3, 7, 1, 2**40 + n, 0.5, math.inf, 0.1, 1 / 3, 99.5, 0.25) for n in range(2)
+    )
+    sent = replace(REPORT, logged=2, lines=lines)
+    head = decode(encode(sent, CPU))
+    assert line_rows(head).shape == encode_lines(lines).shape
+    assert with_lines(head, encode_lines(lines)) == replace(sent, logged=0)
+    with pytest.raises(ValueError, match="at most a line for each of 12 steps, got 13"):
+        line_rows(replace(head, logged=13))
+    for bad, message_ in (
+        (lines[0]._replace(worker=2), "step line must be of worker 3, got 2"),
+        (lines[0]._replace(step=0.5), "step line must begin with whole numbers"),
+    ):
+        with pytest.raises(ValueError, match=message_):
+            with_lines(head, encode_lines([bad]))
 
 
 @pytest.mark.parametrize(
