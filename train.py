@@ -367,7 +367,7 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
     rank, world_size = accelerator.process_index, accelerator.num_processes
     log = start_log(run, folder, resumed, accelerator)
     cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
-    log.meter.attach(stepper, accelerator)
+    log.meter.attach(cluster.workers, stepper, accelerator)
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
     waits = world_size == 1 or config.sync in ("bsp", "step")
     together = waits and world_size > 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -69,18 +69,25 @@ class StepMeter:
         self._every = every
         self._tell = tell
         self._on_step = on_step
-        self._windows: defaultdict[int, _Window] = defaultdict(self._new_window)
+        self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._starts: defaultdict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
-        self._most_steps = 0  # of a worker before this session
         self._due: list[int] = []  # workers for which the step under way makes a line
         self._square: Tensor | None = None  # of its gradient's norm
         self._parameters: list[nn.Parameter] = []
         self._scaler: torch.amp.GradScaler | None = None
         self._began: float | None = None  # inside a round: when it was, or time was last counted
 
-    def attach(self, stepper: Stepper, accelerator: Accelerator) -> None:
-        """Measure the gradients of this stepper's steps, and memory from now on."""
+    def attach(self, workers: Iterable[int], stepper: Stepper, accelerator: Accelerator) -> None:
+        """Measure the gradients of this stepper's steps, and memory from now on.
+
+        Args:
+            workers: Those of this process, all of which the state then has.
+            stepper: What a step is.
+            accelerator: Device and scaler.
+        """
+        for worker in workers:
+            self._windows[worker] = _Window()
         self._parameters = [p for p in stepper.model.parameters() if p.requires_grad]
         stepper.on_gradients = self.look
         self._device, self._scaler = accelerator.device, accelerator.scaler
@@ -167,10 +174,9 @@ class StepMeter:
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
-        self._most_steps = max((w["steps"] for w in state["windows"].values()), default=0)
-
-    def _new_window(self) -> _Window:
-        return _Window(steps=self._most_steps)
+        most = max((window["steps"] for window in state["windows"].values()), default=0)
+        for window in self._windows.values():
+            window.steps = most
 
     def _count_time(self) -> None:
         """Add the time since the round began, or was last counted, to its workers' windows."""

@@ -70,7 +70,7 @@ class StepProfile:
         return TimeModel(self.slope, self.intercept)
 
     def describe(self, limit_bytes: float | None = None) -> str:
-        """Return the fit in one line, and what fits into memory."""
+        """Return the fit in one line, and in another what fits into memory."""
         holds = (
             f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
             if self.holds_from is not None
@@ -85,7 +85,7 @@ class StepProfile:
             rows = zip(self.held_out_sizes, self.held_out_times_s, strict=True)
             off = [f"{x}: {self.time_model.time(x, 1) / t - 1:+.1%}" for x, t in rows]
             text = f"{text}; predicted for held-out batches, against measured: {', '.join(off)}"
-        return f"{text}; {self.memory.describe(limit_bytes)}" if self.memory else text
+        return f"{text}\n  {self.memory.describe(limit_bytes)}" if self.memory else text
 
 
 class TrainingStep:

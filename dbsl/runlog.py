@@ -495,7 +495,7 @@ class RunLog:
                 tracker.tracker.summary.update(dict(values))
         if "noise_advice" in values:
             self._print(values["noise_advice"])
-        self._print(f"{_result(values)}  {self.folder}")
+        self._print(f"{_result(values)}; all of it in {self.folder}")
 
     def close(self) -> None:
         """Close the file and the progress bar; `Accelerator.end_training` closes the trackers."""
@@ -619,7 +619,7 @@ def _times(times_s: Sequence[float]) -> str:
 
 def two_digits(value: float) -> str:
     """Return a number with two significant digits, or all that stand before the point."""
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _images_per_s(speed: float) -> str:
@@ -630,14 +630,14 @@ def _result(values: Mapping[str, Any]) -> str:
     """Return what there is of the result, in one line."""
     formats = {
         "final_accuracy": "accuracy {:.2%}",
-        "best_accuracy": "(best {:.2%})",
-        "final_loss": "loss {:.3f}",
-        "train_time_s": "training {:.1f} s",
-        "total_time_s": "of {:.1f} s",
-        "images_per_s": "{:.0f} images/s",
+        "best_accuracy": " (best {:.2%})",
+        "final_loss": ", loss {:.3f}",
+        "train_time_s": ", training {:.1f} s",
+        "total_time_s": " of {:.1f} s",
+        "images_per_s": ", {:.0f} images/s",
     }
     given = [text.format(values[key]) for key, text in formats.items() if key in values]
-    return " ".join(given).replace("%", " %")
+    return "".join(given).lstrip(", ").replace("%", " %")
 
 
 def _strict(value: Any) -> Any:

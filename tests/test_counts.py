@@ -143,17 +143,9 @@ def test_a_round_waits_once_copies_the_weights_once_and_adds_few_operators_to_a_
         assert a_step <= parts * (bare_step().total() + 35)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_line_waits_once_and_other_steps_are_as_without_lines(tmp_path, monkeypatch, mode):
-    silent, logged = (
-        count_rounds(tmp_path / str(n), monkeypatch, 6, **MODES[mode], log_every=n) for n in (0, 3)
-    )
-    model = build_model("test_resnet", 10, final_resolution=16)
-    parameters = len(list(model.parameters()))
-    for one, other in zip(silent, logged, strict=True):
-        assert other.waits == one.waits + 2
-        added = other.operators.total() - one.operators.total()
-        assert added <= 2 * (parameters * 2 + 20)  # two gradient norms
+def test_each_step_line_waits_once_more(tmp_path, monkeypatch):
+    found = count_rounds(tmp_path, monkeypatch, 6, log_every=3)
+    assert [count.waits for count in found] == [1 + 2] * WORKERS
 
 
 def test_the_operators_of_a_batch_do_not_depend_on_its_size():

@@ -1,0 +1,163 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dbsl.meter import MEASURED, StepMeter, gradient_square
+from dbsl.packing import pack, unpack
+from dbsl.reports import Progress
+from dbsl.sampler import Part, Step
+from dbsl.server import Round
+
+WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
+
+
+def make_meter(lines, every=3, tell=True):
+    meter = StepMeter(every, tell=lines.append if tell else None)
+    stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False), on_gradients=None)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), scaler=None)
+    meter.attach(range(WORKERS), stepper, accelerator)
+    return meter, stepper
+
+
+def train(meter, stepper, todo, progress, until=math.inf):
+    """Play rounds; a step's mean loss is its number in the run of its worker, its gradient too."""
+    played = 0
+    while todo:
+        worker, round_ = todo[0]
+        meter.begin(Round((worker,), round_, 0), anew=not progress.steps)
+        for number in range(progress.steps, STEPS):
+            if played == until:
+                return progress
+            played += 1
+            value = float(round_ * STEPS + number + 1)
+            step = Step((Part(worker, np.arange(BATCH), 1.0),), number / STEPS)
+            before = progress.losses.get(worker, torch.zeros(()))
+            progress.losses[worker] = before + BATCH * value
+            progress.samples[worker] = progress.samples.get(worker, 0) + BATCH
+            with meter.step(step, 0.1, progress):
+                stepper.model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
+                stepper.on_gradients(0.5)
+            progress.steps += 1
+        losses = {w: float(loss) for w, loss in progress.losses.items()}
+        meter.end(losses, progress.samples)
+        progress = Progress()
+        todo.pop(0)
+    return progress
+
+
+def rounds():
+    return [(worker, round_) for round_ in range(ROUNDS) for worker in range(WORKERS)]
+
+
+def without_measured(lines):
+    return [{k: v for k, v in x._asdict().items() if k not in MEASURED} for x in lines]
+
+
+def test_every_so_many_steps_of_a_worker_make_a_line_with_the_mean_since_the_last():
+    lines = []
+    train(*make_meter(lines), rounds(), Progress())
+    own = [line for line in lines if line.worker == 1]
+    assert [line.step for line in own] == [3, 6, 9, 12, 15]  # over the ends of rounds
+    assert [line.loss for line in own] == [2.0, 5.0, 8.0, 11.0, 14.0]
+    assert [line.gradient_norm for line in own] == [30.0, 60.0, 90.0, 120.0, 150.0]
+    assert [(line.epoch, line.progress) for line in own][:2] == [(0, 0.4), (1, 0.0)]
+    assert all(line.images_per_s > 0 and line.memory_gib > 0 for line in lines)
+
+
+@pytest.mark.parametrize("stopped_after", range(WORKERS * ROUNDS * STEPS))
+def test_a_resumed_run_neither_repeats_a_line_nor_misses_one(stopped_after):
+    whole, lines, todo = [], [], rounds()
+    train(*make_meter(whole), rounds(), Progress())
+    meter, stepper = make_meter(lines)
+    progress = train(meter, stepper, todo, Progress(), stopped_after)
+    state = unpack(*pack(meter.state_dict()))
+    meter, stepper = make_meter(lines)
+    meter.load_state_dict(state)
+    train(meter, stepper, todo, progress)
+    assert without_measured(lines) == without_measured(whole)
+
+
+def test_a_round_that_is_begun_again_counts_from_its_start():
+    again, todo = [], [(0, 0), (0, 1), (0, 2)]
+    saved, stepper = make_meter([])
+    train(saved, stepper, list(todo), Progress(), 12)  # in the third round
+    meter, stepper = make_meter(again)
+    meter.load_state_dict(saved.state_dict())
+    train(meter, stepper, todo[1:], Progress())  # as the server has not had the second
+    whole = []
+    train(*make_meter(whole), todo, Progress())
+    assert without_measured(again) == without_measured(whole)[1:]
+
+
+def test_lines_for_another_process_are_kept_for_the_report():
+    meter, stepper = make_meter([], tell=False)
+    train(meter, stepper, rounds()[:WORKERS], Progress())
+    assert [line.step for line in meter.take_lines(1)] == [3]
+    assert meter.take_lines(1) == ()
+
+
+def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
+    lines = []
+    meter, stepper = make_meter(lines)
+    train(meter, stepper, [(0, 0)], Progress())
+    meter.end({0: math.nan}, {0: BATCH})
+    train(meter, stepper, [(0, 1)], Progress())
+    assert [line.loss for line in lines] == [2.0, 6.0, 8.0]  # without the first round's rest
+
+
+def test_no_lines_are_made_of_none():
+    lines = []
+    train(*make_meter(lines, every=0), rounds(), Progress())
+    assert lines == []
+
+
+def test_a_gradient_norm_does_not_depend_on_where_memory_lies():
+    torch.manual_seed(0)
+    values = torch.randn(100_003)
+    found = set()
+    for offset in range(8):
+        room = torch.empty(len(values) + 8)
+        there = room[offset : offset + len(values)].copy_(values)
+        found.add(f"{gradient_square([there]).sqrt().item():.6g}")
+    assert len(found) == 1
+
+
+def test_other_workers_count_on_from_the_furthest():
+    lines = []
+    meter, stepper = make_meter([])
+    train(meter, stepper, [(1, 0)], Progress())
+    state = meter.state_dict()
+    meter, stepper = make_meter(lines)
+    meter.take_over(state)
+    train(meter, stepper, [(0, 1)], Progress())
+    assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9)]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_steps_without_a_line_add_no_operator():
+    meter, stepper = make_meter([], every=3)
+    meter.begin(Round((0,), 0, 0), anew=True)
+    stepper.model.weight.grad = torch.ones(1, 2)
+    added = []
+    for number in range(6):
+        with (
+            Operators() as operators,
+            meter.step(Step((Part(0, np.arange(BATCH), 1.0),), number / STEPS), 0.1, Progress()),
+        ):
+            stepper.on_gradients(1.0)
+        added.append(operators.count)
+    assert [count > 0 for count in added] == [False, False, True] * 2
