@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,14 +45,12 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("interrupted", file=sys.stderr, flush=True)
+        _say("interrupted", os.environ.get("LOCAL_RANK", "0") == "0")
         if one_of_several():
             os._exit(EXIT_INTERRUPTED)
         raise SystemExit(EXIT_INTERRUPTED) from None
     except RunStopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
-            print(stopped, file=sys.stderr, flush=True)
+        _say(str(stopped), os.environ.get("RANK", "0") == "0")
         if one_of_several():
             sys.stdout.flush()
             os._exit(EXIT_STOPPED)
@@ -66,12 +66,25 @@ def one_line_errors() -> Iterator[None]:
             raise
         # Every rank meets the same bad input, so one per machine says it; a lost peer or a full
         # disk each rank sees from its own side.
-        if not isinstance(error, ValueError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        own = not isinstance(error, ValueError)
+        _say(f"error: {error}", own or os.environ.get("LOCAL_RANK", "0") == "0")
         if one_of_several():
             sys.stdout.flush()
             os._exit(2)
         raise SystemExit(2) from None
+
+
+def _say(text: str, printed: bool) -> None:
+    """Print why the process ends, and have torchrun repeat it at the end of its own report."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": int(time.time())}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+    if not printed:
+        return
+    print(text, file=sys.stderr, flush=True)
+    if file or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
+        print("(the line above counts; the launcher adds a traceback)", file=sys.stderr, flush=True)
 
 
 def one_of_several() -> bool:

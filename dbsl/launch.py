@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import sys
 from datetime import timedelta
 from typing import Literal
 
@@ -36,7 +38,24 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
         state = PartialState(cpu, **group.to_kwargs())
         native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
         precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
-    return Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+    if accelerator.num_processes == 1 and _asked_for_several():
+        print(
+            "warning: accelerate launch was asked for several processes and has started one; "
+            "without GPUs, accelerate launch --multi_gpu --num_processes 2 starts two, as does "
+            "torchrun --nproc-per-node 2",
+            file=sys.stderr,
+        )
+    return accelerator
+
+
+def _asked_for_several() -> bool:
+    """Whether accelerate launch has got --num_processes above 1, but starts processes itself.
+
+    Its simple launcher names a meeting point where there are several, but gives no ranks.
+    """
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    return by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
 
 
 def keep_freed_memory() -> None:

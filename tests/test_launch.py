@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import dbsl.launch
+from dbsl.config import parse_config
+from dbsl.errors import one_line_errors
 from dbsl.launch import computes_bf16, start_accelerator
 from dbsl.lazy import lazy_import
+from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,3 +77,50 @@ def test_a_lazy_module_runs_when_it_is_used_and_a_missing_one_is_named(tmp_path,
         module.nothing  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         lazy_import("no_such_module")
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({}, False),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, False),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, True),
+        ({"MASTER_ADDR": "127.0.0.1"}, False),  # somebody else's
+    ],
+)
+def test_one_process_where_several_were_asked_for_is_said(monkeypatch, capsys, settings, warned):
+    for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    start_accelerator("no", 20.0)
+    error = capsys.readouterr().err
+    assert ("--multi_gpu --num_processes 2" in error) == warned
+    assert error.count("\n") == warned
+
+
+def test_accelerate_launch_tells_its_one_process_of_the_others(tmp_path):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    for count in (1, 2):
+        arguments = ["--cpu", "--num_processes", str(count), "train.py"]
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        _, environment = prepare_simple_launcher_cmd_env(arguments)
+        assert "ACCELERATE_MIXED_PRECISION" in environment
+        assert ("MASTER_ADDR" in environment) == (count == 2)
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_ERROR_FILE", "ACCELERATE_MIXED_PRECISION"])
+def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
+    tmp_path, monkeypatch, capsys, variable
+):
+    monkeypatch.setenv(variable, str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit), one_line_errors():
+        parse_config(Config, ["--resume", "nowhere"])
+    line, hint = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: resume must be auto")
+    assert "the line above counts" in hint
+    if variable == "TORCHELASTIC_ERROR_FILE":  # as torchrun reads it
+        failure = ProcessFailure(0, 7, 2, str(tmp_path / "error.json"))
+        assert line in ChildFailedError("train.py", {0: failure}).format_msg()
