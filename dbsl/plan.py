@@ -97,6 +97,15 @@ def update_factor(small_samples: float, large_samples: float, rule: UpdateFactor
     return math.sqrt(ratio) if rule == "sqrt" else ratio
 
 
+def merge_weights(shares: np.ndarray, rule: UpdateFactor) -> np.ndarray:
+    """Return the weight of each worker's update by its share of the samples, float64 [n].
+
+    The largest share has weight 1; d_S/d_L, for shares of any size.
+    """
+    parts = shares / shares.max()
+    return {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones(len(shares))}[rule]
+
+
 def plan_dual_batch(
     samples: int,
     workers: int,
@@ -117,8 +126,8 @@ def plan_dual_batch(
     """Plan one epoch in which some workers take small batches and all finish together.
 
     Equal workers: large ones get d_L = k*d/n samples (eq. 4), small ones the rest (eq. 6) in
-    batches of B_S = b / ((a + b/B_L) * d_L/d_S - a) (eq. 8); each result is rounded before the next
-    uses it, as in the published tables. Unequal workers keep the same balance, each with its own
+    batches of B_S = b / ((a + b/B_L) * d_L/d_S - a) (eq. 8). As in the published tables, d_S is what
+    the whole d_L leaves, and B_S is solved from the exact shares and rounded once. Unequal workers keep the same balance, each with its own
     a, b and B_L: in the common time T worker i takes T / (a_i + b_i/B_i) samples, and B_S, the same
     for all small workers, is the one with which these come to d.
 
@@ -195,11 +204,10 @@ def plan_dual_batch(
             to_integer(time_s * float(machines.speeds(s)[0])) for s in (machines.limits, sizes)
         )
         f = update_factor(small, large, factor) if small_workers else None
-    parts = shares / shares.max()  # d_S/d_L, for shares of any size
-    merge_weights = (
+    weights = (
         np.where(np.arange(workers) < small_workers, f or 1.0, 1.0)
         if machines.equal
-        else {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones(workers)}[factor]
+        else merge_weights(shares, factor)
     )
     return Plan(
         samples=samples,
@@ -212,7 +220,7 @@ def plan_dual_batch(
         all_large_time_s=machines.all_large_time(samples, rounds),
         equal_batch_time_s=machines.equal_batch_time(samples, rounds),
         notes=tuple(notes),
-        workers=_worker_plans(machines, shares, sizes, merge_weights, small_workers, rounds),
+        workers=_worker_plans(machines, shares, sizes, weights, small_workers, rounds),
     )
 
 

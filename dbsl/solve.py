@@ -87,7 +87,10 @@ def solve_small_batch(
     min_batch_size: int,
     to_integer: Callable[[float], int],
 ) -> tuple[int, tuple[int, int] | None]:
-    """Return B_S; for equal workers also d_L and d_S by the published chain of rounded results."""
+    """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
+
+    B_S follows from the exact shares, and is rounded once.
+    """
     workers, large_workers = len(machines.limits), len(machines.limits) - small_workers
     if not machines.equal:
         time_s = ratio * machines.balanced_time(samples, machines.limits)
@@ -103,7 +106,9 @@ def solve_small_batch(
             f"{_nearest(machines, samples, small_workers, min_batch_size)}"
         )
     small = to_integer(rest / small_workers)
-    exact = model.intercept / (model.sample_time(limit) * large / small - model.slope)
+    large_part = ratio * samples / workers
+    small_part = (samples - large_part * large_workers) / small_workers
+    exact = model.intercept / (model.sample_time(limit) * large_part / small_part - model.slope)
     # Whole samples may use up a ratio close to 1: then the small batch is as large as the large.
     return (to_integer(exact) if 0 < exact <= limit else limit), (large, small)
 

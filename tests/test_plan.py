@@ -47,6 +47,12 @@ def test_conference_table_comes_out_truncated(
     assert sum(w.samples for w in plan.workers) == 50000
 
 
+def test_the_small_batch_follows_from_the_exact_share_of_a_large_worker():
+    # 242.97 in the published code; from d_L cut to 6562 samples it would be 243.17.
+    plan = plan_dual_batch(50000, 8, 8, 500, GTX_1080, time_ratio=1.05, rounding="truncate")
+    assert (plan.small_batch_size, plan.large_samples, plan.small_samples) == (242, 6562, 6250)
+
+
 # (samples, B_L, slope, intercept, B_S for n_S = 1..4, d_S for n_S = 1..4)
 JOURNAL = {
     "cifar100-24px": (50000, 600, 3.5268184915e-4, 0.014788833468, (130, 230, 294, 340)),
