@@ -153,7 +153,7 @@ def averaged(runs: Sequence[Run]) -> list[Run]:
 
 
 def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
-    """Return the epochs, at least 1, in which an arm takes the baseline's training time.
+    """Return the most epochs, at least 1, for which an arm takes at most the baseline's time.
 
     Args:
         runs: Of the arm, all of one number of epochs.
@@ -161,7 +161,7 @@ def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
     """
     budget_s = fmean(run.train_time_s for run in baseline)
     epoch_s = fmean(run.train_time_s / run.epochs for run in runs)
-    return max(1, round(budget_s / epoch_s))
+    return max(1, math.floor(budget_s / epoch_s * (1 + 1e-9)))  # of equal times, all epochs
 
 
 def table(
