@@ -208,7 +208,10 @@ class Server:
 
     def drop(self, worker: int) -> None:
         """Go on without a worker: nobody waits for it any more."""
+        round_ = self.slowest()
         self.active.discard(worker)
+        if self._collected and self.slowest() > round_:  # the barrier waited for it alone
+            self._merge_collected()
         self._end_epochs()
 
     def pull(self, worker: int) -> Tensor:
@@ -320,15 +323,27 @@ class Server:
             self._sum.add_(weights, alpha=report.merge_weight)
             self._sum_weight += report.merge_weight
         self._collected += 1
-        if self._collected == len(self.clocks):  # the barrier: everyone has pushed this round
-            if self._sum_weight:  # else all were refused, and the weights stay
-                if self._outer is None:
-                    torch.div(self._sum, self._sum_weight, out=self._writable(keep=False))
-                else:
-                    self._take_mean(self._sum / self._sum_weight)
-            self._sum.zero_()
-            self._sum_weight, self._collected = 0.0, 0
-            self.version += 1
+        if self._is_last(report.worker):
+            self._merge_collected()
+
+    def _is_last(self, worker: int) -> bool:
+        """Whether everyone else has pushed the round that this worker pushes."""
+        clock = self.clocks[worker]
+        return all(self.clocks[other] > clock for other in self.active if other != worker)
+
+    def _merge_collected(self) -> None:
+        """Make one update of the pushes that a barrier has collected."""
+        if self._sum_weight:  # else all were refused, and the weights stay
+            self._update(self._sum, self._sum_weight)
+        self._sum.zero_()
+        self._sum_weight, self._collected = 0.0, 0
+        self.version += 1
+
+    def _update(self, summed: Tensor, weight: float) -> None:
+        if self._outer is None:
+            torch.div(summed, weight, out=self._writable(keep=False))
+        else:
+            self._take_mean(summed / weight)
 
     def _load_outer(self, state: Mapping[str, Any] | None) -> None:
         if self._outer is not None and state is not None:
@@ -412,6 +427,7 @@ class GradientServer(Server):
         self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
         self._owner = owner
         self._damp = damp
+        self._rate = 0.0  # learning rate of what a barrier has collected
 
     def push(self, gradients: Tensor, report: RoundReport) -> RoundReport:
         """Take a worker's gradients in, advance its clock, return the report with its staleness."""
@@ -422,11 +438,11 @@ class GradientServer(Server):
                 self._sum = torch.zeros_like(gradients)
             if not report.refused:
                 self._sum.add_(gradients)
+                self._sum_weight += report.merge_weight
             self._collected += 1
-            if self._collected == len(self.clocks):
-                self._step(self._sum, report.learning_rate)
-                self._sum.zero_()
-                self._collected = 0
+            self._rate = report.learning_rate
+            if self._is_last(report.worker):
+                self._merge_collected()
         elif not report.refused:
             scaled = gradients / (1 + staleness) if self._damp else gradients
             self._step(scaled, report.learning_rate, report.merge_weight)
@@ -447,12 +463,13 @@ class GradientServer(Server):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Server.state_dict`; with the optimizer's state."""
-        return super().state_dict() | {"optimizer": self._owner.state_dict()}
+        return super().state_dict() | {"optimizer": self._owner.state_dict(), "rate": self._rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Server.load_state_dict`."""
         self._snapshot = None
         super().load_state_dict(state)
+        (self._rate,) = as_numbers([state.get("rate", 0.0)], 1)
         self._owner.load_state_dict(state["optimizer"])
 
     def take_over(self, handover: Handover) -> None:
@@ -467,6 +484,12 @@ class GradientServer(Server):
     def _writable(self, *, keep: bool = True) -> Tensor:
         self._snapshot = None
         return self._weights
+
+    def _merge_collected(self) -> None:
+        if self._sum_weight:  # else all were refused, and no step is taken
+            self._step(self._sum, self._rate)
+        self._sum.zero_()
+        self._sum_weight, self._collected = 0.0, 0
 
     def _step(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
         self._owner.apply(gradients, learning_rate, part)

@@ -407,6 +407,48 @@ def test_weights_decay_alike_in_every_cluster(run_ranks):
     assert [simulated, real] == pytest.approx([barrier] * 2, rel=0.02)
 
 
+def barrier_of_gradients(workers):
+    """Return a server with a barrier, and the steps that it takes: gradients and learning rate."""
+    steps = []
+
+    class Owner:
+        vector = torch.zeros(1)
+
+        def apply(self, gradients, learning_rate):
+            steps.append((gradients.tolist(), learning_rate))
+
+    return GradientServer(Owner(), workers, staleness=0, rounds_per_epoch=9), steps
+
+
+def pushed(worker, round_=0, refused=False):
+    counts = (8, 4, 4, 1, 0.1, 0.5, 0.5)
+    return RoundReport(worker, 0, round_, *counts, learning_rate=0.3, refused=refused)
+
+
+def test_no_step_is_taken_where_all_gradients_of_a_barrier_are_refused():
+    server, steps = barrier_of_gradients(2)
+    for worker in (0, 1):
+        server.push(torch.full((1,), float("nan")), pushed(worker, refused=True))
+    assert (steps, server.clocks, server.version) == ([], [1, 1], 0)
+    for worker in (0, 1):
+        server.push(torch.ones(1), pushed(worker, 1, refused=worker == 0))
+    assert steps == [([1.0], 0.3)]
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(lost):
+    server, steps = barrier_of_gradients(3)
+    for worker in (0, 1):
+        server.push(torch.ones(1), pushed(worker))
+    server.drop(lost)  # it has pushed already, or all others wait for it
+    if lost == 1:
+        server.push(torch.ones(1), pushed(2))
+    assert steps == [([3.0 if lost == 1 else 2.0], 0.3)]
+    for worker in sorted({0, 1, 2} - {lost}):
+        server.push(torch.ones(1), pushed(worker, 1))
+    assert steps[1:] == [([2.0], 0.3)]
+
+
 def test_a_segment_says_where_a_plan_begins():
     planner, plan = make_planner((3, 5), 40)
     assert planner.at(7) == Segment(plan, 0, 0)
