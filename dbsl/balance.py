@@ -32,7 +32,6 @@ _DRIFT = 0.005  # of both coefficients from one measurement to the next
 _OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
 _JUMP = 4.5  # standard deviations: so does one such measurement
 _LOWEST = 1e-3
-_KEPT_EPOCHS = 16  # of plans, for asynchronous workers that are behind the first
 
 
 class SpeedEstimate:
@@ -115,8 +114,8 @@ class Segment:
 class Planner:
     """The plan of each epoch: one for each resolution, or one that follows the workers' times.
 
-    A plan is fixed when it is first asked for, so that workers that are not in step with each
-    other still share an epoch's samples by one plan. Call it under the server's lock.
+    The plan of a round is decided when it is first asked for, so that workers that are not in step
+    with each other still share an epoch's samples by one plan. Call it under the server's lock.
 
     Args:
         plans: The first plan of each resolution.
@@ -126,7 +125,7 @@ class Planner:
         every: Rounds from one chance to change to the next.
         rounds_per_epoch: Rounds per epoch.
         replan: A resolution's plan for other time models.
-        resize: A resolution's plan with parts in other proportions, for `dbs`.
+        resize: A resolution's planned plan with parts in other proportions, for `dbs`.
         split_at: Samples of the epoch that rounds of a segment take before a round.
         without: A resolution's plan for the workers that are left.
         samples_of: Samples of a worker in a round of a segment, from (segment, epoch, worker,
@@ -161,7 +160,12 @@ class Planner:
         self._without = without
         self._samples_of = samples_of
         self.fixed: dict[int, list[Segment]] = {}  # by epoch; they change no more
-        self._segments: dict[int, list[Segment]] = {}  # by epoch
+        self._segments: dict[int, list[Segment]] = {}  # by epoch; they may grow
+        self._asked: dict[int, int] = {}  # by epoch: the last round whose plan is decided
+        self._planned = dict(plans)  # for the planned time models, without lost workers
+        self._active = set(range(len(next(iter(plans.values())).workers)))  # but for lost workers
+        self._begun = 0  # rounds of the run that a loss left as they were planned
+        self._epochs = [0] * len(self._active)  # of each worker's last report
         self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
         self._measured = [0] * len(self._speeds)  # rounds of each worker
         self._refine_at = 2  # measurements of each worker
@@ -174,13 +178,15 @@ class Planner:
             return next(s for s in reversed(self.fixed[epoch]) if s.first_round <= round_)
         if self.balance == "none":
             return Segment(self.current[resolution])
+        clock = epoch * self._rounds + round_
         if epoch not in self._segments:
-            self._segments[epoch] = [Segment(self._renewed(resolution, epoch * self._rounds))]
-            for old in [e for e in self._segments if e < epoch - _KEPT_EPOCHS]:
-                del self._segments[old]
+            first = self._renewed(resolution, epoch * self._rounds, self.current[resolution])
+            self._segments[epoch], self._asked[epoch] = [Segment(first)], 0
+            self._forget_epochs()
         segments = self._segments[epoch]
-        if round_ > segments[-1].first_round:
-            plan = self._renewed(resolution, epoch * self._rounds + round_)
+        if round_ > self._asked[epoch]:  # a round that somebody has begun keeps its plan
+            self._asked[epoch] = round_
+            plan = self._renewed(resolution, clock, segments[-1].plan)
             if plan is not segments[-1].plan:
                 segments.append(Segment(plan, round_, self._split_at(segments[-1], round_)))
         return next(s for s in reversed(segments) if s.first_round <= round_)
@@ -196,6 +202,7 @@ class Planner:
 
     def observe(self, report: RoundReport) -> None:
         """Take in the compute time of a worker's round."""
+        self._epochs[report.worker] = max(self._epochs[report.worker], report.epoch)
         if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
             return
         self._measured[report.worker] += 1
@@ -210,7 +217,9 @@ class Planner:
     def drop(
         self, worker: int, clocks: Mapping[int, int], active: Collection[int], last: int
     ) -> int:
-        """Plan without a worker from the first round on that none of the others has begun.
+        """Plan without a worker from the first round on that nobody has begun.
+
+        An epoch that other workers had begun before this run's keeps its plan to its end.
 
         Args:
             worker: The one that was lost.
@@ -219,28 +228,38 @@ class Planner:
             last: Rounds of the whole run.
 
         Returns:
-            Its samples of rounds under way, which nobody trains on in these epochs.
+            The samples, counted once in each epoch, that nobody will train on because it was lost:
+            its part of the rounds that it had not pushed and that keep their plan.
 
         Raises:
             ValueError: If there is no plan without it.
         """
         others = {r: self._without(r, active) for r in self.current}
         rounds, lost = self._rounds, 0
-        # Rounds that the first of the others has begun.
-        begun = min(max(clocks[w] for w in active) + 1, last)
-        for epoch in range(min(clocks.values()) // rounds, (begun - 1) // rounds + 1):
+        # Also begun: what the lost one was ahead, and what an earlier loss left as it was.
+        ahead = max(max(clocks[w] for w in active) + 1, clocks[worker])
+        begun = self._begun = max(self._begun, min(ahead, last))
+        first_epoch = min(clocks[w] for w in (*active, worker)) // rounds
+        epochs = range(first_epoch, -(-begun // rounds))
+        later = [epoch for epoch in self.fixed if epoch >= epochs.stop]  # left by other workers
+        for epoch in (*epochs, *later):
             whole = [Segment(self.current[self._resolution_at(epoch)])]
             segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)
-            first = begun - epoch * rounds
-            for round_ in range(max(clocks[worker] - epoch * rounds, 0), min(first, rounds)):
+            *before, end = segments
+            first = rounds if end.left else min(max(begun - epoch * rounds, 0), rounds)
+            for round_ in range(max(clocks[worker] - epoch * rounds, 0), first):
                 segment = next(s for s in reversed(segments) if s.first_round <= round_)
                 lost += self._samples_of(segment, epoch, worker, round_)
-            last = segments[-1]
-            if last.first_round < first < rounds and not last.left:
+            if first < rounds:
                 plan = others[self._resolution_at(epoch)]
-                segments.append(Segment(plan, first, self._split_at(last, first)))
+                kept = segments if end.first_round < first else before
+                segments = [*kept, Segment(plan, first, self._split_at(end, first))]
             self.fixed[epoch] = segments
-        self.current = others
+        self._segments.clear()  # what was decided for later epochs, nobody has begun
+        self._asked.clear()
+        self.current, self._planned = others, dict(others)
+        self._active = set(active)
+        self._since.clear()
         return lost
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,6 +269,9 @@ class Planner:
             "changes": self.changes,
             "fixed": _segments_to_plain(self.fixed),
             "segments": _segments_to_plain(self._segments),
+            "asked": dict(self._asked),
+            "active": sorted(self._active),
+            "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
             "measured": list(self._measured),
             "refine_at": self._refine_at,
@@ -267,6 +289,13 @@ class Planner:
         ):
             raise ValueError(f"plans must be of {len(self._speeds)} workers at each resolution")
         self.current, self.fixed, self._segments = current, fixed, segments
+        asked = state.get("asked", {})  # older checkpoints have none of these three
+        self._asked = {e: int(asked.get(e, rows[-1].first_round)) for e, rows in segments.items()}
+        active = state.get("active", sorted(self._active))
+        self._active = set(as_counts(active, len(active), len(self._speeds) - 1))
+        (self._begun,) = as_counts([state.get("begun", 0)], 1)
+        if len(self._active) < len(self._speeds):
+            self._planned = {r: self._without(r, self._active) for r in current}
         self.changes = state["changes"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
@@ -281,39 +310,51 @@ class Planner:
         planned = self._models[resolution]
         return [s.model(m) for s, m in zip(self._speeds, planned, strict=True)]
 
-    def _renewed(self, resolution: int, clock: int) -> Plan:
-        current = self.current[resolution]
-        if clock % self._every or min(self._measured) == 0:
-            return current
-        candidate = self._candidate(resolution, current)
-        if candidate is not current:
+    def _renewed(self, resolution: int, clock: int, plan: Plan) -> Plan:
+        """Return a plan, or the one that takes its place from this round of the run on."""
+        if clock % self._every or self._least_measured() == 0:
+            return plan
+        candidate = self._candidate(resolution, plan)
+        if candidate is not plan:
             self.changes += 1
             self.current[resolution] = candidate
         return candidate
 
-    def _candidate(self, resolution: int, current: Plan) -> Plan:
+    def _candidate(self, resolution: int, plan: Plan) -> Plan:
         try:
             if self.balance == "dbs":
-                return self._proportional(resolution, current)
+                return self._proportional(resolution, plan)
             models = self.estimates(resolution)
             candidate = self._replan(resolution, models)
         except ValueError:  # the estimates leave no plan
-            return current
-        now, then = (predicted_time_s(plan, models) for plan in (current, candidate))
+            return plan
+        now, then = (predicted_time_s(p, models) for p in (plan, candidate))
         band = DEAD_BAND
-        if min(self._measured) >= self._refine_at:
-            band, self._refine_at = REFINE, 2 * min(self._measured)
-        return candidate if now > (1 + band) * then else current
+        if self._least_measured() >= self._refine_at:
+            band, self._refine_at = REFINE, 2 * self._least_measured()
+        return candidate if now > (1 + band) * then else plan
 
-    def _proportional(self, resolution: int, current: Plan) -> Plan:
-        if len(self._since) < len(self._speeds):  # since the last change
-            return current
-        reports = [self._since[worker] for worker in range(len(self._speeds))]
+    def _proportional(self, resolution: int, plan: Plan) -> Plan:
+        if not self._active <= self._since.keys():  # since the last change
+            return plan
+        parts = np.zeros(len(self._speeds))  # a lost worker has none
+        active = sorted(self._active)
+        reports = [self._since[worker] for worker in active]
         self._since.clear()
         samples = [sum(r.samples for r in own) for own in reports]
         times = [sum(r.compute_time_s for r in own) for own in reports]
-        candidate = self._resize(resolution, current, proportional_parts(samples, times))
-        return current if candidate.workers == current.workers else candidate
+        parts[active] = proportional_parts(samples, times)
+        candidate = self._resize(resolution, self._planned[resolution], parts)
+        return plan if candidate.workers == plan.workers else candidate
+
+    def _least_measured(self) -> int:
+        return min(self._measured[worker] for worker in self._active)
+
+    def _forget_epochs(self) -> None:
+        """Forget the plans of epochs that every worker has left behind."""
+        slowest = min(self._epochs[worker] for worker in self._active)
+        for epoch in [e for e in self._segments if e < slowest]:
+            del self._segments[epoch], self._asked[epoch]
 
 
 def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:

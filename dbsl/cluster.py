@@ -75,6 +75,9 @@ class SimulatedCluster:
                 if not self._queue:
                     return
                 self.time_s, self._turn = heapq.heappop(self._queue)
+                if self._turn not in self.server.active:  # it was lost inside its round
+                    self._turn = None
+                    continue
             yield Round((self._turn,), *self._clock(self._turn))
             self._turn = None
 
@@ -165,7 +168,10 @@ class SimulatedCluster:
         return [
             worker
             for worker, clock in enumerate(self.server.clocks)
-            if clock < self._rounds and clock <= latest and worker not in inside
+            if clock < self._rounds
+            and clock <= latest
+            and worker not in inside
+            and worker in self.server.active
         ]
 
     def _clock(self, worker: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from dbsl.machines import Machines, TimeModel, largest_remainder, steps_in_shares
-from dbsl.plan import Plan, WorkerPlan
+from dbsl.plan import Plan, UpdateFactor, WorkerPlan, merge_weights
 from dbsl.sampler import StepSampler
 from dbsl.split import balanced_sizes, bounded_split
 
@@ -143,47 +143,33 @@ def with_proportions(
     drop_last: bool,
     least: int,
     floor: int = 1,
+    factor: UpdateFactor = "data",
 ) -> Plan:
-    """Return a plan with parts in other proportions: of the global batch, or of the epoch.
+    """Return a planned plan with parts in other proportions: of the global batch, or of the epoch.
 
     Parts sum exactly to what they are of, stay within `limits` and above 0, parts of a global
-    batch at `floor` or above. In a plan of rounds the batch sizes stay as they are, unless a share
-    is too small for one.
+    batch at `floor` or above. In a plan of rounds each worker keeps its planned batch size, unless
+    it has fewer samples in a round; merge weights follow the shares by the rule `factor`.
     """
     if plan.global_batch_size is not None:
         floor = max(least, min(floor, plan.global_batch_size // len(limits)))
         lowest = np.minimum(np.full(len(limits), floor), limits)
         sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
         return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
-    lowest = np.full(len(limits), rounds * least, dtype=np.int64)
+    each = min(rounds * least, plan.samples // len(limits))
+    lowest = np.full(len(limits), each, dtype=np.int64)
     most = np.full(len(limits), plan.samples, dtype=np.int64)
     shares = bounded_split(plan.samples, proportions, lowest, most)
     sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rounds)
-    return with_shares(plan, shares, sizes, time_models, rounds)
-
-
-def with_shares(
-    plan: Plan,
-    shares: np.ndarray,
-    sizes: np.ndarray,
-    time_models: Sequence[TimeModel],
-    rounds: int,
-) -> Plan:
-    """Return a plan of rounds with other shares and batch sizes; merge weights stay."""
-    machines = Machines.of(len(sizes), np.asarray(sizes), list(time_models))
-    times = machines.times(shares, sizes, rounds)
-    steps_each = steps_in_shares(np.asarray(shares), np.asarray(sizes), rounds)
-    workers = tuple(
-        replace(
-            worker,
-            local_batch_size=int(size),
-            samples=int(share),
-            steps=int(steps),
-            predicted_time_s=float(time_s),
-            simplified_time_s=float(model.sample_time(size) * share),
-        )
-        for worker, size, share, steps, time_s, model in zip(
-            plan.workers, sizes, shares, steps_each, times, time_models, strict=True
-        )
+    machines = Machines.of(len(sizes), sizes, list(time_models))
+    columns = (
+        sizes,
+        shares,
+        steps_in_shares(shares, sizes, rounds),
+        merge_weights(shares, factor),
+        machines.times(shares, sizes, rounds),
+        shares * (machines.slopes + machines.intercepts / sizes),
+        [worker.small for worker in plan.workers],
     )
-    return replace(plan, workers=workers)
+    rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+    return replace(plan, workers=tuple(WorkerPlan(*row) for row in rows))

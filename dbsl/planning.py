@@ -216,12 +216,7 @@ class Planning:
             )
         else:
             plan = self._rounds(resolution, models, measured=True)[0]
-        if len(self._active) == self._config.workers:
-            return plan
-        rows = [_NO_PART] * self._config.workers
-        for worker, row in zip(self._active, plan.workers, strict=True):
-            rows[worker] = row
-        return replace(plan, workers=tuple(rows))
+        return self._of_all(plan)
 
     def without(self, resolution: int, active: Collection[int]) -> Plan:
         """Return a resolution's plan for the workers that are left; the others get nothing.
@@ -233,23 +228,33 @@ class Planning:
         return self.replan(resolution, self._known.models[resolution])
 
     def resize(self, resolution: int, plan: Plan, proportions: np.ndarray) -> Plan:
-        """Return a resolution's plan with its workers' parts in other proportions."""
-        return with_proportions(
-            plan,
-            proportions,
-            self._known.models[resolution],
-            self._limits(resolution),
+        """Return a resolution's planned plan with its workers' parts in other proportions."""
+        active = self._active
+        moved = with_proportions(
+            replace(plan, workers=tuple(plan.workers[worker] for worker in active)),
+            proportions[active],
+            [self._known.models[resolution][worker] for worker in active],
+            self._limits(resolution)[active],
             samples=self._samples,
             rounds=self._config.rounds_per_epoch,
             drop_last=self._config.drop_last,
             least=self.least,
             floor=self._config.min_batch_size,
+            factor=self._config.update_factor,
         )
+        return self._of_all(moved)
 
     def small_batch_size(self) -> tuple[int, ...] | None:
         """Return the setting that repeats the small batches where they were not solved for."""
         rows = list(self._small.values())
         return from_workers(rows) if any(row[0] for row in rows) else None
+
+    def _of_all(self, plan: Plan) -> Plan:
+        """Return a plan of the workers that are left as one of all; the others get nothing."""
+        rows = [_NO_PART] * self._config.workers
+        for worker, row in zip(self._active, plan.workers, strict=True):
+            rows[worker] = row
+        return replace(plan, workers=tuple(rows))
 
     def _rounds(
         self, resolution: int, models: Sequence[TimeModel], *, measured: bool

@@ -265,21 +265,36 @@ def _own_piece(found: Found, rank: int, run: Setting) -> Any:
 def with_lost_workers(state: Mapping[str, Any], run: Setting) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
-    They begin with the first epoch whose plan is not fixed yet: the others have their share of
-    those before.
+    They begin with the first epoch that nobody has begun. Those under way keep the plans that were
+    made without them.
     """
-    server, planner = state["cluster"]["server"], state["planner"]
+    server, planner, rounds = state["cluster"]["server"], state["planner"], run.rounds
     there = set(server["active"])
     if len(there) == len(server["clocks"]):
         return state
-    begin = (max(planner["fixed"]) + 1) * run.rounds
-    clocks = [clock if w in there else begin for w, clock in enumerate(server["clocks"])]
+    active = [clock for w, clock in enumerate(server["clocks"]) if w in there]
+    begun = max(min(max(active) + 1, run.config.epochs * rounds), planner.get("begun", 0))
+    first, begin = min(active) // rounds, -(-begun // rounds)  # epochs
+    fixed = {
+        epoch: [{"plan": planner["current"][run.stage_at(epoch).resolution]}]
+        for epoch in range(first, begin)
+    }
+    fixed |= planner["segments"] | planner["fixed"]
+    clocks = [c if w in there else begin * rounds for w, c in enumerate(server["clocks"])]
     server = server | {"clocks": clocks, "active": list(range(len(clocks)))}
-    plans = {resolution: asdict(plan) for resolution, plan in run.plans.items()}
+    changes = {
+        "current": {resolution: asdict(plan) for resolution, plan in run.plans.items()},
+        "fixed": {epoch: rows for epoch, rows in fixed.items() if epoch < begin},
+        "segments": {},
+        "asked": {},
+        "active": server["active"],
+        "begun": begin * rounds,
+        "since": {},
+    }
     return {
         **state,
         "cluster": state["cluster"] | {"server": server},
-        "planner": planner | {"current": plans},
+        "planner": planner | changes,
     }
 
 

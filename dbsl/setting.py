@@ -104,10 +104,12 @@ class Setting:
             of_resolution = sizes.setdefault(self.stage_at(epoch).resolution, set())
             if of_resolution:
                 continue
+            # The planner decides when it is asked; this is the plan at the start.
+            segment = Segment(self.plans[self.stage_at(epoch).resolution])
             for group in [tuple(workers)] if joint else [(worker,) for worker in workers]:
                 for round_ in range(self.rounds):
                     turn = Round(group, epoch, round_)
-                    steps = self.steps(self.planner.at(epoch, round_), turn)
+                    steps = self.steps(segment, turn)
                     parts = [part for step in steps for part in step.parts]
                     of_resolution |= {len(part.indices) for part in parts} - {0}
         return sizes
@@ -166,11 +168,9 @@ def round_sampler(
         left, rounds_left = samples - segment.start, rounds - segment.first_round
         there = shares > 0  # a worker that was lost stays without
         shares = shares.copy()
+        lowest = min(rounds_left * least, left // there.sum())
         shares[there] = bounded_split(
-            left,
-            shares[there],
-            np.full(there.sum(), rounds_left * least),
-            np.full(there.sum(), left),
+            left, shares[there], np.full(there.sum(), lowest), np.full(there.sum(), left)
         )
     return EpochSampler(
         shares,

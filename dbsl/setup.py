@@ -153,7 +153,9 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Settin
         stages=stages,
         model=model,
         plans=plans,
-        planner=_planner(config, planning, plans, stages, machines.models, rounds, len(data.train)),
+        planner=make_planner(
+            config, planning, plans, stages, machines.models, rounds, len(data.train)
+        ),
         models=machines.models,
         emulation=emulation,
         transforms=transforms,
@@ -196,7 +198,7 @@ def _check_samples(samples: int, config: Config, least: int) -> None:
         )
 
 
-def _planner(
+def make_planner(
     config: Config,
     planning: Planning,
     plans: Mapping[int, Plan],
@@ -205,6 +207,8 @@ def _planner(
     rounds: int,
     samples: int,
 ) -> Planner:
+    """Return what gives each epoch its plan, of a run with these plans at the start."""
+
     def split_at(segment: Segment, round_: int) -> int:
         if segment.plan.global_batch_size is not None:
             return 0  # which samples a joint step has does not depend on the plan

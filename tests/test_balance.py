@@ -182,6 +182,54 @@ def test_shares_that_move_inside_an_epoch_still_cover_each_sample_once(balance, 
     assert planner.changes > 0
 
 
+@pytest.mark.parametrize("balance", ["dynamic", "dbs"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_worker_that_is_behind_keeps_the_plan_that_those_ahead_began_with(balance, every):
+    planner = rounds_planner(balance, 4, every)
+    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
+    began = [planner.at(0, round_) for round_ in range(4)]  # the leader's rounds
+    measure(planner, 0, true=slowed)
+    assert planner.at(1).plan != began[0].plan  # its next epoch
+    assert [planner.at(0, round_) for round_ in range(4)] == began
+
+
+def test_plans_are_kept_however_far_a_worker_is_behind():
+    planner = rounds_planner("dynamic", 1, 1)
+    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
+    first = planner.at(0)
+    measure(planner, 0, true=slowed)
+    for epoch in range(1, 40):
+        planner.at(epoch)
+    assert planner.at(0) is first
+    assert planner.at(39).plan != first.plan
+
+
+def test_after_a_spell_of_slowness_the_published_rule_gives_batches_their_planned_sizes_back():
+    planner = rounds_planner("dbs", 4, 1)
+    planned = planner.at(0).plan
+    slow = [TimeModel(40 * PLANNED.slope, 40 * PLANNED.intercept), PLANNED, PLANNED]
+    for true in (slow, [PLANNED] * 3):
+        for epoch in range(5 * (true is not slow), 5 + 5 * (true is not slow)):
+            for round_ in range(4):
+                plan = measure(planner, epoch, true=true, round_=round_)
+        sizes = [(w.local_batch_size, w.samples) for w in plan.workers]
+        for worker, (size, samples) in zip(planned.workers, sizes, strict=True):
+            assert size == min(worker.local_batch_size, samples // 4)
+        assert (sizes[0][0] < planned.workers[0].local_batch_size) == (true is slow)
+
+
+@pytest.mark.parametrize("balance", ["dynamic", "dbs"])
+def test_merge_weights_follow_the_shares_that_a_slow_worker_leaves(balance):
+    planner = rounds_planner(balance, 2, 1)
+    slow = [PLANNED, PLANNED, TimeModel(5 * PLANNED.slope, 5 * PLANNED.intercept)]
+    for epoch in range(3):
+        plan = measure(planner, epoch, true=slow)
+    most = max(w.samples for w in plan.workers)
+    assert plan.workers[2].samples < most / 3
+    for worker in plan.workers:
+        assert worker.merge_weight == pytest.approx(worker.samples / most)
+
+
 def test_dual_batch_keeps_its_balance_when_a_worker_slows_down():
     planner = rounds_planner("dynamic", 1, 1)
     slowed = [PLANNED, PLANNED, TimeModel(2 * PLANNED.slope, 2 * PLANNED.intercept)]

@@ -414,13 +414,13 @@ def barrier_of_gradients(workers):
     class Owner:
         vector = torch.zeros(1)
 
-        def apply(self, gradients, learning_rate):
+        def apply(self, gradients, learning_rate, part):
             steps.append((gradients.tolist(), learning_rate))
 
     return GradientServer(Owner(), workers, staleness=0, rounds_per_epoch=9), steps
 
 
-def pushed(worker, round_=0, refused=False):
+def report_of(worker, round_=0, refused=False):
     counts = (8, 4, 4, 1, 0.1, 0.5, 0.5)
     return RoundReport(worker, 0, round_, *counts, learning_rate=0.3, refused=refused)
 
@@ -428,10 +428,10 @@ def pushed(worker, round_=0, refused=False):
 def test_no_step_is_taken_where_all_gradients_of_a_barrier_are_refused():
     server, steps = barrier_of_gradients(2)
     for worker in (0, 1):
-        server.push(torch.full((1,), float("nan")), pushed(worker, refused=True))
+        server.push(torch.full((1,), float("nan")), report_of(worker, refused=True))
     assert (steps, server.clocks, server.version) == ([], [1, 1], 0)
     for worker in (0, 1):
-        server.push(torch.ones(1), pushed(worker, 1, refused=worker == 0))
+        server.push(torch.ones(1), report_of(worker, 1, refused=worker == 0))
     assert steps == [([1.0], 0.3)]
 
 
@@ -439,13 +439,13 @@ def test_no_step_is_taken_where_all_gradients_of_a_barrier_are_refused():
 def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(lost):
     server, steps = barrier_of_gradients(3)
     for worker in (0, 1):
-        server.push(torch.ones(1), pushed(worker))
+        server.push(torch.ones(1), report_of(worker))
     server.drop(lost)  # it has pushed already, or all others wait for it
     if lost == 1:
-        server.push(torch.ones(1), pushed(2))
+        server.push(torch.ones(1), report_of(2))
     assert steps == [([3.0 if lost == 1 else 2.0], 0.3)]
     for worker in sorted({0, 1, 2} - {lost}):
-        server.push(torch.ones(1), pushed(worker, 1))
+        server.push(torch.ones(1), report_of(worker, 1))
     assert steps[1:] == [([2.0], 0.3)]
 
 

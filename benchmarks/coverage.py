@@ -1,0 +1,371 @@
+"""Every sample once an epoch, in every combination: ``python -m benchmarks.coverage``.
+
+Random runs of the simulated cluster, without training: the model is one number. Sync, balance,
+rounds, pushes, uneven and noisy machines, stops and lost workers are drawn by hypothesis. The
+server, planner and sampler are those that train.py uses. What must hold:
+
+- nobody trains on a sample twice in an epoch;
+- without a loss every sample is trained on, and after losses those that are missing are exactly as
+  many as were counted, none of them in an epoch that nobody had begun;
+- with `ssp` nobody is further ahead than `staleness` allows;
+- where gradients are pushed, each push reaches the weights once.
+
+About 5 minutes for 2,400 cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dbsl.connect import connect
+from dbsl.emulate import Emulation, parse_disturb
+from dbsl.machines import TimeModel
+from dbsl.packing import pack, unpack
+from dbsl.planning import Knowledge, Planning
+from dbsl.reports import make_reports
+from dbsl.resume import with_lost_workers
+from dbsl.server import EpochEnd
+from dbsl.setting import Setting
+from dbsl.setup import make_planner, rounds_of_epoch
+from dbsl.stages import make_stages
+
+ROOT = Path(__file__).resolve().parent.parent
+SYNCS = ("bsp", "ssp", "asp", "step")
+BALANCES = ("none", "dynamic", "dbs")
+_ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to be played.
+
+    Attributes:
+        options: Settings of train.py's `Config`.
+        samples: Training samples.
+        models: True and planned time models, one per worker.
+        large: Largest batch of each worker.
+        least: Samples of a batch at least.
+        emulation: Factors on the workers' times.
+        losses: When workers are lost, in turns of the cluster, and which of those that are left.
+        stops: Turns inside which the run is stopped and resumed.
+    """
+
+    options: dict[str, Any]
+    samples: int
+    models: list[TimeModel]
+    large: list[int]
+    least: int
+    emulation: Emulation
+    losses: tuple[tuple[int, int], ...] = ()
+    stops: tuple[int, ...] = ()
+
+
+@dataclass
+class Played:
+    """What came of a case."""
+
+    turns: int = 0
+    changes: int = 0  # of plans, by measured times
+    lost_workers: int = 0
+    lost: int = 0  # samples that the planner counted
+    expected: int = 0
+    trained: int = 0
+    twice: int = 0
+    ahead: int = 0  # rounds, the most that a worker that began one was before the slowest
+    pushed: float = 0.0  # samples in the server's weights, where gradients are pushed
+    whole: bool = True  # epochs that nobody had begun when the last worker was lost
+    ended: bool = False  # those that were left could not carry the plan
+    epochs: list[int] = field(default_factory=list)  # that ended, in order
+
+
+@st.composite
+def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
+    """Draw a case."""
+    sync = sync or draw(st.sampled_from(SYNCS))
+    balance = balance or draw(st.sampled_from(BALANCES))
+    push = (
+        "weights" if sync == "step" else draw(st.sampled_from(("weights", "weights", "gradients")))
+    )
+    joint, alone = sync == "step" or push == "gradients", sync in ("ssp", "asp")
+    workers, epochs = draw(st.integers(2, 5)), draw(st.integers(2, 4))
+    least = draw(st.sampled_from((1, 1, 2)))
+    rounds = 1 if push == "gradients" else draw(st.integers(1, 4))
+    samples = draw(st.integers(workers * rounds * least * 3, 120))
+    share = samples // workers // rounds
+    large = draw(st.lists(st.integers(least, min(12, share)), min_size=workers, max_size=workers))
+    every = draw(st.none() | st.integers(1, 6))
+    if every and alone and not joint:
+        every *= rounds
+    options = {
+        "sync": sync,
+        "balance": balance,
+        "push": push,
+        "workers": workers,
+        "epochs": epochs,
+        "rounds_per_epoch": rounds,
+        "balance_every": every,
+        "push_every": draw(st.integers(1, 3)) if push == "gradients" else 1,
+        "drop_last": joint and draw(st.booleans()),
+        "small_workers": 0 if joint else draw(st.integers(0, workers // 2)),
+        "staleness": draw(st.integers(0, 3)),
+        "resolutions": (8, 16) if draw(st.booleans()) and push == "weights" else (8,),
+        "seed": draw(st.integers(0, 99)),
+        "min_batch_size": least,
+    }
+    model = TimeModel(0.001, draw(st.sampled_from((0.002, 0.01))))
+    speeds = [1.0] * workers
+    if draw(st.booleans()):
+        speeds = draw(
+            st.lists(st.sampled_from((1.0, 2.0, 7.0)), min_size=workers, max_size=workers)
+        )
+    slow = draw(st.dictionaries(st.integers(0, workers - 1), st.sampled_from((1.5, 3.0, 20.0))))
+    emulation = Emulation(
+        slowdown=slow,
+        disturbance=parse_disturb("0.3:1-3:4") if draw(st.booleans()) else None,
+        noise=draw(st.sampled_from((0.0, 0.2, 0.8))),
+        seed=options["seed"],
+    )
+    turns = epochs * workers * rounds
+    losses = st.tuples(st.integers(0, turns), st.integers(0, workers - 1))
+    return Case(
+        options,
+        samples,
+        [TimeModel(model.slope * s, model.intercept * s) for s in speeds],
+        large if draw(st.booleans()) else [large[0]] * workers,
+        least,
+        emulation,
+        tuple(sorted(draw(st.lists(losses, max_size=workers - 1)))) if alone else (),
+        tuple(sorted(draw(st.sets(st.integers(0, turns), max_size=2)))),
+    )
+
+
+def prepare(case: Case) -> Setting:
+    """Return what `setup.prepare` makes of a config, without data and with a model of one number.
+
+    Raises:
+        ValueError: If there is no such plan.
+    """
+    from train import Config
+
+    config = Config(
+        **case.options, optimizer="momentum", momentum=0.0, weight_decay=0.0, noise_scale=False
+    )
+    resolutions = config.resolutions
+    # Where all are equal, a batch and a share of a round for each is known to fit.
+    known = Knowledge(
+        models={
+            r: [TimeModel(m.slope * r / 8, m.intercept) for m in case.models] for r in resolutions
+        },
+        large_batch_sizes=dict.fromkeys(resolutions, case.large),
+        limits=dict.fromkeys(resolutions),
+        measured=True,
+    )
+    planning = Planning(config, known, case.samples, case.least)
+    plans = {r: planning.first(r, lambda line: None) for r in resolutions}
+    rounds = rounds_of_epoch(plans, config)
+    stages = make_stages(
+        config.epochs,
+        resolutions,
+        schedule="cyclic",
+        dropout=(0.0,),
+        learning_rate=1.0,
+        milestones=(),
+        gamma=1.0,
+    )
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return Setting(
+        config=config,
+        data=SimpleNamespace(train=range(case.samples)),
+        stages=tuple(stages),
+        model=model,
+        plans=plans,
+        planner=make_planner(config, planning, plans, stages, known.models, rounds, case.samples),
+        models=known.models,
+        emulation=case.emulation,
+        transforms={},
+        rounds=rounds,
+        least=case.least,
+        noise=None,
+        mixing=None,
+        average=None,
+        loss_of=None,
+    )
+
+
+def play(case: Case) -> Played:
+    """Play a case to its end.
+
+    Raises:
+        ValueError: If there is no such plan.
+    """
+    run = prepare(case)
+    cluster, stepper = connect(run, _ACCELERATOR)
+    played, epochs = Played(), run.config.epochs
+    last, server = epochs * run.rounds, cluster.server
+    counts = np.zeros((epochs, case.samples), dtype=np.int64)
+    losses, stops, untouched = list(case.losses), list(case.stops), 0
+    going = True
+    while going:
+        going = False
+        for turn in cluster.turns():
+            if isinstance(turn, EpochEnd):
+                cluster.load(turn)
+                played.epochs.append(turn.epoch)
+                continue
+            segment = cluster.plan(turn)
+            if stops and stops[0] <= played.turns:  # inside the round, whose plan is known
+                stops.pop(0)
+                played.changes += run.planner.changes
+                run, cluster, stepper = _resumed(case, run, cluster)
+                server, going = cluster.server, True
+                run.planner.changes = 0
+                break
+            played.turns += 1
+            steps = run.steps(segment, turn)
+            own = dict.fromkeys(turn.workers, 0)
+            for part in (part for step in steps for part in step.parts):
+                np.add.at(counts[turn.epoch], part.indices, 1)
+                own[part.worker] += len(part.indices)
+            if server is not None:
+                (worker,) = turn.workers
+                lead = server.clocks[worker] - server.slowest()
+                played.ahead = max(played.ahead, lead)
+            cluster.pull(turn)
+            cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
+            cluster.push(
+                make_reports(
+                    turn,
+                    segment.plan,
+                    len(steps),
+                    own,
+                    resolution=run.stage_at(turn.epoch).resolution,
+                    learning_rate=1.0,
+                    losses={},
+                    clock=stepper.clock,
+                )
+            )
+            list(cluster.reports())
+            while losses and losses[0][0] <= played.turns:
+                _, which = losses.pop(0)
+                lost = sorted(server.active)[which % len(server.active)]
+                if len(server.active) == 1 or server.clocks[lost] >= last:
+                    continue
+                clocks = dict(enumerate(server.clocks))
+                server.drop(lost)
+                untouched = max(clocks.values()) // run.rounds + 1
+                try:
+                    played.lost += run.planner.drop(lost, clocks, server.active, last)
+                except ValueError:  # as in real processes, the run ends
+                    played.ended = True
+                    break
+                played.lost_workers += 1
+            if played.ended:
+                break
+    played.changes += run.planner.changes
+    of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in range(epochs)]
+    played.expected, played.trained = sum(of_epoch), int(counts.sum())
+    played.twice = int((counts > 1).sum())
+    if played.lost_workers:
+        played.whole = counts[untouched:].sum(1).tolist() == of_epoch[untouched:]
+    if case.options["push"] == "gradients":
+        played.pushed = float(server.snapshot()[0])  # the rest is padding
+    return played
+
+
+def check(case: Case) -> Played:
+    """Play a case and assert what must hold of it."""
+    played = play(case)
+    assert played.twice == 0, f"{played.twice} samples trained on twice"
+    if case.options["sync"] == "ssp":
+        assert played.ahead <= case.options["staleness"]
+    if case.options["push"] == "gradients" and not played.ended:
+        assert abs(played.pushed - played.trained) < 0.01  # sums of float32
+    if not played.ended:
+        missed = played.expected - played.trained
+        assert missed == played.lost, f"{missed} samples missed, {played.lost} counted as lost"
+        assert played.whole, "samples missed in an epoch that nobody had begun"
+        assert played.epochs == list(range(case.options["epochs"]))
+    return played
+
+
+def _resumed(case: Case, run: Setting, cluster: Any) -> tuple[Setting, Any, Any]:
+    """Return the run and its cluster as a stopped run goes on, lost workers back."""
+    tree, tensors = pack({"cluster": cluster.state_dict(), "planner": run.planner.state_dict()})
+    state = unpack(json.loads(json.dumps(tree)), tensors)
+    run = prepare(case)
+    cluster, stepper = connect(run, _ACCELERATOR)
+    if cluster.server is not None:
+        there, inside = state["cluster"]["server"]["active"], state["cluster"]["queue"]
+        state["cluster"]["queue"] = [(time_s, w) for time_s, w in inside if w in there]
+        state = with_lost_workers(state, run)
+    run.planner.load_state_dict(state["planner"])
+    cluster.load_state_dict(state["cluster"])
+    return run, cluster, stepper
+
+
+def measure(sync: str, balance: str, number: int, start: int) -> dict[str, object]:
+    """Play random cases of one kind, and return a row of what came of them."""
+    total, began = Counter(), time.perf_counter()
+
+    @seed(start)
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases(sync, balance))
+    def property_(case: Case) -> None:
+        try:
+            played = check(case)
+        except ValueError:
+            assume(False)
+        total["cases"] += 1
+        for name in ("turns", "changes", "lost_workers", "lost", "expected", "trained", "ended"):
+            total[name] += getattr(played, name)
+        total["stops"] += len(case.stops)
+
+    property_()
+    row = {"sync": sync, "balance": balance, "cases": total["cases"]}
+    row |= {"rounds": total["turns"], "plan_changes": total["changes"], "stops": total["stops"]}
+    row |= {"workers_lost": total["lost_workers"], "ended_by_loss": total["ended"]}
+    row |= {"samples": total["expected"], "trained": total["trained"]}
+    row |= {"counted_as_lost": total["lost"], "twice": 0, "miscounted": 0}
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def main() -> None:
+    """Run all combinations and write results/coverage.csv."""
+    from benchmarks.record import record
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2400)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    each = -(-arguments.cases // (len(SYNCS) * len(BALANCES)))
+    rows = []
+    for sync in SYNCS:
+        for balance in BALANCES:
+            rows.append(measure(sync, balance, each, arguments.seed))
+            print(json.dumps(rows[-1]), flush=True)
+    record(ROOT / "results/coverage.csv", rows, "python -m benchmarks.coverage")
+
+
+if __name__ == "__main__":
+    main()
