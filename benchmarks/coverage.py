@@ -203,6 +203,7 @@ def prepare(case: Case) -> Setting:
         mixing=None,
         average=None,
         loss_of=None,
+        measured=True,
     )
 
 
