@@ -292,7 +292,7 @@ def train_steps(
                 images, labels = next(batches)
                 # images [B, 3, R, R], labels [B]: B is the worker's batch size, R the stage's side
                 loss = loss_of(stepper.model, images, labels)
-                accelerator.backward(loss * weight)
+                accelerator.backward(loss if weight == 1 else loss * weight)
             # .item() would wait for the device
             so_far = progress.losses.get(part.worker, zero)
             progress.losses[part.worker] = so_far + loss.detach() * len(labels)

@@ -14,6 +14,9 @@ from torch import nn
 from dbsl.model import set_dropout
 
 _MOST_GRAPHS = 64  # of a run; whatever comes after them runs uncompiled
+# Of each graph before training: CUDA graphs warm up in the first call and are recorded in the
+# second; the third shows that what was recorded runs.
+_CALLS = 3
 
 
 def compile_in_place(model: nn.Module, device: torch.device) -> None:
@@ -41,7 +44,8 @@ def compile_for(
 ) -> None:
     """Compile a model in place, and make the graphs that training will need.
 
-    Weights, statistics and random streams stay as they are.
+    Weights, statistics and random streams stay as they are. Call it when the weights are where
+    they will stay (`FlatWeights`): graphs keep their addresses.
 
     Args:
         model: The model, on its device.
@@ -61,11 +65,13 @@ def compile_for(
                 images = torch.zeros(size, 3, resolution, resolution, device=device)
                 images = images.contiguous(memory_format=torch.channels_last)
                 labels = torch.zeros(size, dtype=torch.int64, device=device)
-                with accelerator.autocast():
-                    loss = F.cross_entropy(model(images), labels)
-                loss.backward()
+                for _ in range(_CALLS):
+                    with accelerator.autocast():
+                        loss = F.cross_entropy(model(images), labels)
+                    loss.backward()
+                    # Gradients lie in the graph's memory, which its next call overwrites.
+                    model.zero_grad(set_to_none=True)
                 graphs += 1
-    model.zero_grad(set_to_none=True)
     model.load_state_dict(before)
     took = time.perf_counter() - began
     accelerator.print(f"compiled for {graphs} pairs of resolution and batch size in {took:.0f} s")

@@ -43,9 +43,6 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
-    if config.compile:
-        dropout = {stage.resolution: stage.dropout for stage in run.stages}
-        compile_for(model, run.batch_sizes(workers), dropout, accelerator)
     clock = ComputeClock(accelerator.device, None if alone else run.emulation)
 
     meets = not alone and config.sync in ("bsp", "step")
@@ -62,6 +59,13 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     def prepared(module: nn.Module) -> torch.optim.Optimizer:
         return accelerator.prepare_optimizer(build(module))  # which has the scaler for fp16
 
+    def flattened() -> FlatWeights:
+        weights = FlatWeights(model)
+        if config.compile:  # only now: graphs keep the weights' addresses
+            dropout = {stage.resolution: stage.dropout for stage in run.stages}
+            compile_for(model, run.batch_sizes(workers), dropout, accelerator)
+        return weights
+
     common = {
         "planner": run.planner,
         "epochs": config.epochs,
@@ -69,7 +73,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     }
     wire = torch.bfloat16 if config.wire == "bf16" else None
     if config.sync == "step":
-        weights = FlatWeights(model)
+        weights = flattened()
         if alone:
             stepper = JointSteps(model, weights, clock, prepared, workers)
             finish = None
@@ -111,11 +115,11 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
                 damp=config.damp_stale,
                 **counted,
             )
-        weights = FlatWeights(model)
+        weights = flattened()
         stepper = PushedGradients(model, weights, clock)
         outgoing = stepper.vector
     else:
-        weights = FlatWeights(model)
+        weights = flattened()
         stepper = OwnSteps(model, clock, prepared, workers)
         if on_server:
             outer = None

@@ -79,15 +79,17 @@ class PixelStore(ImageSource):
         super().__init__(labels, device)
         self.bad = dict(bad or {})
         self._pixels = torch.from_numpy(pixels).to(device)
+        self._labels = torch.from_numpy(labels).to(device)
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """See `ImageSource.batches`."""
         for samples in index_batches:
-            pixels = self._pixels.index_select(0, to_device(samples, self.device))
+            places = to_device(samples, self.device)
+            pixels = self._pixels.index_select(0, places)
             images = transform(pixels.permute(0, 3, 1, 2), samples, epoch)
-            yield images, to_device(self.labels[samples], self.device)
+            yield images, self._labels.index_select(0, places)
 
 
 class ImageLoader(ImageSource):

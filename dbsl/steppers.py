@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,7 +102,8 @@ class JointSteps(_Stepper):
     """All workers of one process step together: parts are accumulated, then one step is taken.
 
     Each part normalises by its own statistics; the running statistics become those of the parts,
-    weighted as their losses.
+    weighted as their losses. Gradients have one place for the whole run: what a CUDA graph returns
+    is overwritten by its next call, so that sums must not lie there.
     """
 
     joint = True
@@ -118,6 +119,8 @@ class JointSteps(_Stepper):
         self.model = model
         self.optimizers = {0: build_optimizer(model)}
         self._buffers = weights.buffers
+        self._gradients = torch.zeros_like(weights.vector)
+        weights.attach_gradients(self._gradients)
         self.clock = clock
         self._workers = tuple(workers)
 
@@ -142,7 +145,8 @@ class JointSteps(_Stepper):
         self._buffers.copy_(self._mean)
         self.on_gradients(1.0)
         with self.clock.running(self._workers):  # in real processes each would take it
-            _take(self.optimizers[0], learning_rate)
+            _take(self.optimizers[0], learning_rate, keep_gradients=True)
+            self._gradients.zero_()
         self._note_buffers()
 
 
@@ -242,7 +246,7 @@ class DistributedSteps(_Stepper):
         counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
         counted = [counter.clone() for counter in counters]
         devices = [before.device] if before.is_cuda else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), _uncompiled(self._raw):
             self.model(example.to(before)).sum().backward()
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
@@ -359,6 +363,12 @@ class ServerOptimizer:
         buffers.add_(gradients[len(gradients) - len(buffers) :])
 
 
+def _uncompiled(model: nn.Module) -> AbstractContextManager:
+    """Return a context in which a compiled model runs as it was written, without a new graph."""
+    compiled = model._compiled_call_impl is not None  # else the import of the compiler is saved
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state, but not the settings that a run's config has.
 
@@ -383,11 +393,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _take(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def _take(
+    optimizer: torch.optim.Optimizer, learning_rate: float, *, keep_gradients: bool = False
+) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if not keep_gradients:
+        optimizer.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()

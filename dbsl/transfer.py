@@ -49,7 +49,7 @@ class Transfer:
         self._dtype = dtype or like.dtype
         self._buffer: Tensor | None = None
         self._length = len(like)
-        self._pinned = like.is_cuda
+        self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None
         self._pending: list[dist.Work] = []
 
     def send(
@@ -57,14 +57,31 @@ class Transfer:
     ) -> None:
         """Begin to send a vector, or its difference to `minus`; `copy` becomes equal to it."""
         self.wait()
-        for number, (piece, staged) in enumerate(self._pieces(vector, direct=minus is None)):
-            if minus is not None:
-                piece = piece - minus.split(PIECE)[number]
-            if staged is not piece:
-                staged.copy_(piece)  # while the pieces before it are on their way
+        pieces = self._pieces(vector, direct=minus is None)
+        arrivals = [None] * len(pieces)
+        if self._stream is not None:  # all copies to the host are queued before the first is sent
+            self._stream.wait_stream(torch.cuda.current_stream(vector.device))
+            with torch.cuda.stream(self._stream):
+                arrivals = [self._stage(n, *both, minus) for n, both in enumerate(pieces)]
+        for number, (piece, staged) in enumerate(pieces):
+            if self._stream is None:  # while the pieces before it are on their way
+                self._stage(number, piece, staged, minus)
+            else:
+                arrivals[number].synchronize()
             self._pending.append(dist.isend(staged, self._peer, group=self._group))
             if copy is not None:
                 copy.split(PIECE)[number].copy_(piece)
+
+    def _stage(
+        self, number: int, piece: Tensor, staged: Tensor, minus: Tensor | None
+    ) -> torch.cuda.Event | None:
+        """Copy a piece to where it is sent from; of a CUDA device, return the copy's event."""
+        if staged is not piece:
+            change = piece if minus is None else piece - minus.split(PIECE)[number]
+            staged.copy_(change, non_blocking=self._stream is not None)
+        if self._stream is None:
+            return None
+        return self._stream.record_event()
 
     def wait(self) -> None:
         """Wait until what was sent last is on its way, and may be changed."""
@@ -107,5 +124,6 @@ class Transfer:
         if direct and vector.dtype == self._dtype and vector.device.type == "cpu":
             return [(piece, piece) for piece in pieces]
         if self._buffer is None:
-            self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=self._pinned)
+            pinned = self._stream is not None
+            self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=pinned)
         return list(zip(pieces, self._buffer.split(PIECE), strict=True))

@@ -6,6 +6,7 @@ looks the same whichever worker trains on it and whichever batch it stands in.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -133,6 +134,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+@functools.lru_cache(maxsize=16)  # else each batch would copy it to the device
 def _affine(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> torch.Tensor:

@@ -197,6 +197,19 @@ def test_uneven_workers_in_one_process_equal_the_joined_batch(tiny_model, how, s
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_gradients_of_joint_steps_are_summed_in_one_place(tiny_model):
+    """A CUDA graph's next call overwrites what its last one returned."""
+    places = []
+
+    def note(model, _):
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+
+    tiny_model.register_forward_pre_hook(note)
+    one_process(tiny_model, "step", (6, 2), 16)
+    assert len(places) == 2 * 2 * EPOCHS
+    assert all(place == places[0] for place in places)
+
+
 @pytest.mark.parametrize("how", ["step", "gradients"])
 @pytest.mark.parametrize(("sizes", "samples"), SPLITS)
 def test_uneven_processes_equal_the_joined_batch(run_ranks, tiny_model, how, sizes, samples):

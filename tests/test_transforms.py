@@ -191,3 +191,11 @@ def test_transform_on_cuda_never_waits_and_equals_the_cpu(augment):
         torch.cuda.set_sync_debug_mode(mode)
     # One grey level of difference: the CPU resizes in fixed point.
     assert (out.cpu() - expected).abs().max() < 1.5 / 255 / min(STD)
+
+
+def test_what_normalises_is_copied_to_the_device_once():
+    from dbsl.transforms import _affine
+
+    first = _affine((0.5,) * 3, (0.25,) * 3, 24, torch.device("cpu"))
+    assert _affine((0.5,) * 3, (0.25,) * 3, 24, torch.device("cpu")) is first
+    assert _affine((0.5,) * 3, (0.25,) * 3, 32, torch.device("cpu")) is not first
