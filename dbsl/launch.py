@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, reduce
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, reduce
 
 from dbsl.rollcall import join_processes
 
@@ -29,10 +29,13 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
         precision: ``auto`` is bf16 where every process's device has it, else float32.
         timeout_s: Longest wait for another process.
     """
-    join_processes(timeout_s)
+    # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
+    # is made before Accelerate reads what `accelerate launch --cpu` has set.
+    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    join_processes(timeout_s, cpu=cpu)
     keep_freed_memory()
-    # Without cpu=True, processes on a machine that has no accelerator would train alone.
-    cpu = not torch.accelerator.is_available()
+    # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
+    torch.backends.cudnn.benchmark = not cpu
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     if precision == "auto":
         state = PartialState(cpu, **group.to_kwargs())

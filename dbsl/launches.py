@@ -121,6 +121,12 @@ def launch_all(
         raise RunStopped("stopped; the same command goes on")
 
 
+def seeing(device: int) -> dict[str, str]:
+    """Return the environment in which a process has one of this process's CUDA devices alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)}
+
+
 def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen:
     folder = launch.folder
     if holder := holder_of(folder):
@@ -130,10 +136,7 @@ def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(SCRIPT), *launch.flags]
     command += ["--output-dir", str(folder), "--resume", "auto"]
-    environment = dict(os.environ)
-    if device is not None:
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
+    environment = os.environ | ({} if device is None else seeing(device))
     # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
     if not log:
         return subprocess.Popen(command, env=environment, start_new_session=True)

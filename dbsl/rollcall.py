@@ -40,10 +40,10 @@ def remember(key: str, value: str) -> str:
 
     Where no launcher would restart the processes, that is `value`.
     """
-    store = _connect("launch")
-    if store is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
         return value
-    return store.compare_set(key, "", value).decode()
+    store = _connect("launch")
+    return value if store is None else store.compare_set(key, "", value).decode()
 
 
 def recall(key: str) -> str | None:
@@ -52,20 +52,23 @@ def recall(key: str) -> str | None:
     return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
-def join_processes(timeout_s: float) -> None:
+def join_processes(timeout_s: float, *, cpu: bool) -> None:
     """Prepare the process group of processes that a launcher started, or restarted.
 
     Accelerate makes the group itself, but after a restart: the launcher's store still holds the
     addresses of the processes before (torch 2.15), so that each attempt needs keys of its own.
+
+    Args:
+        timeout_s: Longest wait of one process for another.
+        cpu: Whether the processes compute on the CPU, be there an accelerator or not.
     """
     _bind_to_launcher()
     # The launcher's store is there for the group as well, under other keys.
     store = _connect(f"group/{restarts()}") if restarts() else None
-    cuda = torch.cuda.is_available()
-    if store is None or not (cuda or not torch.accelerator.is_available()):
+    if store is None or not (cpu or torch.cuda.is_available()):
         return
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "gloo" if cpu else "nccl",
         store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -30,6 +30,7 @@ from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.files import write_text
 from dbsl.flags import parse_flags
 from dbsl.launch import start_accelerator
+from dbsl.launches import seeing
 from dbsl.model import check_optimizer, least_batch
 from dbsl.scaling import OBJECTIVE
 from dbsl.search import Claim, TrialStore
@@ -193,7 +194,7 @@ def _in_processes(
     for index in range(config.processes):
         environment = os.environ | {_PARENT: str(os.getpid())}
         if devices > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(index % devices)
+            environment |= seeing(index % devices)
         command = [sys.executable, "-m", "dbsl.study", *argv, *one]
         # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
         children.append(subprocess.Popen(command, env=environment, start_new_session=True))

@@ -13,6 +13,7 @@ from dbsl.config import parse_config
 from dbsl.errors import one_line_errors
 from dbsl.launch import computes_bf16, start_accelerator
 from dbsl.lazy import lazy_import
+from dbsl.rollcall import remember
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +46,7 @@ def test_auto_follows_the_device_and_anything_else_is_taken(monkeypatch, native,
 
 def rank_precision(rank):
     dbsl.launch.computes_bf16 = lambda device: rank != 1
-    dbsl.launch.join_processes = lambda timeout_s: None
+    dbsl.launch.join_processes = lambda timeout_s, cpu: None
     state = PartialState(True)
     assert state.num_processes == 3
     return start_accelerator("auto", 20.0).mixed_precision
@@ -55,6 +56,23 @@ def test_one_process_without_native_bf16_decides_for_all(run_ranks, monkeypatch)
     for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert run_ranks(rank_precision, world_size=3) == ["no"] * 3
+
+
+def test_a_launch_for_the_cpu_leaves_the_gpu_alone(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # accelerate launch --cpu
+    joined = []
+    monkeypatch.setattr(dbsl.launch, "join_processes", lambda timeout_s, cpu: joined.append(cpu))
+    assert start_accelerator("auto", 20.0).device.type == "cpu"
+    assert joined == [True]
+
+
+def test_nothing_is_asked_of_a_store_that_no_launcher_serves(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)  # srun's: connecting would wait 20 s, and fail
+    assert remember("run folder", "runs/x") == "runs/x"
 
 
 def test_train_is_imported_without_what_is_slow_to_import():

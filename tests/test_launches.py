@@ -10,7 +10,7 @@ import pytest
 
 from dbsl import launches
 from dbsl.errors import RunStopped
-from dbsl.launches import Launch, is_finished, launch_all
+from dbsl.launches import Launch, is_finished, launch_all, seeing
 from dbsl.runfolder import LOCK
 from dbsl.stopping import Stopping
 
@@ -146,3 +146,13 @@ def test_runs_take_turns_on_the_devices_that_this_process_sees(
         launch_all(make("pair", "pair"), 2, stopping)
     found = {(tmp_path / f"runs/{n}/device").read_text() for n in (0, 1)}
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "second"), [("4,7", "7"), ("GPU-a,GPU-b", "GPU-b"), (None, "1")]
+)
+def test_devices_are_dealt_out_of_those_that_a_scheduler_gave(monkeypatch, visible, second):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert seeing(1) == {"CUDA_VISIBLE_DEVICES": second}
