@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -27,7 +29,7 @@ from dbsl.steppers import (
 )
 from dbsl.sync import ServerSync
 from dbsl.weights import FlatWeights
-from dbsl.wire import CPU, SERVER_RANK, ControlGroup
+from dbsl.wire import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 
 Cluster = SimulatedCluster | BarrierSync | ServerSync | Lockstep
 Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
@@ -48,7 +50,10 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     meets = not alone and config.sync in ("bsp", "step")
     control = None
     if meets:
-        rollcall = RollCall(rank, dist.get_world_size(), config.worker_timeout)
+        # Gloo's exchanges fail when a peer dies, NCCL's wait for it on the device.
+        nccl, patience = dist.get_backend() == "nccl", timedelta(seconds=config.worker_timeout)
+        pairs = pairs_with_server(patience) if nccl else None
+        rollcall = RollCall(rank, dist.get_world_size(), config.worker_timeout, pairs)
         control = ControlGroup(config.worker_timeout, rollcall)
 
     def build(module: nn.Module) -> torch.optim.Optimizer:

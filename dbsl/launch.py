@@ -36,7 +36,8 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     keep_freed_memory()
     # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
     torch.backends.cudnn.benchmark = not cpu
-    group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
+    # NCCL's own watchdog ends a process without a name; `RollCall` has decided before.
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s + 60 * (not cpu)))
     if precision == "auto":
         state = PartialState(cpu, **group.to_kwargs())
         native = torch.tensor(int(computes_bf16(state.device)), device=state.device)

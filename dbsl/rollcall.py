@@ -16,8 +16,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -113,13 +114,23 @@ class RollCall:
     When an exchange fails, that tells whose fault it is: a process that died or was stopped says
     nothing more, one that hangs has entered fewer exchanges than the others.
 
+    Where an exchange does not fail when a peer dies (NCCL's waits on the device, for its own
+    timeout), the death is heard on connections beside it, and ends this process.
+
     Args:
         rank: This process.
         world_size: Number of processes.
         timeout_s: Silence after which a process counts as lost.
+        pairs: Connections (gloo) with rank 0, or in rank 0 with each other rank, to hear deaths on.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        pairs: Mapping[int, dist.ProcessGroup] | None = None,
+    ) -> None:
         self.entered = 0  # exchanges with the others that this process has begun
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
@@ -130,6 +141,10 @@ class RollCall:
         if self._store is not None:
             self._store.set(f"beat/{rank}", "0 0")
             self._thread.start()
+        self._pulses = {
+            peer: Pulse(peer, pair, timeout_s, asks=rank != 0, on_lost=partial(self._gone, peer))
+            for peer, pair in (pairs if pairs and self._store else {}).items()
+        }
 
     def enter(self) -> None:
         """Note that this process begins an exchange with the others."""
@@ -154,6 +169,8 @@ class RollCall:
             self._thread.join(_PATIENCE.total_seconds())
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self._rank}", "done")
+        for pulse in self._pulses.values() if self._rank else ():
+            pulse.close()
 
     def _verdict(self, reason: str) -> str:
         """Return who is missing, as the first process to notice has found it."""
@@ -206,13 +223,30 @@ class RollCall:
                 found = f"rank {rank} has said nothing for {self._timeout_s:g} s"
                 self._store.compare_set(_LOST, "", found)
         if self._store.check([_LOST]):
-            threading.Timer(_BEAT_S * 8, self._end).start()  # unless the main thread has, by then
-            self._closed.set()
+            self._end_soon()
+
+    def _gone(self, peer: int) -> None:
+        """Tell all processes that one has died (runs in its pulse's thread)."""
+        if self._closed.is_set():
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone with it
+            if self._store.get(f"beat/{peer}") == b"done":
+                return  # it has left in good order
+            failure = self._pulses[peer].failure
+            self._store.compare_set(_LOST, "", f"rank {peer} died or fell silent ({failure})")
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        """End this process, unless its main thread has by then."""
+        self._closed.set()
+        threading.Timer(_BEAT_S * 8, self._end).start()
 
     def _end(self) -> None:
         """End a process whose main thread waits in an exchange that does not come back."""
+        found = "rank 0 or the launcher died"
         with contextlib.suppress(RuntimeError):
-            print(f"error: {self._store.get(_LOST).decode()}", file=sys.stderr, flush=True)
+            found = self._store.get(_LOST).decode()
+        print(f"error: {found}", file=sys.stderr, flush=True)
         os._exit(2)
 
 

@@ -48,6 +48,7 @@ from dbsl.wire import (
     message,
     message_kind,
     message_numbers,
+    pairs_with_server,
     plan_tensor,
     read_answer,
     with_lines,
@@ -116,11 +117,7 @@ class ServerSync:
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
         patience = timedelta(seconds=max(timeout_s, _START_S))
-        # new_group is a collective, so that every rank makes every pair, in the same order.
-        pairs = {
-            rank: dist.new_group([SERVER_RANK, rank], backend="gloo", timeout=patience)
-            for rank in range(1, dist.get_world_size())
-        }
+        pairs = pairs_with_server(patience)
         self.announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
         self.on_stop: Callable[[], object] = lambda: None  # called where the run is stopping
         self.losses: deque[Loss] = deque()  # workers that were lost, until they are told of
@@ -135,7 +132,7 @@ class ServerSync:
         self._pulled = torch.empty_like(weights.vector) if self._sends_changes else None
         self._can_change = False  # `_pulled` is what the round began with
         if server is None:
-            self._pair = pairs[self._rank]
+            self._pair = pairs[SERVER_RANK]
             # Later than the server would: where the network is at fault, that says who was lost.
             self._pulse = Pulse(SERVER_RANK, self._pair, timeout_s + _GRACE_S, asks=True)
             self._whole = Transfer(weights.vector, SERVER_RANK, self._pair)

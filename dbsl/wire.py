@@ -243,6 +243,19 @@ def _row(worker: WorkerPlan) -> list[float]:
     return [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
 
 
+def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:
+    """Return this rank's gloo connections by the other rank: with the server, or with all from it.
+
+    A collective, of which every rank makes every pair in the same order.
+    """
+    pairs = {
+        rank: dist.new_group([SERVER_RANK, rank], backend="gloo", timeout=timeout)
+        for rank in range(1, dist.get_world_size())
+    }
+    own = dist.get_rank()
+    return pairs if own == SERVER_RANK else {SERVER_RANK: pairs[own]}
+
+
 class ControlGroup:
     """Integers that all processes agree on, beside the weights' own process group.
 

@@ -1,0 +1,52 @@
+"""Deaths that exchanges do not tell of: with NCCL the main thread waits on its device."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dbsl.rollcall import RollCall
+from dbsl.wire import pairs_with_server
+
+HANGS_S = 30.0  # far beyond the test's own limit
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """The store that a launcher serves."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (("ADDR", "127.0.0.1"), ("PORT", str(store.port))):
+        monkeypatch.setenv(f"MASTER_{name}", value)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    return store
+
+
+def waiting_rank(rank, dies):
+    pairs = pairs_with_server(timedelta(seconds=20))
+    rollcall = RollCall(rank, 3, 20.0, pairs)
+    dist.barrier()
+    if dies is None:
+        if rank == 0:  # leaves first, the others later
+            rollcall.close()
+            return "left"
+        time.sleep(1.0)
+        rollcall.close()
+        return "left"
+    if rank == dies:
+        os._exit(1)
+    time.sleep(HANGS_S)  # in a collective of NCCL
+    return "never ended"
+
+
+@pytest.mark.parametrize("dies", [2, 0])
+def test_a_death_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher, dies, capfd):
+    results = run_ranks(waiting_rank, dies, world_size=3, timeout_s=HANGS_S - 5)
+    assert results == [None] * 3
+    said = capfd.readouterr().err
+    assert said.count(f"error: rank {dies} died or fell silent") == 2
+
+
+def test_ranks_that_leave_one_after_the_other_are_not_mourned(run_ranks, launcher):
+    assert run_ranks(waiting_rank, None, world_size=3) == ["left"] * 3
