@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             study = next(study for study in studies if study.batch_size == arguments.batch)
             best = steps_to_result(study, settings["goal_error"]).trial.parameters
             rows.append(_row(workload, settings, report[workload], best, epochs, arguments))
-            print(rows[-1], flush=True)
-    record(arguments.output, rows, "python -m benchmarks.noise_scale")
+            record(arguments.output, rows, "python -m benchmarks.noise_scale")
 
 
 def _row(

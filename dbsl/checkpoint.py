@@ -213,7 +213,10 @@ def read_piece(folder: Path, manifest: Manifest, rank: int) -> Any:
     text, weights = (_check_file(folder, files, name) for name in names)
     try:
         tree = json.loads(text.read_text(encoding="utf-8"))
-        return unpack(tree, load_file(weights))
+        # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of other
+        # alignment may differ in their last bits.
+        tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+        return unpack(tree, tensors)
     except (OSError, ValueError, SafetensorError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{folder} has a damaged piece {rank} ({reason})") from None

@@ -1,10 +1,15 @@
 """The gradient noise scale: about how large a batch may be before more of it is wasted.
 
 McCandlish, Kaplan, Amodei et al.: An Empirical Model of Large-Batch Training (arXiv 1812.06162).
-With the gradient G of the whole data set and the covariance Sigma of single samples' gradients, a
-batch of b has E|g_b|^2 = |G|^2 + tr(Sigma)/b, and B_simple = tr(Sigma)/|G|^2. Two batch sizes at
-the same weights give both (`dbsl.probe` measures them). Training with a batch of B_simple takes
-about twice the fewest steps, and twice the fewest samples, that any batch size can do with.
+G is the gradient of the whole training set and Sigma the covariance of single samples' gradients;
+B_simple = tr(Sigma)/|G|^2. Training with a batch of B_simple takes about twice the fewest steps,
+and twice the fewest samples, that any batch size can do with.
+
+An epoch draws its batches without replacement: a batch of b out of N training samples has
+E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
+(`dbsl.probe` measures them). Augmentation makes new images of the same samples, so that the true
+term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too large, by at
+most 1/N.
 """
 
 from __future__ import annotations
@@ -52,12 +57,16 @@ class NoiseScale:
     pairs: int
 
 
-def separate(squares: Squares) -> tuple[float, float]:
+def separate(squares: Squares, samples: int) -> tuple[float, float]:
     """Return |G|^2 and tr(Sigma) from gradients of two or more batch sizes.
 
-    Of two these are |G|^2 = (B*|g_B|^2 - b*|g_b|^2)/(B - b) and
-    tr(Sigma) = (|g_b|^2 - |g_B|^2)/(1/b - 1/B); of more, the least-squares line of the squares over
-    1/b. Either may come out negative: their means do not.
+    tr(Sigma) is the slope of the least-squares line of the squares over 1/b, and |G|^2 the value of
+    that line at b = N, where a batch has every sample. Either may come out negative: their means do
+    not.
+
+    Args:
+        squares: Batch sizes, and the squared norms of their gradients.
+        samples: Training samples, N, that batches are drawn from without replacement.
 
     Raises:
         ValueError: If there is one batch size alone.
@@ -68,13 +77,18 @@ def separate(squares: Squares) -> tuple[float, float]:
         raise ValueError(f"squares must be of two batch sizes or more, got {list(squares)}")
     centred = inverse - inverse.mean()
     trace = float(centred @ values / (centred @ centred))
-    return float(values.mean() - trace * inverse.mean()), trace
+    return float(values.mean() - trace * (inverse.mean() - 1 / samples)), trace
 
 
 class NoiseAverage:
-    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval."""
+    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval.
 
-    def __init__(self) -> None:
+    Args:
+        samples: Training samples.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
         self._weight = self._weight_squares = 0.0
         self._sums = [0.0] * 5  # of x, y, x*x, x*y, y*y, with x = |G|^2 and y = tr(Sigma)
         self.pairs = 0
@@ -92,7 +106,7 @@ class NoiseAverage:
 
     def add_epoch(self, reports: Iterable[RoundReport]) -> None:
         """Count in what an epoch's rounds have measured."""
-        for gradient_square, trace in pairs_of(reports):
+        for gradient_square, trace in pairs_of(reports, self._samples):
             self.add(gradient_square, trace)
 
     def estimate(self) -> NoiseScale | None:
@@ -141,26 +155,35 @@ def _ratio_interval(
     return (max(ends[1], 0.0) if ends[0] < 0 else 0.0), math.inf
 
 
-def pairs_of(reports: Iterable[RoundReport]) -> list[tuple[float, float]]:
+def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, float]]:
     """Return |G|^2 and tr(Sigma) of each measurement that an epoch's rounds have brought.
 
-    Workers that each measured a part of their batch beside it give one each. Else a round gives one
-    altogether: by workers' batches of unlike sizes, or by those and all of them joined.
+    Workers that each measured a part of their own batch beside it give one each. Else a round gives
+    one altogether, because its measurements are not independent: parts of workers beside the one
+    batch that all of them share, workers' batches of unlike sizes, or those and all of them joined.
+
+    Args:
+        reports: Of one epoch.
+        samples: Training samples.
     """
-    rounds: dict[int, list[list[tuple[int, float]]]] = {}
+    rounds: dict[int, list[RoundReport]] = {}
     for report in sorted(reports, key=lambda report: (report.round, report.worker)):
-        if report.refused or not report.gradient_batch:
-            continue
-        part = [(report.micro_batch, report.micro_square)] * bool(report.micro_batch)
-        whole = (report.gradient_batch, report.gradient_square)
-        rounds.setdefault(report.round, []).append([*part, whole])
+        if report.gradient_batch and not report.refused:
+            rounds.setdefault(report.round, []).append(report)
     found = []
-    for own in rounds.values():
-        groups = own if all(len(squares) > 1 for squares in own) else [list(chain(*own))]
-        for squares in groups:
+    for measured in rounds.values():
+        own = [_squares(report) for report in measured]
+        shared = any(report.gradient_batch > report.local_batch_size for report in measured)
+        alone = not shared and all(len(squares) > 1 for squares in own)
+        for squares in own if alone else [list(chain(*own))]:
             if len({batch for batch, _ in squares}) > 1:
-                found.append(separate(squares))
+                found.append(separate(squares, samples))
     return found
+
+
+def _squares(report: RoundReport) -> Squares:
+    part = [(report.micro_batch, report.micro_square)] * bool(report.micro_batch)
+    return [*part, (report.gradient_batch, report.gradient_square)]
 
 
 def noise_summary(scale: NoiseScale | None, plan: Plan) -> dict[str, Any]:

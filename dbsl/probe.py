@@ -40,7 +40,8 @@ class NoiseProbe:
 
     Args:
         kind: The way. `joined` is for workers that share a process and start a round from the same
-            weights; it is the most precise by far.
+            weights; it is the most precise by far. `sizes`, too, is for workers that start a round
+            from the same weights: without a barrier, each has pulled another version.
         every: Rounds from one measurement of a worker to its next; 0: none at all.
         workers: Workers that are joined.
         rounds: Rounds per epoch.
@@ -51,12 +52,12 @@ class NoiseProbe:
     def __init__(
         self, kind: Kind, *, every: int, workers: int, rounds: int, least: int, model: nn.Module
     ) -> None:
-        self._kind, self._every, self._least = kind, every, least
+        self.kind, self._every, self._least = kind, every, least
         self._workers, self._rounds = workers, rounds
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._clock = -1  # of the round whose gradients are being joined
-        self._sum: list[Tensor] = []
+        self._sum: list[Tensor] = []  # by parameter, [numel]
         self._joined: dict[int, int] = {}  # batches by worker
 
     def due(self, turn: Round) -> bool:
@@ -82,10 +83,10 @@ class NoiseProbe:
             return {}
         part, batch = parts[-1], len(labels)
         # A joint step's gradients are those of the mean over all; others carry the part's weight.
-        square = _square(parameter.grad for parameter in self._parameters)
+        square = _square(p.grad for p in self._parameters if p.grad is not None)
         square = square if joint else square / part.weight**2
         whole = round(batch / part.weight) if joint else batch
-        if self._kind == "micro":
+        if self.kind == "micro":
             size = max(self._least, -(-batch // _MICRO))
             if size >= batch:
                 return {}
@@ -93,7 +94,7 @@ class NoiseProbe:
             return found | _named(
                 "gradient", round(batch / part.weight) if joint else batch, square
             )
-        if self._kind == "joined" and self._join(turn, batch, part.weight):
+        if self.kind == "joined" and self._join(turn, batch, part.weight):
             total = sum(self._joined.values())
             joined = _square(self._sum) / total**2
             return _named("micro", batch, square) | _named("gradient", total, joined)
@@ -107,7 +108,7 @@ class NoiseProbe:
         """Go on from what `state_dict` returned."""
         self._clock, self._joined = state["clock"], dict(state["joined"])
         device = self._parameters[0].device
-        self._sum = [gradient.to(device) for gradient in state["sum"]]
+        self._sum = [_numbers(gradient.to(device)) for gradient in state["sum"]]
 
     @torch.no_grad()
     def _join(self, turn: Round, batch: int, weight: float) -> bool:
@@ -115,7 +116,7 @@ class NoiseProbe:
         clock = turn.epoch * self._rounds + turn.round
         if clock != self._clock:
             self._clock, self._joined, self._sum = clock, {}, []
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [_numbers(p.grad) for p in self._parameters if p.grad is not None]
         if not self._joined:
             self._sum = [gradient * (batch / weight) for gradient in gradients]
         else:
@@ -134,7 +135,7 @@ class NoiseProbe:
         with torch.no_grad():
             for buffer, before in zip(self._model.buffers(), kept, strict=True):
                 buffer.copy_(before)
-        return _square(gradients)
+        return _square(gradient for gradient in gradients if gradient is not None)
 
 
 def choose_probe(
@@ -164,7 +165,7 @@ def choose_probe(
     kind: Kind = "micro"
     if sync == "bsp" and processes == 1 and len(sizes[0]) > 1:
         kind = "joined"
-    elif sync != "step" and all(max(own) >= _UNLIKE * min(own) for own in sizes):
+    elif sync == "bsp" and all(max(own) >= _UNLIKE * min(own) for own in sizes):
         kind = "sizes"
     every = int(enabled)
     if enabled and kind == "micro":
@@ -196,6 +197,19 @@ def _named(name: str, batch: int, square: Tensor) -> dict[str, Any]:
     return {f"{name}_batch": batch, f"{name}_square": square}
 
 
-def _square(gradients: Iterable[Tensor | None]) -> Tensor:
-    there = [gradient for gradient in gradients if gradient is not None]
-    return torch.nn.utils.get_total_norm(there).square()
+def _numbers(gradient: Tensor) -> Tensor:
+    """Return a gradient's numbers in one order, that of channels_last, [numel].
+
+    It is a view where the gradient lies in memory like that, as those of images' models do. One
+    from a checkpoint does not.
+    """
+    return (gradient.permute(0, 2, 3, 1) if gradient.dim() == 4 else gradient).reshape(-1)
+
+
+def _square(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the squared norm of gradients together, to the bit the same wherever they lie.
+
+    The order in which numbers are added up, and so the last bits, may depend on their order in
+    memory and on the address. The squares are new tensors, whose address torch aligns.
+    """
+    return torch.stack([_numbers(gradient).square().sum() for gradient in gradients]).sum()

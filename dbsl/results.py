@@ -55,6 +55,7 @@ def start_log(
             log_every=config.log_every,
             counted=range(config.workers) if every_worker else (0,),
             by_rounds=by_rounds,
+            samples=len(run.data.train),
             state=state,
         )
     if log.enabled:

@@ -184,6 +184,7 @@ class RunLog:
         log_every: Steps of a worker from one of its lines to the next; 0: none.
         counted: Workers whose steps the display counts; of joint steps one.
         by_rounds: Whether it counts them where a round is recorded, since none is taken here.
+        samples: Training samples; None: those of the plans, which may leave out a last batch.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
     """
@@ -200,6 +201,7 @@ class RunLog:
         log_every: int = 0,
         counted: Sequence[int] = (0,),
         by_rounds: bool = False,
+        samples: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.lost_workers: list[int] = []
@@ -222,7 +224,7 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._evaluations: list[Evaluation] = []
         self._epoch = 0  # the last that ended
-        self._noise = NoiseAverage()
+        self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
         if state:
             self._load_state_dict(state)
         self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)

@@ -1,7 +1,8 @@
 """When a run is to stop or to save: a signal, a limit on its time, or the time since the last save.
 
 A first SIGTERM, SIGINT or SIGHUP (the terminal is closed) asks the run to finish its step, save and
-end; a second one ends it at once, as if nothing had been set up.
+end; a second one ends it at once, as if nothing had been set up. A signal that the parent process
+has it ignore stays ignored: SIGHUP under nohup, SIGINT in the background job of a script.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Stopping:
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python sets none
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup's, say
+                if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
             threading.Thread(target=self._tell, name="on-signal", daemon=True).start()
         return self

@@ -1,5 +1,6 @@
 import multiprocessing as mp
 import os
+import signal
 import time
 import traceback
 import warnings
@@ -84,6 +85,17 @@ def _rank_main(rank, world_size, store, fn, args, queue):
         queue.put((rank, None, traceback.format_exc()))
     finally:
         os._exit(0)  # a failed pair must not keep the process in a destructor
+
+
+@pytest.fixture
+def usual_signals():
+    """Signals as in a terminal: the parent of pytest (nohup, a script) may ignore some of them."""
+    usual = {signal.SIGINT: signal.default_int_handler}
+    usual |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

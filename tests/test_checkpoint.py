@@ -51,6 +51,16 @@ def test_every_process_reads_its_own_piece_back(tmp_path):
     assert not [p for p in folder.iterdir() if p.suffix == ".tmp"]
 
 
+def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
+    tree, tensors = pack([torch.arange(float(size)) for size in (1, 3, 5, 7)])
+    files = write_piece(tmp_path, 0, tree, tensors)
+    options = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
+    write_manifest(tmp_path, files, config=CONFIG, **options)
+    read = read_piece(tmp_path, read_manifest(tmp_path), 0)
+    assert [len(tensor) for tensor in read] == [1, 3, 5, 7]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
+
+
 def test_without_its_manifest_a_checkpoint_does_not_count(tmp_path):
     write(tmp_path, 1)
     (write(tmp_path, 2) / "manifest.json").unlink()

@@ -90,6 +90,7 @@ def test_a_run_that_fails_stops_the_others_which_can_go_on(make, tmp_path, other
     assert not any(is_finished(tmp_path / f"runs/{n}") for n in range(3))
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_runs_after_they_have_saved(make, tmp_path, number):
     def interrupt():

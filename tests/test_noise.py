@@ -16,24 +16,28 @@ from dbsl.noise import (
     separate,
 )
 from dbsl.plan import plan_dual_batch
-from dbsl.probe import NoiseProbe, probe_interval
+from dbsl.probe import NoiseProbe, choose_probe, probe_interval
 from dbsl.sampler import Part, Step
 from dbsl.server import Round, RoundReport
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
+ENDLESS = 10**12  # training samples, of which every batch is a new draw
 
 
 def test_two_sizes_give_the_published_formulas():
     # By hand: |G|^2 = (32*3 - 8*9)/24 = 1, tr(Sigma) = (9 - 3)/(1/8 - 1/32) = 64.
-    gradient_square, trace = separate([(8, 9.0), (32, 3.0)])
+    gradient_square, trace = separate([(8, 9.0), (32, 3.0)], ENDLESS)
     assert gradient_square == pytest.approx(1.0)
     assert trace == pytest.approx(64.0)
     with pytest.raises(ValueError, match="two batch sizes"):
-        separate([(8, 1.0), (8, 2.0)])
+        separate([(8, 1.0), (8, 2.0)], ENDLESS)
 
 
 def test_more_sizes_give_the_line_through_them():
-    assert separate([(8, 9.0), (16, 5.0), (32, 3.0), (64, 2.0)]) == pytest.approx((1.0, 64.0))
+    squares = [(8, 9.0), (16, 5.0), (32, 3.0), (64, 2.0)]
+    assert separate(squares, ENDLESS) == pytest.approx((1.0, 64.0))
+    # Of 64 samples the last batch is all: its gradient is G itself.
+    assert separate(squares, 64) == pytest.approx((2.0, 64.0))
 
 
 class Quadratic(nn.Module):
@@ -56,11 +60,18 @@ def make_probe(model, kind="micro", least=1, **changes):
     return NoiseProbe(kind, least=least, model=model, **settings)
 
 
-def measure(model, sizes, rng, probe, epoch=0):
-    """Return the pairs of a round: of one worker's micro-batch, or of the workers together."""
-    reports = []
+def measure(model, sizes, rng, probe, epoch=0, data=None):
+    """Return the pairs of a round: of one worker's micro-batch, or of the workers together.
+
+    Batches are new samples each, or `data` dealt out without replacement.
+    """
+    reports, count = [], ENDLESS if data is None else len(data)
+    places = None if data is None else torch.randperm(count, generator=rng).split(sizes)
     for worker, size in enumerate(sizes):
-        samples = torch.randn(size, len(model.place), generator=rng, dtype=torch.float64) * 2.0
+        if data is None:
+            samples = torch.randn(size, len(model.place), generator=rng, dtype=torch.float64) * 2.0
+        else:
+            samples = data[places[worker]]
         labels = torch.zeros(size, dtype=torch.int64)
         model.zero_grad()
         quadratic_loss(model, samples, labels).backward()
@@ -68,8 +79,9 @@ def measure(model, sizes, rng, probe, epoch=0):
         turn = Round((worker,), epoch, 0)
         found = probe.measure(turn, step, False, samples, labels, quadratic_loss)
         numbers = {name: float(value) for name, value in found.items() if name.endswith("square")}
-        reports.append(replace(REPORT, worker=worker, **(found | numbers)))
-    return pairs_of(reports)
+        who = {"worker": worker, "local_batch_size": size}
+        reports.append(replace(REPORT, **who, **(found | numbers)))
+    return pairs_of(reports, count)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +104,47 @@ def test_known_noise_scale_is_estimated_within_a_tenth(kind, sizes):
     assert gradient_square == pytest.approx(4.0, rel=0.05)
     assert trace == pytest.approx(200.0, rel=0.05)
     assert trace / gradient_square == pytest.approx(50.0, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("micro", (64,)), ("sizes", (16, 48)), ("joined", (12, 12, 20, 20))]
+)
+def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(kind, sizes):
+    # 64 samples, dealt out whole: with new draws for granted 50 would come out as 230.
+    rng = torch.Generator().manual_seed(2)
+    data = torch.randn(64, 50, generator=rng, dtype=torch.float64) * 2.0
+    model = Quadratic(50, 2.0).double()
+    mean = model.place.detach() - data.mean(0)
+    truth = float(mean.square().sum()), float(data.var(0).sum())
+    probe = make_probe(model, kind, workers=len(sizes))
+    pairs = [measure(model, sizes, rng, probe, epoch, data)[0] for epoch in range(1500)]
+    assert np.mean(pairs, axis=0) == pytest.approx(truth, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_that_share_a_joint_gradient_give_an_interval_of_95_percent(ranks):
+    # Each rank measures a part of its batch of 16 beside the gradient of all ranks together.
+    rng, size, rounds, inside = np.random.default_rng(ranks), 30, 40, 0
+    batch, micro = 16, 4
+    for _ in range(200):
+        shape = (rounds, ranks, size)
+        parts = 1 / np.sqrt(size) + 2 * rng.normal(size=shape) / np.sqrt(micro)
+        rests = 1 / np.sqrt(size) + 2 * rng.normal(size=shape) / np.sqrt(batch - micro)
+        joined = (micro * parts + (batch - micro) * rests).mean(1) / batch
+        average = NoiseAverage(ENDLESS)
+        own, shared = np.square(parts).sum(2), np.square(joined).sum(1)
+        for round_ in range(rounds):
+            measured = {"gradient_batch": ranks * batch, "gradient_square": shared[round_]}
+            measured |= {"round": round_, "micro_batch": micro}
+            reports = [
+                replace(REPORT, worker=worker, micro_square=own[round_, worker], **measured)
+                for worker in range(ranks)
+            ]
+            average.add_epoch(reports)
+        assert average.pairs == rounds
+        scale = average.estimate()
+        inside += scale.low <= 4 * size <= scale.high
+    assert 0.91 <= inside / 200 <= 0.99
 
 
 def test_joined_gradients_are_the_most_precise():
@@ -130,13 +183,61 @@ def test_joined_goes_on_in_the_middle_of_a_round():
     assert measure(model, sizes, rng, probe, epoch=1) == whole
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 8, 1), nn.Linear(7, 77)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    every = [[torch.randn_like(p) for p in model.parameters()] for _ in range(12)]
+    images, labels = torch.zeros(5, 3, 1, 1), torch.zeros(5, dtype=torch.int64)
+
+    def squares(place):
+        probe, found = make_probe(model, "joined", workers=12), []
+        for worker, gradients in enumerate(every):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = place(gradient)
+            step = Step((Part(worker, np.arange(5), 0.3),), 0.0)
+            turn = Round((worker,), 0, 0)
+            found.append(probe.measure(turn, step, False, images, labels, quadratic_loss))
+            state = probe.state_dict()
+            probe = make_probe(model, "joined", workers=12)
+            probe.load_state_dict(state | {"sum": [place(value) for value in state["sum"]]})
+        return found
+
+    def elsewhere(tensor):  # in a file's order, and at an address of no alignment
+        there = torch.empty(tensor.numel() + offset)[offset:].view(tensor.shape)
+        return there.copy_(tensor)
+
+    assert squares(elsewhere) == squares(lambda gradient: gradient)
+
+
+def test_workers_without_a_barrier_are_not_compared_with_each_other():
+    model = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(400, 4, 1, 32, model, time_ratio=1.2)
+    assert plan.small_batch_size <= 16
+    kinds = {}
+    for sync in ("bsp", "ssp", "asp", "step"):
+        probe = choose_probe(
+            {8: plan},
+            {8: [model] * 4},
+            nn.Linear(1, 1),
+            enabled=True,
+            sync=sync,
+            processes=4,
+            rounds=1,
+            least=1,
+        )
+        kinds[sync] = probe.kind
+    assert kinds == {"bsp": "sizes", "ssp": "micro", "asp": "micro", "step": "micro"}
+
+
 def test_interval_holds_the_truth_about_as_often_as_it_says():
     model = Quadratic(50, 2.0).double()
     probe = make_probe(model)
     rng = torch.Generator().manual_seed(1)
     inside, estimates = 0, []
     for _ in range(60):
-        average = NoiseAverage()
+        average = NoiseAverage(ENDLESS)
         for _ in range(60):
             average.add(*measure(model, (64,), rng, probe)[0])
         scale = average.estimate()
@@ -148,7 +249,7 @@ def test_interval_holds_the_truth_about_as_often_as_it_says():
 
 
 def test_smoothing_is_before_dividing_and_forgets():
-    average = NoiseAverage()
+    average = NoiseAverage(ENDLESS)
     assert average.estimate() is None
     for value in (1.0, -0.5, 1.0, 0.5):  # single ratios would be nonsense
         average.add(value, 10.0)
@@ -163,12 +264,12 @@ def test_smoothing_is_before_dividing_and_forgets():
 
 
 def test_signal_that_may_be_zero_has_no_upper_end():
-    average = NoiseAverage()
+    average = NoiseAverage(ENDLESS)
     for value in (1.0, -1.0, 0.5, -0.4, 0.8, -0.8):
         average.add(value, 10.0)
     scale = average.estimate()
     assert scale.high == math.inf
-    average = NoiseAverage()
+    average = NoiseAverage(ENDLESS)
     for _ in range(5):
         average.add(-1.0, 10.0)
     scale = average.estimate()
@@ -176,7 +277,7 @@ def test_signal_that_may_be_zero_has_no_upper_end():
 
 
 def test_what_is_not_finite_is_left_out():
-    average = NoiseAverage()
+    average = NoiseAverage(ENDLESS)
     for value in (1.0, math.nan, 2.0, math.inf, 3.0):
         average.add(value, 1.0)
     assert average.pairs == 3
@@ -184,11 +285,11 @@ def test_what_is_not_finite_is_left_out():
 
 def test_state_goes_on_to_the_bit():
     rng = np.random.default_rng(0)
-    whole, first = NoiseAverage(), NoiseAverage()
+    whole, first = NoiseAverage(ENDLESS), NoiseAverage(ENDLESS)
     values = rng.normal(size=(20, 2)) + 3
     for pair in values[:8]:
         first.add(*pair)
-    resumed = NoiseAverage()
+    resumed = NoiseAverage(ENDLESS)
     resumed.load_state_dict(first.state_dict())
     for pair in values[8:]:
         resumed.add(*pair)
@@ -198,14 +299,18 @@ def test_state_goes_on_to_the_bit():
 
 
 def test_pairs_are_of_one_round_and_of_good_ones():
-    small = replace(REPORT, gradient_batch=8, gradient_square=9.0)
-    large = replace(REPORT, worker=1, gradient_batch=32, gradient_square=3.0)
+    small = replace(REPORT, local_batch_size=8, gradient_batch=8, gradient_square=9.0)
+    large = replace(small, worker=1, local_batch_size=32, gradient_batch=32, gradient_square=3.0)
     later = replace(large, round=1)
-    assert pairs_of([large, later, small]) == [pytest.approx((1.0, 64.0))]
-    assert pairs_of([small, replace(large, refused=True)]) == []
-    assert pairs_of([small, replace(small, worker=1)]) == []  # sizes that are not unlike
+    assert pairs_of([large, later, small], ENDLESS) == [pytest.approx((1.0, 64.0))]
+    assert pairs_of([small, replace(large, refused=True)], ENDLESS) == []
+    assert pairs_of([small, replace(small, worker=1)], ENDLESS) == []  # sizes that are not unlike
     own = replace(small, gradient_batch=32, gradient_square=3.0, micro_batch=8, micro_square=9.0)
-    assert pairs_of([own, replace(own, worker=1)]) == [pytest.approx((1.0, 64.0))] * 2
+    own = replace(own, local_batch_size=32)
+    pair = pytest.approx((1.0, 64.0))
+    assert pairs_of([own, replace(own, worker=1)], ENDLESS) == [pair] * 2
+    joint = replace(own, local_batch_size=16)  # 32 are those of both workers
+    assert pairs_of([joint, replace(joint, worker=1)], ENDLESS) == [pair]
 
 
 class Net(nn.Module):

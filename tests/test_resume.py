@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from dbsl import resume
 from dbsl.balance import Planner, Segment
 from dbsl.checkpoint import read_manifest
 from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
@@ -119,20 +121,49 @@ def killed(folder, monkeypatch, step, **settings):
 def unbroken(tmp_path_factory):
     folders = {}
 
-    def of(mode):
-        if mode not in folders:
-            folders[mode] = tmp_path_factory.mktemp("unbroken") / mode
-            run(folders[mode], **MODES[mode])
-        return fingerprint(folders[mode])
+    def of(mode, precision):
+        key = mode, precision
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("unbroken") / mode
+            run(folders[key], **MODES[mode], mixed_precision=precision)
+        return fingerprint(folders[key])
 
     return of
 
 
-@pytest.mark.parametrize("every", [1, "0.0001m"], ids=["epochs", "in-rounds"])
+@pytest.fixture
+def misaligned(monkeypatch):
+    """Have a resumed run's tensors lie where an unbroken run never has them, whatever the CPU."""
+    read, known = resume.read_piece, {}
+
+    def moved(state):
+        if isinstance(state, dict):
+            return {key: moved(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return type(state)(map(moved, state))
+        if not isinstance(state, torch.Tensor) or not state.is_floating_point():
+            return state
+        if id(state) not in known:  # one tensor may be in several places
+            flat = torch.empty(state.numel() + 3, dtype=state.dtype)[3:]
+            known[id(state)] = state, flat.view(state.shape).copy_(state)
+        return known[id(state)][1]
+
+    monkeypatch.setattr(resume, "read_piece", lambda *arguments: moved(read(*arguments)))
+
+
+@pytest.mark.usefixtures("misaligned")
+@pytest.mark.parametrize(
+    ("every", "precision"),
+    [(1, "no"), ("0.0001m", "bf16")],
+    ids=["epochs-float32", "in-rounds-bf16"],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_killed_and_resumed_is_the_unbroken_run(tmp_path, monkeypatch, unbroken, mode, every):
-    expected = unbroken(mode)
+def test_killed_and_resumed_is_the_unbroken_run(
+    tmp_path, monkeypatch, unbroken, mode, every, precision
+):
+    expected = unbroken(mode, precision)
     settings = {**MODES[mode], "checkpoint_every": every, "resume": "auto"}
+    settings["mixed_precision"] = precision
     folder = tmp_path / "run"
     with monkeypatch.context() as patches:
         step = {"step": 7, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 60}.get(mode, 30)
@@ -142,13 +173,18 @@ def test_killed_and_resumed_is_the_unbroken_run(tmp_path, monkeypatch, unbroken,
     assert fingerprint(folder)[1] == expected[1]
 
 
+@pytest.mark.usefixtures("misaligned", "usual_signals")
 @pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "precision"),
+    [(signal.SIGTERM, "no"), (signal.SIGINT, "bf16")],
+    ids=["SIGTERM-float32", "SIGINT-bf16"],
+)
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
-    tmp_path, monkeypatch, capsys, unbroken, mode, number
+    tmp_path, monkeypatch, capsys, unbroken, mode, number, precision
 ):
-    expected = unbroken(mode)
-    settings = {**MODES[mode], "checkpoint_every": 0}
+    expected = unbroken(mode, precision)
+    settings = {**MODES[mode], "checkpoint_every": 0, "mixed_precision": precision}
     with monkeypatch.context() as patches:
         at_step(patches, 9 if mode == "gradients" else 11, lambda: os.kill(os.getpid(), number))
         with pytest.raises(SystemExit) as stopped, one_line_errors():

@@ -1,0 +1,49 @@
+"""Signals stop a run after its step, but for those that its parent has it ignore."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dbsl.stopping import Stopping
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+REPORT = """
+import os, signal
+from dbsl.stopping import Stopping
+with Stopping() as stopping:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        print(stopping.reason)
+"""
+
+
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_noted_and_the_second_does_what_it_did_before(number, capfd):
+    before = signal.getsignal(number)
+    with Stopping() as stopping:
+        assert stopping.reason is None
+        os.kill(os.getpid(), number)
+        assert stopping.reason == number.name
+        assert signal.getsignal(number) == before
+    assert f"{number.name}: finishing the step and saving" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_the_parent_ignores_stays_ignored(number):
+    signal.signal(number, signal.SIG_IGN)
+    with Stopping() as stopping:
+        os.kill(os.getpid(), number)
+        assert stopping.reason is None
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_a_background_job_under_nohup_is_stopped_by_sigterm_alone():
+    command = ["sh", "-c", 'nohup "$0" -c "$1" & wait', sys.executable, REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["None", "None", "SIGTERM"]
