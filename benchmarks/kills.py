@@ -1,9 +1,13 @@
 """Kill runs at random moments, resume them, compare with the unbroken run bit by bit.
 
-    python -m benchmarks.kills            # 50 kills, about 20 minutes on two cores
+    python -m benchmarks.kills --cases 200
 
-Simulated clusters are killed with SIGKILL in the middle of whatever they do; of real processes all
-are (a machine that goes down), or one, which torchrun then restarts together with the others. What
+Each case is of another mode: every way to meet, to push and to balance, one round an epoch or more,
+in float32 and in bf16, simulated and in real processes. (What real processes do without a barrier,
+or balance by times they measure, is another run each time: it has no bits to compare.)
+
+Simulated clusters are killed with SIGKILL in the middle of whatever they do; so are real processes,
+all of them (a machine that goes down) or one, which torchrun then restarts with the others. What
 is compared: model.safetensors, and every line of metrics.jsonl but for measured times.
 """
 
@@ -18,57 +22,96 @@ import random
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.record import record
-from dbsl.meter import MEASURED
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = shlex.split(
     "--model test_resnet --train-samples 240 --eval-samples 40 --resolutions 16,32 --epochs 5 "
     "--lr-milestones 3 --slope 0.001 --intercept 0.01 --lr 0.02 --report-to none "
-    "--dropout 0.1,0.2 --cpu-threads 1 --log-every 2"
+    "--dropout 0.1,0.2 --cpu-threads 1"
 )
 ROUNDS = shlex.split("--large-batch-size 10 --small-workers 1 --rounds-per-epoch 2")
-JOINT = ["--local-batch-sizes"]
-SIMULATED = {
-    "bsp": [*ROUNDS],
-    "ssp": [*ROUNDS, "--sync", "ssp", "--slowdown", "0:2.0"],
-    "asp": [*ROUNDS, "--sync", "asp", "--slowdown", "3:2.5", "--time-noise", "0.1"],
-    "bsp, balance dynamic": [*ROUNDS, "--balance", "dynamic", "--slowdown", "3:2.5"],
-    "step": ["--sync", "step", *JOINT, "4,4,8,12", "--rounds-per-epoch", "2"],
-    "gradients bsp": ["--push", "gradients", *JOINT, "4,4,8,12", "--push-every", "3"],
-    "gradients asp": ["--push", "gradients", "--sync", "asp", *JOINT, "4,4,8,12"],
+# A run of a few dozen steps: the case is over in seconds.
+SMALL = shlex.split(
+    "--train-samples 96 --eval-samples 20 --resolutions 8,16 --epochs 4 --lr-milestones 2"
+)
+SPEEDS = shlex.split("--slowdown 3:2.5 --time-noise 0.1")
+OTHERS = {  # what else has state
+    "bsp, delta, EMA, mixing": "--merge delta --ema-decay 0.6 --mixup 0.4 --cutmix 1.0",
+    "asp, half, AdamW": "--sync asp --merge half --optimizer adamw --lr 0.002",
 }
-REAL = {
-    "bsp, 2 processes": (2, [*ROUNDS]),
-    "bsp, 3 processes": (3, [*ROUNDS]),
-    "step, 2 processes": (2, ["--sync", "step", *JOINT, "7,13"]),
-    "step, 3 processes": (3, ["--sync", "step", *JOINT, "5,5,10"]),
-}
-SAVES = ("1", "0.004m")  # each epoch; about four times a second, in the middle of rounds
+SAVES = ("1", "0.0008m")  # each epoch; about twenty times a second, in the middle of rounds
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A kind of run: its processes (1: a simulated cluster) and its own flags."""
+
+    processes: int
+    flags: tuple[str, ...]
+
+
+def all_modes() -> dict[str, Mode]:
+    """Return every mode whose bits are promised, by name."""
+    modes = {}
+
+    def add(processes: int, name: str, *flags: str) -> None:
+        where = f"{processes} processes" if processes > 1 else "simulated"
+        for precision, called in (("no", "float32"), ("bf16", "bf16")):
+            mode = Mode(processes, (*flags, "--mixed-precision", precision))
+            modes[f"{name}, {called}, {where}"] = mode
+
+    for processes, parts in ((1, "4,4,8,12"), (2, "7,13"), (3, "5,5,10")):
+        simulated = processes == 1
+        syncs = ("bsp", "ssp", "asp") if simulated else ("bsp",)
+        speeds = SPEEDS if simulated else ()
+        for balance in ("none", "dynamic", "dbs") if simulated else ("none",):
+            how = ("--balance", balance, *speeds)
+            for rounds in ("1", "2"):
+                every = ("--rounds-per-epoch", rounds)
+                shares = ("--large-batch-size", "5", "--small-workers", "1", *every)
+                for sync in syncs:
+                    name = f"{sync}, balance {balance}, rounds {rounds}"
+                    add(processes, name, "--sync", sync, *shares, *how)
+                    joint = ("--sync", sync, "--push", "gradients", "--push-every", rounds)
+                    name = f"{sync}, push gradients of {rounds}, balance {balance}"
+                    add(processes, name, *joint, "--local-batch-sizes", parts, *how)
+                joint = ("--sync", "step", "--local-batch-sizes", parts, *every)
+                add(processes, f"step, balance {balance}, rounds {rounds}", *joint, *how)
+    for name, text in OTHERS.items():
+        flags = ("--large-batch-size", "5", "--small-workers", "1", "--rounds-per-epoch", "2")
+        add(1, name, *flags, *shlex.split(text))
+    return modes
+
+
+MODES = all_modes()
 
 
 def main() -> None:
-    """Run the kills and write results/kills.csv."""
+    """Run the cases and write results/kills.csv."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--cases", type=int, default=200, help=f"of {len(MODES)} modes in turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="modes whose name begins so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(arguments.seed)
-    modes = [m for m in [*SIMULATED, *REAL] if m.startswith(arguments.only or "")]
+    modes = [name for name in MODES if name.startswith(arguments.only or "")]
+    rng.shuffle(modes)
     unbroken, rows = {}, []
     with tempfile.TemporaryDirectory() as scratch:
-        for number in range(arguments.kills):
+        for number in range(arguments.cases):
             mode = modes[number % len(modes)]
             if mode not in unbroken:
                 folder = Path(scratch) / f"unbroken-{len(unbroken)}"
@@ -76,12 +119,18 @@ def main() -> None:
                 # From the run folder's first file to the last: the start before it is left out.
                 times = [path.stat().st_mtime for path in folder.iterdir()]
                 unbroken[mode] = fingerprint(folder), max(times) - min(times)
-            rows.append(kill(mode, Path(scratch) / "killed", rng, *unbroken[mode]))
+            began = time.perf_counter()
+            row = kill(mode, Path(scratch) / "killed", rng, *unbroken[mode])
+            rows.append(row | {"case_s": round(time.perf_counter() - began, 1)})
             print(json.dumps(rows[-1]), flush=True)
     good = sum(row["same_bits"] for row in rows)
     print(f"{good} of {len(rows)} runs ended with the bits of the unbroken one")
     if not arguments.only:
-        record(ROOT / "results/kills.csv", rows, "python -m benchmarks.kills")
+        record(
+            ROOT / "results/kills.csv",
+            rows,
+            f"python -m benchmarks.kills --cases {arguments.cases}",
+        )
     sys.exit(good != len(rows))
 
 
@@ -89,7 +138,7 @@ def kill(mode: str, folder: Path, rng: random.Random, expected: str, whole_s: fl
     """Start a run, kill it, resume it until it ends."""
     every, how = rng.choice(SAVES), "killed"
     arguments = ["--checkpoint-every", every, "--resume", "auto"]
-    if mode in REAL and rng.random() < 0.5:
+    if MODES[mode].processes > 1 and rng.random() < 0.5:
         how = "one rank killed, restarted by torchrun"
     while True:  # until it is killed before its end
         shutil.rmtree(folder, ignore_errors=True)
@@ -121,8 +170,7 @@ def fingerprint(folder: Path) -> str:
         return "no model"
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes())
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        row = {k: v for k, v in row.items() if "time" not in k and k not in MEASURED}
+        row = {k: v for k, v in json.loads(line).items() if "time" not in k}
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
 
@@ -135,30 +183,27 @@ def run(
     one_rank: bool = False,
 ) -> int:
     """Run train.py to its end, or kill it after some seconds; return its exit status."""
-    if mode in SIMULATED:
-        flags = [*COMMON, *SIMULATED[mode], "--output-dir", str(folder), *arguments]
-        return _run_forked(flags, folder, kill_after_s)
-    processes, own = REAL[mode]
+    processes = MODES[mode].processes
+    flags = [*COMMON, *SMALL, *MODES[mode].flags, "--output-dir", str(folder), *arguments]
+    if not one_rank:
+        return _run_forked(flags, processes, folder, kill_after_s)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "--max-restarts", "1" if one_rank else "0"]
-    command += ["train.py", *COMMON, *own, "--output-dir", str(folder), *arguments]
+    command += ["--nproc-per-node", str(processes), "--max-restarts", "1", "train.py", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    sink = open(os.environ.get("KILLS_OUTPUT", os.devnull), "a")  # noqa: SIM115
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=sink,
-        stderr=sink,
-        start_new_session=True,
-    )
-    if kill_after_s is not None:
-        _wait_for_start(folder)
-        time.sleep(kill_after_s)
-        ranks = _children(process.pid)
-        for victim in ranks[-1:] if one_rank else [process.pid, *ranks]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
+    with open(os.environ.get("KILLS_OUTPUT", os.devnull), "a") as sink:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+    _wait_for_start(folder)
+    time.sleep(kill_after_s)
+    for victim in _children(process.pid)[-1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
     return process.wait(600)
 
 
@@ -175,30 +220,51 @@ def _children(parent: int) -> list[int]:
     return [int(pid) for pid in out.split()]
 
 
-def _run_forked(flags: list[str], folder: Path, kill_after_s: float | None) -> int:
-    """Run in a fork of this process, which has everything imported: a start takes no seconds."""
-    import train
+def _run_forked(flags: list[str], processes: int, folder: Path, kill_after_s: float | None) -> int:
+    """Run in forks of this process, which has everything imported: a start takes no seconds."""
+    import train  # noqa: F401
 
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            sink = os.open(os.environ.get("KILLS_OUTPUT", os.devnull), os.O_WRONLY | os.O_APPEND)
-            os.dup2(sink, 1)
-            os.dup2(sink, 2)
-            train.main(train.parse_config(train.Config, flags))
-            status = 0
-        except SystemExit as error:
-            status = error.code
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+    port = _free_port()
+    ranks = [_fork(flags, rank, processes, port) for rank in range(processes)]
     if kill_after_s is not None:
         _wait_for_start(folder)
         time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    return next(filter(None, statuses), 0)
+
+
+def _fork(flags: list[str], rank: int, processes: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    import train
+
+    status = 1
+    try:
+        sink = os.open(os.environ.get("KILLS_OUTPUT", os.devnull), os.O_WRONLY | os.O_APPEND)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        if processes > 1:
+            numbers = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+            numbers |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
+            os.environ |= {name: str(number) for name, number in numbers.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+        train.main(train.parse_config(train.Config, flags))
+        status = 0
+    except SystemExit as error:
+        status = error.code
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
