@@ -13,35 +13,58 @@ process all workers live in it (a simulated cluster); with several, each process
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from dbsl.average import recompute_statistics
 from dbsl.balance import Balance
 from dbsl.config import check_run, parse_config
 from dbsl.connect import connect
 from dbsl.cores import cores_of_process
+from dbsl.divergence import DivergenceWarning, check_result
 from dbsl.errors import one_line_errors
 from dbsl.hub import check_hub, push_run
 from dbsl.keeper import Keeper
 from dbsl.launch import Precision, start_accelerator
-from dbsl.model import EMA, check_optimizer, save_model, set_dropout
+from dbsl.model import (
+    BEST,
+    EMA,
+    check_optimizer,
+    default_learning_rate,
+    save_model,
+    set_dropout,
+)
 from dbsl.plan import Rounding, UpdateFactor
 from dbsl.reports import make_reports, read_round
+from dbsl.resolved import Found, found_by, with_resolved
 from dbsl.results import start_log, sum_up
-from dbsl.resume import adapt_to_processes, find_checkpoint, is_finished, read_resumed
+from dbsl.resume import (
+    adapt_to_processes,
+    find_checkpoint,
+    is_finished,
+    read_resumed,
+    take_over_folder,
+)
 from dbsl.runfolder import RunFolder, default_folder
 from dbsl.runlog import Evaluation
 from dbsl.sampler import evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.setup import prepare, print_run
-from dbsl.stages import LrScaling, LrSchedule, Schedule, learning_rate_at
+from dbsl.stages import (
+    LrScaling,
+    LrSchedule,
+    ResetMomentum,
+    Schedule,
+    learning_rate_at,
+    resets_momentum,
+)
 from dbsl.stopping import Stopping, deadline_of
 from dbsl.trackers import ReportTo, check_tracker
 from dbsl.transfer import Wire
@@ -157,7 +180,8 @@ class Config:
     # resolution climbs in every learning-rate stage (cyclic), once (progressive), or stays (fixed)
     schedule: Schedule = "cyclic"
     optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
-    lr: float = 0.1  # learning rate of the first stage
+    # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
+    lr: float | None = None
     # learning rate falls at milestones (step), or along a cosine to 0
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
@@ -169,7 +193,9 @@ class Config:
     warmup_epochs: float | None = None
     momentum: float = 0.9  # momentum of SGD and optimizers that have one, in [0, 1)
     weight_decay: float = 5e-4  # weight decay; biases and norms have none
-    reset_momentum: bool = False  # clear the optimizer's state where a new stage begins
+    # workers clear their optimizer's state never, where a stage (its resolution, too) begins, or
+    # before every round
+    reset_momentum: ResetMomentum = "never"
     label_smoothing: float = 0.0  # label smoothing, in [0, 1)
     mixup: float = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
@@ -183,9 +209,12 @@ class Config:
     log_every: int = 50
     # evaluate the training images too, at the end and without augmentation
     eval_train: bool = False
-    # epochs (2) or minutes (10m) between checkpoints; 0: only when stopped
+    # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
     checkpoint_every: int | str = "10m"
-    keep_checkpoints: int = 2  # number of newest checkpoints to keep
+    # number of newest checkpoints to keep; 0: one while the run lasts, none after it
+    keep_checkpoints: int = 2
+    # save the weights of the best evaluation as model_best.safetensors
+    save_best: bool = True
     # run folder or checkpoint to go on from; auto: --output-dir, if it has a run
     resume: str | None = None
     allow_config_change: bool = False  # allow --resume with settings that change what is trained
@@ -205,6 +234,8 @@ class Config:
     report_to: ReportTo = "wandb"
     # repository user/name on the hub for model, card and figures of the finished run
     push_to_hub: str | None = None
+    # what a run found out, as its config.yaml has it; no flag
+    resolved: Found = field(default_factory=dict, metadata={"flag": False})
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -225,7 +256,7 @@ def train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator,
     batches = run.batches(parts, stage.resolution, turn.epoch)
     if not progress.steps:
         cluster.pull(turn)
-        if config.reset_momentum and (turn.epoch, turn.round) == (stage.first_epoch, 0):
+        if resets_momentum(config.reset_momentum, stage, turn.epoch, turn.round):
             for worker in turn.workers:
                 stepper.forget(worker)
     stepper.begin(turn, anew=not progress.steps)
@@ -325,13 +356,18 @@ def evaluate(model, batches, accelerator, *, together: bool) -> tuple[float, flo
     return correct / samples, loss / samples, round(samples)
 
 
-def main(config: Config) -> None:
+def main(given: Config) -> None:
     """Train, evaluate and save one run, or go on with one."""
-    deadline = deadline_of(config.max_minutes)
-    check_tracker(config.report_to)
-    check_optimizer(config.optimizer)
+    deadline = deadline_of(given.max_minutes)
+    check_tracker(given.report_to)
+    check_optimizer(given.optimizer)
+    config = with_resolved(given)  # what a run has found out, where it still holds
     # Part of the config, because the bits depend on it; accelerate launch would set it to 1.
-    config = replace(config, cpu_threads=config.cpu_threads or cores_of_process())
+    config = replace(
+        config,
+        cpu_threads=config.cpu_threads or cores_of_process(),
+        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
+    )
     torch.set_num_threads(config.cpu_threads)
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
     config = replace(config, mixed_precision=accelerator.mixed_precision)  # of auto, what it is
@@ -339,6 +375,7 @@ def main(config: Config) -> None:
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")
         accelerator.end_training()
+        check_result(found.run_folder, config, accelerator)
         push_run(config, found.run_folder, accelerator)
         return
     config = adapt_to_processes(config, found, accelerator.num_processes)
@@ -353,21 +390,26 @@ def main(config: Config) -> None:
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
     with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
         run = prepare(config, accelerator, loss_of)
+        resolved = found_by(given, run.config, accelerator.num_processes)
+        run = replace(run, config=replace(run.config, resolved=resolved))
         with Stopping(deadline) as stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            folder.write_settings(run.config, run.plans)
-            train(run, folder.path, stopping, resumed, accelerator)
+            cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
+            keeper = Keeper(run, folder.path, cluster, stepper, accelerator, stopping, resumed)
+            if found:  # all has been read, and fits: from here on the folder is written
+                take_over_folder(found, run, accelerator)
+            folder.write_settings(given, resolved, run.plans)
+            keeper.start_log(start_log(run, folder.path, resumed, accelerator), resumed)
+            train(run, folder.path, cluster, stepper, keeper, accelerator)
     accelerator.end_training()
+    check_result(folder.path, run.config, accelerator)
     push_run(config, folder.path, accelerator)
 
 
-def train(run, folder, stopping, resumed, accelerator) -> None:
+def train(run, folder, cluster, stepper, keeper, accelerator) -> None:
     """Train a run from its start, or from where it was saved, to its end."""
-    config, data, model = run.config, run.data, run.model
+    config, data, model, log = run.config, run.data, run.model, keeper.log
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    log = start_log(run, folder, resumed, accelerator)
-    cluster, stepper = connect(run, accelerator)  # who meets whom, and what a step is
-    log.meter.attach(cluster.workers, stepper, accelerator)
     # Nobody trains while there is an evaluation; with several processes each evaluates its part.
     waits = world_size == 1 or config.sync in ("bsp", "step")
     together = waits and world_size > 1
@@ -395,12 +437,15 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
         together=together,
     )
 
-    with Keeper(run, folder, cluster, stepper, log, accelerator, stopping, resumed) as keeper:
+    divergence = DivergenceWarning(config, data.num_classes, tqdm.write)
+
+    with keeper:
         for turn in cluster.turns():  # of this process's workers, and the ends of epochs
             if isinstance(turn, Round):
                 train_round(run, turn, cluster, stepper, keeper, learning_rate, accelerator, log)
 
             for report in cluster.reports():  # of all workers, in the process that has the server
+                divergence.look(report.loss, f"the training loss of epoch {report.epoch + 1}")
                 log.round(report, virtual_time_s=getattr(cluster, "time_s", None))
 
             if isinstance(turn, EpochEnd):  # all workers have pushed: evaluate the merge, log, save
@@ -415,6 +460,8 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
                     evaluation = replace(evaluation, train_accuracy=accuracy, train_loss=loss)
                 if accelerator.is_main_process and last:
                     save_model(model, folder, side, data)
+                if config.save_best and evaluation and log.enabled and log.is_best(evaluation):
+                    save_model(model, folder, side, data, name=BEST)
                 if run.average:
                     run.average.add(cluster.weights.vector)
                 if run.average and evaluation:  # the model has the averaged weights for a while
@@ -433,6 +480,7 @@ def train(run, folder, stopping, resumed, accelerator) -> None:
                     virtual_time_s=getattr(cluster, "time_s", None),
                 )
                 keeper.epoch_over(turn)
+        keeper.finish()
         cluster.close()
     sum_up(run, folder, log, keeper, accelerator)
 

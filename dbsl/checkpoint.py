@@ -31,7 +31,7 @@ from dbsl.packing import unpack
 FORMAT = 1
 FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
-_FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model\.safetensors|config\.json")
+_FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _ABANDONED = ".old"
 # Settings that a resumed run asks a checkpoint for.
 NEEDED_SETTINGS = {
@@ -59,6 +59,7 @@ class Manifest:
         saved_at: When, UTC.
         seconds: Of rank 0: that the copy held training up, that writing took beside it.
         versions: Of Python and the libraries that wrote it.
+        classes: Of the data; None in checkpoints of before this was noted.
     """
 
     sequence: int
@@ -71,6 +72,7 @@ class Manifest:
     versions: dict[str, str]
     seconds: dict[str, float]
     format: int = FORMAT
+    classes: int | None = None
 
 
 def versions() -> dict[str, str]:
@@ -121,6 +123,7 @@ def write_manifest(
     processes: int,
     workers: int,
     config: Mapping[str, Any],
+    classes: int | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> None:
     """Make a checkpoint count: all its files are there and on the disk."""
@@ -130,6 +133,7 @@ def write_manifest(
         processes=processes,
         workers=workers,
         config=dict(config),
+        classes=classes,
         files=dict(sorted(files.items())),
         saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
@@ -174,6 +178,8 @@ def read_manifest(folder: Path) -> Manifest:
 def _check_types(manifest: Manifest) -> None:
     """Raise ``TypeError`` unless a manifest's values are of the types that they are read as."""
     counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
+    if manifest.classes is not None:
+        counts += (manifest.classes,)
     if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
         raise TypeError(f"counts must be whole numbers, got {counts}")
     mappings = (manifest.config, manifest.files, manifest.versions)

@@ -122,8 +122,9 @@ class Arm:
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
         extra = {**self.extra, "seed": seed}
-        if "report_to" not in self.settings:
-            extra["report_to"] = "none"
+        # Many runs: what is left of each are its figures and its last weights.
+        defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
+        extra |= {n: value for n, value in defaults.items() if n not in self.settings}
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with
         if "cpu_threads" not in self.settings and jobs > 1 and not begun:
             extra["cpu_threads"] = max(1, cores_of_process() // jobs)

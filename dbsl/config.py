@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any, TypeVar
 
 import yaml
 
 from dbsl.checkpoint import FOLDER as CHECKPOINTS
 from dbsl.flags import parse_flags
+from dbsl.resolved import PROCESSES, RESOLVED, check_names, still_true
 from dbsl.rollcall import recall
 from dbsl.stages import check_resolutions
 
@@ -37,7 +40,8 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     commas or spaces.
 
     A run that is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A
-    process that torchrun or accelerate has restarted resumes what it was doing.
+    process that torchrun or accelerate has restarted resumes what it was doing. What a run found
+    out, and its file says, is taken over unless a setting has changed that it came from.
 
     Raises:
         ValueError: If the file cannot be read or is no mapping of settings, or there is no such
@@ -48,8 +52,8 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     for name in ("--config", "--resume", "--output-dir", "--output_dir"):
         file_flags.add_argument(name)
     known, flags = file_flags.parse_known_args(argv)
-    settings = read_settings(Path(known.config)) if known.config else {}
-    given = yaml_to_argv(settings)
+    sources = [_read_files(Path(known.config))] if known.config else []
+    settings = _merged(sources[0]) if sources else {}
     resume = known.resume or settings.get("resume")
     output_dir = known.output_dir or settings.get("output_dir")
     if resume is None and (unfinished := recall(RUN_FOLDER)):
@@ -60,27 +64,57 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if resume is not None:
         folder = run_folder_of(str(resume), output_dir)
         if (folder / "config.yaml").is_file():
-            given = yaml_to_argv(read_settings(folder / "config.yaml")) + given
+            sources.insert(0, _read_files(folder / "config.yaml"))
+    given = [flag for files in sources for flag in yaml_to_argv(_merged(files))]
+    config = parse_flags(cls, given + flags, common=COMMON, others=_CONFIG_HELP)
+    for files in sources:  # what the run itself found out comes first
+        for number in range(len(files), 0, -1):
+            if RESOLVED in files[number - 1]:
+                return _take_over(config, files[:number])
+    return config
 
-    return parse_flags(cls, given + flags, common=COMMON, others=_CONFIG_HELP)
+
+def _take_over(config: T, files: Sequence[Mapping[str, Any]]) -> T:
+    """Return the config with what the last of these files found out, as far as it still holds."""
+    given, resolved = yaml_to_argv(_merged(files)), files[-1][RESOLVED]
+    check_names(resolved)
+    before = parse_flags(type(config), given, check=False)
+    found = {name: value for name, value in resolved.items() if name != PROCESSES}
+    typed = parse_flags(type(config), given + yaml_to_argv(found), check=False)
+    values = dict(resolved) | {
+        n: None if v is None else getattr(typed, n) for n, v in found.items()
+    }
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return replace(config, resolved=still_true(values, before, config, processes))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return a YAML file's settings, on top of those of the file that its ``base`` names.
 
-    ``base`` is relative to the file that it stands in; a base may have a base of its own.
+    ``base`` is relative to the file that it stands in; a base may have a base of its own. What a
+    run found out (``resolved``) is no setting, and left out.
 
     Raises:
         ValueError: If a file cannot be read or is no mapping of settings, or files name each other.
     """
-    settings, seen = _read_yaml(path), [path.resolve()]
-    while "base" in settings:
-        base = seen[-1].parent / str(settings.pop("base"))
+    return _merged(_read_files(path))
+
+
+def _read_files(path: Path) -> list[dict[str, Any]]:
+    """Return what a YAML file and its bases have, the deepest base first."""
+    files, seen = [_read_yaml(path)], [path.resolve()]
+    while "base" in files[0]:
+        base = seen[-1].parent / str(files[0].pop("base"))
         if base.resolve() in seen:
             raise ValueError(f"base must not lead back to its own file, got {base} in {path}")
         seen.append(base.resolve())
-        settings = _read_yaml(base) | settings
-    return settings
+        files.insert(0, _read_yaml(base))
+    return files
+
+
+def _merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of files, the later ones' on top."""
+    return {name: v for file in files for name, v in file.items() if name != RESOLVED}
 
 
 def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
@@ -99,14 +133,24 @@ def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def config_to_yaml(settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out."""
-    settings = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in settings.items()
-        if value is not None
-    }
-    return yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
+def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None) -> str:
+    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out.
+
+    What a run found out goes under ``resolved``.
+    """
+    lines = [_line(name, value) for name, value in settings.items() if value is not None]
+    if resolved:
+        lines += ["\n# Found out by the run; dropped where a setting changes that it came from.\n"]
+        lines += [f"{RESOLVED}:\n"]
+        lines += [indent(_line(name, value), "  ") for name, value in resolved.items()]
+    return "".join(lines)
+
+
+def _line(name: str, value: Any) -> str:
+    """Return one setting as YAML, a list in brackets."""
+    is_list = isinstance(value, list | tuple)
+    plain = {name: list(value) if is_list else value}
+    return yaml.safe_dump(plain, default_flow_style=None if is_list else False)
 
 
 def run_folder_of(resume: str, output_dir: str | None) -> Path:
@@ -135,7 +179,8 @@ def check_run(config: Any) -> None:
     """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
     in_range("small_ratio", config.small_ratio, 0, 1)
     in_range("time_ratio", config.time_ratio, 1, open_low=True)
-    in_range("lr", config.lr, 0, open_low=True)
+    if config.lr is not None:
+        in_range("lr", config.lr, 0, open_low=True)
     in_range("lr_gamma", config.lr_gamma, 0, open_low=True)
     if config.warmup_epochs is not None:
         in_range("warmup_epochs", config.warmup_epochs, 0, config.epochs)
@@ -149,7 +194,10 @@ def check_run(config: Any) -> None:
         in_range(name, getattr(config, name), 0, 1, open_high=True)
     for probability in config.dropout:
         in_range("dropout", probability, 0, 1, open_high=True)
-    for name in ("staleness", "seed", "max_bad_rounds", "max_bad_images", "log_every"):
+    for name in (
+        *("staleness", "seed", "max_bad_rounds", "max_bad_images", "log_every"),
+        "keep_checkpoints",
+    ):
         in_range(name, getattr(config, name), 0)
     if config.holdout is not None:
         in_range("holdout", config.holdout, 0, 1, open_low=True, open_high=True)
@@ -168,7 +216,6 @@ def check_run(config: Any) -> None:
             "global_batch_size",
             "push_every",
             "balance_every",
-            "keep_checkpoints",
         ),
     ):
         value = getattr(config, name)
@@ -255,8 +302,10 @@ def _check_joint_steps(config: Any) -> None:
                 "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
                 "loss scale each worker would choose for itself"
             )
-        if config.reset_momentum:
-            raise ValueError("reset_momentum must be false with push gradients, got true")
+        if config.reset_momentum != "never":
+            raise ValueError(
+                f"reset_momentum must be never with push gradients, got {config.reset_momentum}"
+            )
         if config.sync != "bsp" and config.optimizer not in _STEP_IN_PARTS:
             raise ValueError(
                 f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
@@ -361,6 +410,14 @@ def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
     return tuple(value for row in values for value in row)
 
 
+def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of an older file or checkpoint as they are given today."""
+    settings = dict(settings)
+    if isinstance(settings.get("reset_momentum"), bool):
+        settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
+    return settings
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -373,4 +430,4 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"config must map settings to values, got {path} with a bare value or list"
         )
-    return settings
+    return in_todays_words(settings)

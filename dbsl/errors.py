@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
+EXIT_DIVERGED = 3
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
 EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
@@ -28,6 +29,13 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written."""
 
 
+class DivergedError(RuntimeError):
+    """The run came to its end, but its weights are of no use."""
+
+
+_OWN = (ValueError, SyncError, SaveError, DivergedError)
+
+
 class RunStopped(Exception):
     """The run was asked to stop, has saved and ends; the message says how to go on."""
 
@@ -37,10 +45,10 @@ def one_line_errors() -> Iterator[None]:
     """End the process with one line and a status where this project has something to say.
 
     Status 2: it refused what it was given, a process was lost, or a checkpoint could not be
-    written. Status 75: the run was asked to stop, and can be resumed. Status 130: Ctrl-C outside of
-    training, or twice in it. An error raised by any other code keeps its traceback: that is a
-    fault, not bad input. Either way a process among several ends at once: it would else wait for
-    the others on its way out, and they for it.
+    written. Status 3: the run diverged. Status 75: the run was asked to stop, and can be resumed.
+    Status 130: Ctrl-C outside of training, or twice in it. An error raised by any other code keeps
+    its traceback: that is a fault, not bad input. Either way a process among several ends at once:
+    it would else wait for the others on its way out, and they for it.
     """
     try:
         yield
@@ -58,7 +66,7 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
-        elif not isinstance(error, (ValueError, SyncError, SaveError)) or not _raised_here(error):
+        elif not isinstance(error, _OWN) or not _raised_here(error):
             if one_of_several():
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -68,10 +76,11 @@ def one_line_errors() -> Iterator[None]:
         # disk each rank sees from its own side.
         own = not isinstance(error, ValueError)
         _say(f"error: {error}", own or os.environ.get("LOCAL_RANK", "0") == "0")
+        status = EXIT_DIVERGED if isinstance(error, DivergedError) else 2
         if one_of_several():
             sys.stdout.flush()
-            os._exit(2)
-        raise SystemExit(2) from None
+            os._exit(status)
+        raise SystemExit(status) from None
 
 
 def _say(text: str, printed: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def put_in_place(temporary: Path, path: Path) -> None:
     _sync(temporary)
     os.replace(temporary, path)
     _sync(path.parent)  # the name, too
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a whole file a second name, in one go; where there are no links, copy it.
+
+    A file that is later replaced under one name stays what it was under the other.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copy2(source, temporary)
+    try:
+        put_in_place(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)  # two names of one file: renaming leaves both
 
 
 def _sync(path: Path) -> None:

@@ -23,6 +23,8 @@ def parse_flags(
     prog: str | None = None,
     common: Sequence[str] = (),
     others: Mapping[str, str] | None = None,
+    *,
+    check: bool = True,
 ) -> T:
     """Build the dataclass `cls` from flags; only the first process prints help and errors.
 
@@ -32,6 +34,7 @@ def parse_flags(
         prog: What the command is called.
         common: Fields that the help shows first.
         others: Flags that the caller has read himself, with their help.
+        check: Make the dataclass's own checks; without them the result is of another class.
 
     Raises:
         ValueError: From the dataclass's own ``__post_init__``.
@@ -54,6 +57,8 @@ def parse_flags(
         args=_split_commas(cls, flags),
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
+    if not check:
+        return parsed
     return cls(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(cls)})
 
 

@@ -49,7 +49,7 @@ def format_help(
     for title, names in groups.items():
         group = formatter.add_argument_group(title)
         for name in names:
-            if name not in common:
+            if name not in common and fields[name].metadata.get("flag", True):
                 _add(group, fields[name], hints[name], words[name])
     return formatter.format_help()
 

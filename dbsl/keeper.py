@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import reduce
 from torch import Tensor, nn
 
 from dbsl.checkpoint import (
     FOLDER,
+    CheckpointError,
     describe,
     piece_names,
     prune,
@@ -34,7 +36,9 @@ from dbsl.checkpoint import (
 from dbsl.cluster import SimulatedCluster
 from dbsl.config import parse_interval
 from dbsl.errors import RunStopped, SaveError
-from dbsl.model import copy_model_state, save_model
+from dbsl.files import link_or_copy
+from dbsl.meter import StepMeter
+from dbsl.model import BEST, copy_model_state, save_model
 from dbsl.packing import pack
 from dbsl.reports import Progress
 from dbsl.resume import Resumed
@@ -45,6 +49,7 @@ from dbsl.steppers import load_optimizer
 from dbsl.stopping import Stopping, Wish
 from dbsl.wire import SERVER_RANK
 
+_BEST_FILE = f"{BEST}.safetensors"
 _LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
 
 
@@ -69,11 +74,18 @@ class Keeper:
         folder: Its folder.
         cluster: Who meets whom.
         stepper: What a step is.
-        log: The run's log.
         accelerator: Tells the process; has the scaler of fp16.
         stopping: Tells whether the run is to stop.
         resumed: What a resumed run goes on from.
+
+    Attributes:
+        log: The run's log, from `start_log` on: opening it writes, and all is read before.
+
+    Raises:
+        CheckpointError: On every process, if what is resumed does not fit the run of any.
     """
+
+    log: RunLog | None = None
 
     def __init__(
         self,
@@ -81,7 +93,6 @@ class Keeper:
         folder: Path,
         cluster: Any,
         stepper: Any,
-        log: RunLog,
         accelerator: Accelerator,
         stopping: Stopping,
         resumed: Resumed | None,
@@ -90,7 +101,6 @@ class Keeper:
         self._folder = folder
         self._cluster = cluster
         self._stepper = stepper
-        self._log = log
         self._accelerator = accelerator
         self._stopping = stopping
         self._control = getattr(cluster, "control", None)
@@ -109,13 +119,14 @@ class Keeper:
         self.earlier_s = 0.0  # of earlier sessions, in all
         self._began = time.perf_counter()
         if resumed:
-            try:
-                self._load(resumed)
-            except BaseException:
-                log.close()
-                raise
+            self._load_all(resumed)
         self._rollcall = self._control and self._control.rollcall
         self._exits = ExitStack()
+
+    def start_log(self, log: RunLog, resumed: Resumed | None) -> None:
+        """Take the run's log, whose meter of steps goes on as well."""
+        self.log = log
+        self._load_meter(log.meter, resumed)
 
     def __enter__(self) -> Keeper:
         self._stopping.on_signal = getattr(self._cluster, "interrupt", lambda: None)
@@ -134,7 +145,8 @@ class Keeper:
         if kind is not None:
             for tracker in self._accelerator.trackers:
                 tracker.finish()
-            self._log.close()
+            if self.log is not None:
+                self.log.close()
         self._exits.__exit__(kind, error, trace)
         if self._rollcall is not None:
             self._rollcall.close()
@@ -194,9 +206,31 @@ class Keeper:
         self._check_refused()
         self._epochs_done = end.epoch + 1
         every = self._interval.epochs
-        if every and self._epochs_done % every == 0:
+        last = self._epochs_done == self._run.config.epochs
+        if self._keeps_last if last else every and self._epochs_done % every == 0:
             self._save(end=end)
         self._tell_losses()
+
+    def finish(self) -> None:
+        """Have the last checkpoint whole: all of this process's turns are over.
+
+        Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
+        it.
+        """
+        if self._writes_late() and self._keeps_last:
+            self._join_writer()
+            copy = self._copy(f"epoch-{self._run.config.epochs:04d}", with_model=False)
+            self._write(copy)
+        self._join_writer()
+
+    def clean_up(self) -> None:
+        """Remove the checkpoints of a run that is finished, if none are to be kept."""
+        if self._rank == SERVER_RANK and not self._keeps_last:
+            prune(self._folder, 0)
+
+    @property
+    def _keeps_last(self) -> bool:
+        return self._run.config.keep_checkpoints > 0
 
     def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds
@@ -210,7 +244,7 @@ class Keeper:
     def _tell_losses(self) -> None:
         losses = getattr(self._cluster, "losses", ())
         while losses:
-            self._log.lost(losses.popleft())
+            self.log.lost(losses.popleft())
 
     def _wish(self) -> Wish:
         if self._stopping.reason:
@@ -240,6 +274,9 @@ class Keeper:
         self._sequence = sequence
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
         copy = self._copy(name, with_model=end is not None)
+        best = self._folder / _BEST_FILE
+        if self._rank == SERVER_RANK and best.exists():  # now: a later epoch may replace it
+            link_or_copy(best, self._folder / FOLDER / name / _BEST_FILE)
         self._saved_at = time.monotonic()
         self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
         self._writer.start()
@@ -273,11 +310,11 @@ class Keeper:
             "clock": self._stepper.clock.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
             **parts,
-            "log": self._log.state_dict() if self._log.enabled else None,
+            "log": self.log.state_dict() if self.log.enabled else None,
             "progress": asdict(progress) if progress else None,
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
-            "meter": self._log.meter.state_dict(),
+            "meter": self.log.meter.state_dict(),
             "average": self._run.average and self._run.average.state_dict(),
             "epochs_done": self._epochs_done,
             "loop_s": time.perf_counter() - self.loop_began,
@@ -290,6 +327,19 @@ class Keeper:
         )
         took = time.perf_counter() - began
         return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
+
+    def _load_all(self, resumed: Resumed) -> None:
+        """Bring everything back in every process, or raise in every process."""
+        error = None
+        try:
+            self._load(resumed)
+        except CheckpointError as reason:
+            error = reason
+        failed = torch.tensor(int(error is not None), device=self._accelerator.device)
+        if int(reduce(failed, "sum")):
+            raise error or CheckpointError(
+                f"{resumed.folder} does not fit this run: another process could not read its piece"
+            )
 
     def _load(self, resumed: Resumed) -> None:
         """Bring everything back to where it was saved."""
@@ -309,10 +359,17 @@ class Keeper:
             if self._run.average and state.get("average"):
                 device = self._cluster.weights.vector.device
                 self._run.average.load_state_dict(state["average"], device)
+            self._load_meter(StepMeter(0), resumed)  # only whether it can: the log is not open yet
             self._epochs_done = int(state["epochs_done"])
             self.loop_began = time.perf_counter() - float(state["loop_s"])
             self.eval_time_s = float(state["eval_time_s"])
             self.earlier_s = float(state["total_s"])
+
+    def _load_meter(self, meter: StepMeter, resumed: Resumed | None) -> None:
+        meter.attach(self._cluster.workers, self._stepper, self._accelerator)
+        if resumed and "meter" in resumed.state:
+            load = meter.take_over if resumed.handover else meter.load_state_dict
+            load(resumed.state["meter"])
 
     def _load_same(self, state: Mapping[str, Any]) -> None:
         """Go on with the same workers in as many processes."""
@@ -322,8 +379,6 @@ class Keeper:
         self._run.planner.load_state_dict(state["planner"])
         if "noise" in state:  # not in checkpoints of before
             self._run.noise.load_state_dict(state["noise"])
-        if "meter" in state:
-            self._log.meter.load_state_dict(state["meter"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
             self._progress = Progress(**state["progress"])
@@ -335,8 +390,6 @@ class Keeper:
         """Go on with other workers: the global weights, and what is left of the epoch."""
         handover = resumed.handover
         self._cluster.take_over(handover)
-        if "meter" in resumed.state:
-            self._log.meter.take_over(resumed.state["meter"])
         self._run.planner.fixed = self._run.fixed_segments(handover)
         for worker, optimizer in self._stepper.optimizers.items():
             if worker in handover.optimizers:
@@ -356,6 +409,8 @@ class Keeper:
                 save_model(self._run.model, target, resolution, data, state=copy.model)
                 for name in ("model.safetensors", "config.json"):
                     files[name] = describe(target / name)
+            if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
+                files[_BEST_FILE] = describe(target / _BEST_FILE)
             if self._control is not None:
                 files |= self._files_of_all(files)
             elif self._writes_late():
@@ -369,9 +424,10 @@ class Keeper:
                     processes=self._accelerator.num_processes,
                     workers=self._run.config.workers,
                     config=asdict(self._run.config),
+                    classes=self._run.data.num_classes,
                     seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
                 )
-                prune(self._folder, self._run.config.keep_checkpoints)
+                prune(self._folder, max(1, self._run.config.keep_checkpoints))
             self._last_good = copy.name
         except Exception as error:
             if self._writes_late() and not target.exists():

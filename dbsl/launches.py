@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dbsl.checkpoint import FOLDER as CHECKPOINTS
-from dbsl.errors import EXIT_STOPPED, RunStopped
+from dbsl.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped
 from dbsl.runfolder import holder_of
 from dbsl.stopping import Stopping
 
@@ -90,6 +90,8 @@ def launch_all(
                 process = _start(launch, slot % devices if devices > 1 else None, log=jobs > 1)
                 running.add(process)
             status = process.wait()
+            if status == EXIT_DIVERGED and is_finished(launch.folder):
+                status = 0  # a result, too
             with lock:
                 running.discard(process)
                 stopped = status == EXIT_STOPPED or (status < 0 and process in asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import shutil
@@ -24,7 +25,7 @@ huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
-EMA = "model_ema"
+EMA, BEST = "model_ema", "model_best"
 _MARK = 0.123456789  # a dropout probability that no model has by itself
 
 
@@ -213,6 +214,21 @@ def check_optimizer(name: str) -> None:
         )
 
 
+def default_learning_rate(optimizer: str) -> float:
+    """Return the learning rate of an optimizer where none is given.
+
+    0.1 for SGD in all its forms, for images from scratch; of others their own in torch or timm
+    (AdamW 0.001, Lion 0.0001), or 0.001 where they state none.
+    """
+    from timm.optim import get_optimizer_class
+
+    kind = get_optimizer_class(optimizer, bind_defaults=False)
+    if kind.__name__ in ("SGD", "SGDW", "SGDP"):
+        return 0.1
+    own = inspect.signature(kind).parameters["lr"].default
+    return float(own) if isinstance(own, int | float) else 0.001
+
+
 def build_optimizer(
     name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float
 ) -> torch.optim.Optimizer:
@@ -282,17 +298,18 @@ def save_model(
         put_in_place(temporary, temporary.with_suffix(""))
 
 
-def load_model(folder: str | Path, *, ema: bool = False) -> nn.Module:
+def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> nn.Module:
     """Return the model of a run folder or checkpoint, in evaluation mode on the CPU.
 
     Args:
         folder: Where it is.
         ema: Take the weights averaged over epochs, of a run with ``--ema-decay``.
+        best: Take the weights of the evaluation with the best accuracy.
 
     Raises:
         ValueError: If the folder has no model that this function can read.
     """
-    folder, name = Path(folder), EMA if ema else "model"
+    folder, name = Path(folder), EMA if ema else BEST if best else "model"
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         args = {**config.get("model_args", {}), "num_classes": config["num_classes"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.checkpoint import reading_checkpoint
-from dbsl.hub import write_card
+from dbsl.hub import CARD, write_card
 from dbsl.keeper import Keeper
 from dbsl.lazy import lazy_import
 from dbsl.profile_cache import device_name
+from dbsl.resolved import RESOLVED
 from dbsl.resume import Resumed
 from dbsl.runlog import RunLog
 from dbsl.setting import Setting
@@ -35,7 +37,7 @@ def start_log(
         config.report_to,
         folder,
         folder.name,
-        asdict(config),
+        {name: value for name, value in asdict(config).items() if name != RESOLVED},
         resume_id=state["tracker"] if state else None,
     )
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
@@ -92,7 +94,11 @@ def sum_up(
             **_mishaps(run, log, keeper),
         }
         log.summary(values)
-        write_card(folder, config, run.plans, values)
+        if math.isfinite(values["final_loss"]):
+            write_card(folder, config, run.plans, values)
+        else:  # nor one of before the run was made longer
+            (folder / CARD).unlink(missing_ok=True)
+    keeper.clean_up()
     log.close()
 
 

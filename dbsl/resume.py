@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,8 +24,12 @@ from dbsl.checkpoint import (
     set_aside_after,
     versions,
 )
-from dbsl.config import run_folder_of
+from dbsl.config import in_todays_words, run_folder_of
+from dbsl.files import link_or_copy
 from dbsl.handover import make_handover
+from dbsl.model import BEST
+from dbsl.resolved import PROCESSES, RESOLVED, SOURCES
+from dbsl.runlog import check_metrics
 from dbsl.server import Handover
 from dbsl.setting import Setting
 from dbsl.wire import SERVER_RANK, share_text
@@ -35,7 +39,7 @@ Config = Any  # train.py's
 # What may change freely: no weight depends on it.
 _FREE = {
     *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
-    *("checkpoint_every", "keep_checkpoints", "worker_timeout", "max_bad_rounds"),
+    *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
     *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
     "log_every",
     *("profile", "profile_seconds", "profile_refresh", "push_to_hub"),
@@ -165,33 +169,61 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
 
 def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that are not what they were, as (before, now) by name."""
-    new = asdict(now)
+    new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
     # A checkpoint of before a setting was there has what that does by default.
-    before = {field.name: field.default for field in fields(now)} | dict(before)
+    before = {field.name: field.default for field in fields(now)} | in_todays_words(before)
     return {
         name: (before[name], new[name]) for name in new if _plain(before[name]) != _plain(new[name])
     }
 
 
-def check_changes(found: Found, config: Config, say: Any) -> None:
+def check_changes(found: Found, config: Config, processes: int, say: Any) -> None:
     """Say what has changed since the checkpoint; refuse what changes the mathematics.
 
     Raises:
         ValueError: If a setting that weights depend on has changed and `allow_config_change` is
             not given.
     """
-    changed = changed_settings(found.manifest.config, config)
-    others = config.workers != found.manifest.workers
-    free = _FREE | (_WORKERS | {"global_batch_size", *_LISTS} if others else set())
-    mathematics = {name: change for name, change in changed.items() if name not in free}
-    for name, (before, now) in changed.items():
+    before = found.manifest.config
+    changed = changed_settings(before, config)
+    free = set(_FREE)
+    if config.workers != found.manifest.workers:
+        free |= _WORKERS | {"global_batch_size", *_LISTS}
+    if "epochs" in changed:
+        _check_length(found.manifest, config.epochs)
+        if config.epochs > changed["epochs"][0]:
+            free.add("epochs")  # a run may always be made longer
+    sources = set(changed)
+    if found.manifest.processes != processes:
+        sources.add(PROCESSES)
+    # Found out then and now, and from something that has changed: that is to be agreed to.
+    follows = {
+        name
+        for name in changed
+        if name in before.get(RESOLVED, ()) and name in config.resolved
+        if sources.intersection(SOURCES[name])
+    }
+    mathematics = {n: change for n, change in changed.items() if n not in free | follows}
+    for name, (old, new) in changed.items():
         if name not in ("resume", "output_dir", "allow_config_change"):
-            say(f"changed since the checkpoint: {name} {_show(before)} -> {_show(now)}")
+            why = f" (not given: it follows {_first(sources, name)})" if name in follows else ""
+            say(f"changed since the checkpoint: {name} {_show(old)} -> {_show(new)}{why}")
     if mathematics and not config.allow_config_change:
         listed = ", ".join(f"{n} {_show(a)} -> {_show(b)}" for n, (a, b) in mathematics.items())
         raise ValueError(
             f"allow_config_change must be given for a change of what is trained, got {listed}"
         )
+
+
+def _check_length(manifest: Manifest, epochs: int) -> None:
+    if epochs <= manifest.epoch:
+        raise ValueError(
+            f"epochs must be above the {manifest.epoch} that are complete, got {epochs}"
+        )
+
+
+def _first(sources: Collection[str], name: str) -> str:
+    return next(source for source in SOURCES[name] if source in sources)
 
 
 def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resumed | None:
@@ -204,8 +236,14 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
     if found.folder is None:
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
-    check_changes(found, run.config, accelerator.print)
     manifest, before = found.manifest, found.manifest.config
+    classes = run.data.num_classes
+    if manifest.classes not in (None, classes):
+        raise ValueError(
+            f"dataset must have the classes that the run began with, got {manifest.classes} "
+            f"classes in the checkpoint, {classes} in the data"
+        )
+    check_changes(found, run.config, accelerator.num_processes, accelerator.print)
     same = (
         manifest.processes == accelerator.num_processes
         and manifest.workers == run.config.workers
@@ -224,24 +262,38 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
                 handover = make_handover(state, _optimizers(found, run), run, before)
             except ValueError as error:
                 refused = error
-        tracker = state["log"]["tracker"] if accelerator.is_main_process else None
-        if not isinstance(tracker, str | None):
-            raise TypeError(f"tracker must be a name, got {tracker!r}")
+        if accelerator.is_main_process:
+            tracker = state["log"]["tracker"]
+            if not isinstance(tracker, str | None):
+                raise TypeError(f"tracker must be a name, got {tracker!r}")
+            check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
     if refused is not None:
         raise refused  # of a setting that must stay as it was
-    if accelerator.is_main_process:
-        remove_incomplete(found.run_folder)
-        for folder in set_aside_after(found.run_folder, manifest.sequence):
-            accelerator.print(f"a later checkpoint is set aside: {folder}")
-        epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
-        accelerator.print(f"resumed from {found.folder} ({epochs}, saved {manifest.saved_at})")
-        for name, version in manifest.versions.items():
-            if versions()[name] != version:
-                accelerator.print(
-                    f"warning: saved with {name} {version}, now {versions()[name]}: "
-                    "bits may differ from an unbroken run"
-                )
     return Resumed(found.folder, manifest.sequence, state, handover)
+
+
+def take_over_folder(found: Found, run: Setting, accelerator: Accelerator) -> None:
+    """Make the run folder what it was at the checkpoint; all has been read, and fits."""
+    manifest, best = found.manifest, f"{BEST}.safetensors"
+    if not accelerator.is_main_process:
+        return
+    if manifest is not None and best in manifest.files:
+        link_or_copy(found.folder / best, found.run_folder / best)
+    else:
+        (found.run_folder / best).unlink(missing_ok=True)
+    if manifest is None:
+        return
+    remove_incomplete(found.run_folder)
+    for folder in set_aside_after(found.run_folder, manifest.sequence):
+        accelerator.print(f"a later checkpoint is set aside: {folder}")
+    epochs = f"{manifest.epoch} of {run.config.epochs} epochs complete"
+    accelerator.print(f"resumed from {found.folder} ({epochs}, saved {manifest.saved_at})")
+    for name, version in manifest.versions.items():
+        if versions()[name] != version:
+            accelerator.print(
+                f"warning: saved with {name} {version}, now {versions()[name]}: "
+                "bits may differ from an unbroken run"
+            )
 
 
 def _own_piece(found: Found, rank: int, run: Setting) -> Any:

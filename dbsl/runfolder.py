@@ -18,12 +18,14 @@ from accelerate import Accelerator
 from dbsl.config import RUN_FOLDER, config_to_yaml
 from dbsl.files import write_text
 from dbsl.plan import Plan
+from dbsl.resolved import RESOLVED
 from dbsl.rollcall import remember
 from dbsl.wire import share_text
 
 LOCK = ".lock"
 # Of the command, not of the run that it starts.
 _NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "push_to_hub")
+_NOT_KEPT += ("profile_refresh", RESOLVED)
 
 
 class RunFolder:
@@ -66,17 +68,24 @@ class RunFolder:
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
-    def write_settings(self, config: Any, plans: Mapping[int, Plan]) -> None:
+    def write_settings(
+        self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
+    ) -> None:
         """Write ``config.yaml`` and ``plan.json`` on the main process.
 
         ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
+
+        Args:
+            given: The settings as they were given.
+            resolved: Those that the run found out.
+            plans: The run's plans, by resolution.
         """
         if self._lock is None:
             return
         rows = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
-        settings = {name: v for name, v in asdict(config).items() if name not in _NOT_KEPT}
-        write_text(self.path / "config.yaml", config_to_yaml(settings))
+        settings = {name: v for name, v in asdict(given).items() if name not in _NOT_KEPT}
+        write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
 
     def __enter__(self) -> RunFolder:
         return self

@@ -466,6 +466,11 @@ class RunLog:
                     pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
                 tracker.log_images({name: pixels}, step=self._step(tracker), **layout)
 
+    def is_best(self, evaluation: Evaluation) -> bool:
+        """Whether an evaluation that is not recorded yet is better than all that are."""
+        best = max((other.accuracy for other in self._evaluations), default=-math.inf)
+        return math.isfinite(evaluation.loss) and evaluation.accuracy > best
+
     def results(self) -> dict[str, Any]:
         """Return what the run came to so far: accuracies, loss, time, samples, noise scale."""
         last = self._evaluations[-1]
@@ -528,19 +533,24 @@ class RunLog:
         return None if tracker.name == "wandb" else self._epoch
 
 
+def check_metrics(path: Path, keep_bytes: int) -> None:
+    """Raise ``ValueError`` unless metrics.jsonl has the bytes that a run goes on behind."""
+    size = path.stat().st_size if path.exists() else 0
+    if size < keep_bytes:
+        raise ValueError(
+            f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
+            f"got {size} in {path}"
+        )
+
+
 def _open_metrics(path: Path, keep_bytes: int) -> TextIO:
     """Open metrics.jsonl for writing behind its first `keep_bytes` bytes.
 
     Raises:
         ValueError: If it is shorter than that.
     """
+    check_metrics(path, keep_bytes)
     if keep_bytes:
-        size = path.stat().st_size if path.exists() else 0
-        if size < keep_bytes:
-            raise ValueError(
-                f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
-                f"got {size} in {path}"
-            )
         os.truncate(path, keep_bytes)
     # Line buffering: a killed run leaves whole lines.
     return open(path, "a" if keep_bytes else "w", encoding="utf-8", buffering=1)

@@ -16,6 +16,7 @@ from typing import Literal
 Schedule = Literal["cyclic", "progressive", "fixed"]
 LrSchedule = Literal["step", "cosine"]
 LrScaling = Literal["none", "sqrt", "linear"]
+ResetMomentum = Literal["never", "stage", "round"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,15 @@ def learning_rate_at(
         share = (progress - warmup_epochs) / max(stages[-1].end_epoch - warmup_epochs, 1e-9)
         return base * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))
     return stage_at(stages, int(progress)).learning_rate
+
+
+def resets_momentum(when: ResetMomentum, stage: Stage, epoch: int, round_: int) -> bool:
+    """Whether a worker clears its optimizer's state before its round of an epoch.
+
+    ``stage`` is once in each `Stage`: where the learning rate steps, and where the resolution
+    changes inside its stage.
+    """
+    return when == "round" or (when == "stage" and (epoch, round_) == (stage.first_epoch, 0))
 
 
 def batch_scaling(rule: LrScaling, ratio: float) -> float:

@@ -1,0 +1,132 @@
+"""What a run was given, and what it found out; what was found holds until its sources change.
+
+A run's ``config.yaml`` keeps the two apart: settings as they were given at the top level, and a
+mapping ``resolved`` of those that the run found out for itself. Read back unchanged, the file
+repeats the run; a setting that changes drops what was found from it, which is then found anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any
+
+from tyro.conf import Fixed, Suppress
+
+Config = Any  # train.py's
+
+Found = Annotated[Mapping[str, Any], Fixed, Suppress]  # a field of Config that is no flag
+
+RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
+# No settings, but sources: how many processes there are, and whether all workers share each step.
+PROCESSES, JOINT = "processes", "joint steps"
+
+_DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
+_STEP = ("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm")
+_ROUND = ("workers", "rounds_per_epoch", JOINT, "resolutions", *_DATA)
+_BATCHES = ("global_batch_size", "local_batch_sizes")
+
+# Every setting that a run may find out, and what it is found from. Sources come first: what is
+# dropped takes along what was found from it. A setting is a source of its own.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "cpu_threads": (PROCESSES,),
+    "mixed_precision": (),  # of the machine
+    "lr": ("optimizer",),
+    "workers": (PROCESSES, "dedicated_server"),
+    "small_workers": ("small_ratio", "workers"),
+    "resolutions": ("dataset", "image_column"),
+    "lr_milestones": ("epochs",),
+    "warmup_epochs": ("epochs",),
+    "local_batch_sizes": ("workers", "resolutions"),
+    "global_batch_size": (*_ROUND, "local_batch_sizes"),
+    "large_batch_size": (
+        *(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "batch_limit", "batch_evidence"),
+    ),
+    "slope": (
+        *(*_STEP, "dataset", "resolutions", "workers", "cpu_threads", "large_batch_size"),
+        *(*_BATCHES, "profile", "profile_refresh", "intercept"),
+    ),
+    "intercept": ("slope",),
+    "small_batch_size": (
+        *(*_ROUND, "model", "small_workers", "large_batch_size", "slope", "intercept"),
+        *("time_ratio", "small_share", "min_batch_size", "update_factor", "rounding"),
+    ),
+}
+_LISTS = ("large_batch_size", "slope", "intercept", "small_batch_size")
+# Settings that say how to find one; with it found they have had their say.
+_DONE = {
+    "slope": {"profile": None, "profile_refresh": False},
+    "large_batch_size": {"batch_limit": "memory", "batch_evidence": None},
+}
+
+
+def check_names(resolved: Any) -> None:
+    """Raise ``ValueError`` unless it maps settings that a run finds out."""
+    if not isinstance(resolved, Mapping):
+        raise ValueError(f"resolved must map settings to values, got {resolved!r}")
+    for name in resolved:
+        if name not in SOURCES and name != PROCESSES:
+            raise ValueError(
+                f"resolved must name settings that a run finds out ({', '.join(SOURCES)}), "
+                f"got {name}"
+            )
+
+
+def still_true(
+    resolved: Mapping[str, Any], before: Config, now: Config, processes: int
+) -> dict[str, Any]:
+    """Return what a run found out, without what does not follow from the settings of now.
+
+    Args:
+        resolved: What it found out.
+        before: The settings that it was given.
+        now: Those that are given now.
+        processes: Of this launch.
+    """
+    changed = {
+        field.name
+        for field in fields(now)
+        if getattr(before, field.name) != getattr(now, field.name)
+    }
+    if resolved.get(PROCESSES) != processes:
+        changed.add(PROCESSES)
+    if _joint(before) != _joint(now):
+        changed.add(JOINT)
+    for name, sources in SOURCES.items():
+        if name in resolved and changed.intersection(sources):
+            changed.add(name)
+    return {name: value for name, value in resolved.items() if name not in changed}
+
+
+def with_resolved(given: Config) -> Config:
+    """Return the settings with what an earlier run found out, where it holds, filled in."""
+    values: dict[str, Any] = {}
+    for name, value in given.resolved.items():
+        if name != PROCESSES:
+            values |= {name: value} | _DONE.get(name, {})
+    return replace(given, **values)
+
+
+def found_by(given: Config, complete: Config, processes: int) -> dict[str, Any]:
+    """Return what a run found out: where its complete settings are not those it was given."""
+    found = {name: getattr(complete, name) for name in SOURCES if not _same(name, given, complete)}
+    return {PROCESSES: processes, **found}
+
+
+def _joint(config: Config) -> bool:
+    return config.sync == "step" or config.push == "gradients"
+
+
+def _same(name: str, given: Config, complete: Config) -> bool:
+    """Whether a setting is what was given, if only written at greater length."""
+    own, value = getattr(given, name), getattr(complete, name)
+    if name not in _LISTS or own in (None, "auto") or not own or not value:
+        return own == value
+    length = math.lcm(len(own), len(value))
+    return _at_length(own, length) == _at_length(value, length)
+
+
+def _at_length(values: Sequence[Any], length: int) -> list[Any]:
+    """Return values of resolutions, or of all, as values of resolutions and workers."""
+    return [value for value in values for _ in range(length // len(values))]

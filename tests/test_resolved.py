@@ -1,0 +1,195 @@
+"""What was given and what was found out: the file repeats the run, and a flag is a flag."""
+
+import json
+import shutil
+from dataclasses import fields
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+
+import train
+from dbsl import plots, worker_plots
+from dbsl.config import parse_config
+from dbsl.errors import RunStopped
+from dbsl.resolved import JOINT, PROCESSES, SOURCES
+from dbsl.runlog import RunLog
+from train import Config, main
+
+TINY = {
+    "model": "test_resnet",
+    "train_samples": 60,
+    "eval_samples": 20,
+    "resolutions": (16, 32),
+    "epochs": 3,
+    "lr": 0.02,
+    "small_ratio": 0.25,
+    "profile_seconds": 0.1,
+    "report_to": "none",
+    "checkpoint_every": 1,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures():
+    with pytest.MonkeyPatch.context() as patches:
+        for module, name in (
+            (plots, "plan_timeline"),
+            (plots, "accuracy_and_loss"),
+            (worker_plots, "worker_history"),
+        ):
+            patches.setattr(module, name, lambda *arguments: None)
+        patches.setattr(train, "cores_of_process", lambda: 1)
+        patches.setattr(RunLog, "images", lambda *arguments: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, no_pictures):
+    """A finished run that has measured its step times and chosen all that it may."""
+    folder = tmp_path_factory.mktemp("resolved") / "run"
+    AcceleratorState._reset_state(True)
+    main(Config(**TINY, output_dir=str(folder)))
+    return folder
+
+
+def planned(monkeypatch, tmp_path, *flags):
+    """Return the run that train.py would train with these flags."""
+    runs = []
+
+    def stop(run, accelerator):
+        runs.append(run)
+        raise RunStopped
+
+    monkeypatch.setattr(train, "connect", stop)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(RunStopped):
+        main(parse_config(Config, [*flags, "--output-dir", str(tmp_path / "again")]))
+    return runs[0]
+
+
+def read(folder):
+    return yaml.safe_load((folder / "config.yaml").read_text())
+
+
+def test_config_yaml_keeps_what_was_given_and_what_was_found_apart(folder):
+    written = read(folder)
+    resolved = written.pop("resolved")
+    assert {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}.items() >= (
+        TINY.items()
+    )
+    assert set(written) <= {field.name for field in fields(Config)}
+    assert not {"workers", "small_workers", "slope", "lr_milestones"} & set(written)
+    assert written["mixed_precision"] == "auto"
+    assert (resolved["workers"], resolved["small_workers"], resolved["processes"]) == (4, 1, 1)
+    assert (resolved["lr_milestones"], resolved["warmup_epochs"]) == ([2], 0.3)
+    assert len(resolved["slope"]) == len(resolved["intercept"]) == 2
+    assert resolved["mixed_precision"] in ("no", "bf16")
+    assert resolved["cpu_threads"] == 1
+
+
+def test_the_file_as_it_is_repeats_the_run_to_the_bit(folder, tmp_path):
+    again = tmp_path / "again"
+    flags = ["--config", str(folder / "config.yaml"), "--output-dir", str(again)]
+    main(parse_config(Config, flags))
+    assert (again / "config.yaml").read_text() == (folder / "config.yaml").read_text()
+    weights = [(f / "model.safetensors").read_bytes() for f in (folder, again)]
+    assert weights[0] == weights[1]
+
+
+def test_another_share_of_small_workers_is_planned(folder, tmp_path, monkeypatch):
+    run = planned(
+        monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), "--small-ratio", "0.75"
+    )
+    assert run.config.small_workers == 3
+    assert sum(worker.small for worker in run.plans[32].workers) == 3
+    assert list(run.config.slope) == read(folder)["resolved"]["slope"]  # nothing is measured anew
+
+
+def test_another_model_is_measured(folder):
+    file = ["--config", str(folder / "config.yaml")]
+    assert {"slope", "intercept", "large_batch_size"} <= set(parse_config(Config, file).resolved)
+    resolved = parse_config(Config, [*file, "--model", "resnet10t"]).resolved
+    assert not {"slope", "intercept", "large_batch_size"} & set(resolved)
+    assert {"workers", "small_workers", "lr_milestones"} <= set(resolved)
+
+
+def test_other_epochs_have_milestones_of_their_own(folder, tmp_path, monkeypatch):
+    run = planned(monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), "--epochs", "10")
+    assert (run.config.lr_milestones, run.config.warmup_epochs) == ((6, 9), 1.0)
+    assert list(run.config.slope) == read(folder)["resolved"]["slope"]
+
+
+def test_other_resolutions_have_batches_of_their_own(folder, tmp_path, monkeypatch):
+    flags = ["--resolutions", "24", "--slope", "0.001", "--intercept", "0.01"]
+    run = planned(monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), *flags)
+    assert (run.config.slope, set(run.plans)) == ((0.001,), {24})
+
+
+def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
+    longer = tmp_path / "longer"
+    shutil.copytree(folder, longer)
+    main(parse_config(Config, ["--resume", str(longer), "--epochs", "7"]))
+    said = capsys.readouterr().out
+    assert "epochs 3 -> 7" in said
+    assert "lr_milestones 2 -> 4,6 (not given: it follows epochs)" in said
+    lines = map(json.loads, (longer / "metrics.jsonl").read_text().splitlines())
+    rates = [row["learning_rate"] for row in lines if row["event"] == "eval"]
+    assert rates == pytest.approx([0.02, 0.02, 0.004, 0.02, 0.004, 0.004, 0.0008])
+    assert read(longer)["resolved"]["lr_milestones"] == [4, 6]
+    (longer / "summary.json").unlink()
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match=r"epochs must be above the 7 that are complete, got 6"):
+        main(parse_config(Config, ["--resume", str(longer), "--epochs", "6"]))
+
+
+def test_a_base_with_findings_is_built_upon(folder, tmp_path):
+    (tmp_path / "more.yaml").write_text(f"base: {folder / 'config.yaml'}\nepochs: 10\n")
+    config = parse_config(Config, ["--config", str(tmp_path / "more.yaml")])
+    assert config.epochs == 10
+    assert "slope" in config.resolved
+    assert not {"lr_milestones", "warmup_epochs"} & set(config.resolved)
+
+
+def test_more_processes_count_their_workers_anew(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = parse_config(Config, ["--config", str(folder / "config.yaml")])
+    assert not {"workers", "small_workers", "cpu_threads", "slope"} & set(config.resolved)
+
+
+def test_an_older_run_folder_has_all_its_settings_as_given(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "slope: [0.001]\nintercept: [0.01]\nworkers: 4\nlr_milestones: [2]\nreset_momentum: false\n"
+    )
+    config = parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
+    assert (config.slope, config.workers, config.lr_milestones) == ((0.001,), 4, (2,))
+    assert (config.reset_momentum, config.resolved) == ("never", {})
+
+
+def test_every_source_is_a_setting_and_comes_before_what_is_found_from_it():
+    names = {field.name for field in fields(Config)} | {PROCESSES, JOINT}
+    done = set()
+    for name, sources in SOURCES.items():
+        assert {name, *sources} <= names
+        assert not set(sources) & (set(SOURCES) - done - {name, "intercept"})
+        done.add(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("resolved: 3\n", "resolved must map settings to values, got 3"),
+        ("resolved: {seed: 3}\n", r"resolved must name settings that a run finds out .* got seed"),
+    ],
+)
+def test_odd_findings_are_refused(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
