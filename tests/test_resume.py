@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from dbsl.resume import changed_settings
 from dbsl.runfolder import RunFolder
 from dbsl.sampler import EpochSampler
 from dbsl.setting import round_sampler
+from dbsl.steppers import OwnSteps
 from train import Config, main, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +62,16 @@ MODES = {
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures():
+    with pytest.MonkeyPatch.context() as patches:
+        for place in ("plots.plan_timeline", "plots.accuracy_and_loss"):
+            patches.setattr(f"dbsl.{place}", lambda *arguments: None)
+        patches.setattr("dbsl.worker_plots.worker_history", lambda *arguments: None)
+        patches.setattr("dbsl.runlog.RunLog.images", lambda *arguments: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +255,128 @@ def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_trainin
     rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
     assert {e["learning_rate"] for e in rounds if e["epoch"] == 2} == {0.002}
     assert (tmp_path / "run/checkpoints/epoch-0003.old").is_dir()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of three epochs that was killed between its last checkpoint and its summary."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    run(folder, **ROUNDS)
+    (folder / "summary.json").unlink()
+    (folder / "checkpoints/epoch-0004").mkdir()  # never whole: a run that goes on removes it
+    return folder
+
+
+def files_of(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "test_efficientnet"}, "epoch-0003 does not fit this run"),
+        ({"optimizer": "adamw", "momentum": 0.8}, "epoch-0003 does not fit this run"),
+        ({"lr": 0.01, "allow_config_change": False}, "allow_config_change must be given"),
+        ({"epochs": 2, "lr_milestones": (1,)}, "epochs must be above the 3 that are complete"),
+    ],
+    ids=["model", "optimizer", "lr", "epochs"],
+)
+def test_a_refused_resume_leaves_all_as_it_was(ended, tmp_path, settings, message):
+    folder = tmp_path / "run"
+    shutil.copytree(ended, folder)
+    before = files_of(folder)
+    with pytest.raises(ValueError, match=message):
+        run(folder, **ROUNDS, resume="auto", **{"allow_config_change": True, **settings})
+    assert files_of(folder) == before
+    assert (folder / "checkpoints/epoch-0004").exists()
+    if "model" in settings:
+        run(folder, **ROUNDS, resume="auto")
+
+
+def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
+    shutil.copytree(ended, tmp_path / "run")
+    monkeypatch.setattr(
+        "dbsl.resume.read_manifest", lambda folder: replace(read_manifest(folder), classes=3)
+    )
+    with pytest.raises(ValueError, match="got 3 classes in the checkpoint, 10 in the data"):
+        run(tmp_path / "run", **ROUNDS, resume="auto", epochs=4)
+
+
+# Without a barrier, a worker of the longer run had begun its next epoch before the last had ended.
+@pytest.mark.parametrize("mode", ["bsp", "step", "gradients"])
+def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
+    settings = {**MODES[mode], "warmup_epochs": 0, "schedule": "fixed", "dropout": (0.1,)}
+    settings |= {"checkpoint_every": 0, "lr_milestones": (1,)}  # the last is saved all the same
+    run(tmp_path / "whole", **settings, epochs=3)
+    run(tmp_path / "longer", **settings, epochs=2)
+    run(tmp_path / "longer", **settings, epochs=3, resume="auto")
+    rows = [fingerprint(tmp_path / name)[0] for name in ("whole", "longer")]
+    kinds = ("round", "eval", "noise")
+    assert [[r for r in of if r["event"] in kinds] for of in rows] == [
+        [r for r in rows[0] if r["event"] in kinds]
+    ] * 2
+    assert fingerprint(tmp_path / "whole")[1] == fingerprint(tmp_path / "longer")[1]
+
+
+def evaluating_to(monkeypatch, accuracies):
+    """Have evaluations come to these accuracies, one after the other."""
+    results = iter(accuracies)
+    monkeypatch.setattr("train.evaluate", lambda *_, **__: (next(results), 1.0, 20))
+
+
+def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypatch):
+    folder, best = tmp_path / "run", tmp_path / "run/model_best.safetensors"
+    checkpoints = [folder / f"checkpoints/epoch-000{n}" for n in (1, 2, 3)]
+    evaluating_to(monkeypatch, [0.5, 0.9, 0.9])
+    run(folder, **ROUNDS, keep_checkpoints=3)
+    weights = [(path / "model.safetensors").read_bytes() for path in checkpoints]
+    assert best.read_bytes() == weights[1] != weights[2]
+    assert best.samefile(checkpoints[2] / best.name)  # at no cost of disk
+    assert not load_model(folder, best=True).training
+    evaluating_to(monkeypatch, [0.1, 0.2])  # from the first on, without what came after it
+    (folder / "summary.json").unlink()
+    run(folder, **ROUNDS, resume=str(checkpoints[0]))
+    assert best.read_bytes() == weights[0]
+    assert json.loads((folder / "summary.json").read_text())["best_accuracy"] == 0.5
+
+
+def test_neither_checkpoints_nor_best_weights_are_left_where_they_are_not_wanted(tmp_path):
+    run(tmp_path / "run", **ROUNDS, keep_checkpoints=0, save_best=False)
+    assert not [*(tmp_path / "run").glob("checkpoints/*")]
+    assert [path.name for path in (tmp_path / "run").glob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        ("never", []),
+        ("stage", [(0, 0), (1, 0), (2, 0)]),  # 16 px, 32 px, and the next learning rate
+        ("round", [(epoch, round_) for epoch in range(3) for round_ in range(2)]),
+    ],
+)
+def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when, expected):
+    forgotten, turns = [], []
+    begin, forget = OwnSteps.begin, OwnSteps.forget
+
+    def forgets(self, worker):
+        forgotten.append((worker, bool(self.optimizers[worker].state)))
+        forget(self, worker)
+
+    def begins(self, turn, **options):
+        turns.extend((worker, turn.epoch, turn.round) for worker, _ in forgotten)
+        assert not any(self.optimizers[worker].state for worker, _ in forgotten)
+        had_some.extend(had for _, had in forgotten)
+        forgotten.clear()
+        begin(self, turn, **options)
+
+    had_some = []
+    monkeypatch.setattr(OwnSteps, "forget", forgets)
+    monkeypatch.setattr(OwnSteps, "begin", begins)
+    run(tmp_path / "run", **ROUNDS, reset_momentum=when, checkpoint_every=0)
+    for worker in range(4):
+        assert [turn[1:] for turn in turns if turn[0] == worker] == expected
+    assert had_some == [turn[1:] != (0, 0) for turn in turns]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 6])

@@ -95,14 +95,15 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     assert "16 px, epoch 1, lr 0.02; time ratio 1.050" in printed
     assert {p.name for p in folder.iterdir()} == {
         *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
-        *("model.safetensors", "config.json", "README.md", "checkpoints", "plots"),
+        *("model.safetensors", "model_best.safetensors", "config.json", "README.md"),
+        *("checkpoints", "plots"),
     }
     assert {p.name for p in (folder / "plots").iterdir()} == {
         "plan.png",
         "accuracy.png",
         "workers.png",
     }
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002"]
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["epoch-0002", "epoch-0003"]
 
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
@@ -160,7 +161,8 @@ def test_a_measured_run_repeats_from_its_own_config(tmp_path):
         Config,
         ["--config", str(tmp_path / "one/config.yaml"), "--output-dir", str(tmp_path / "two")],
     )
-    assert again.slope is not None
+    assert again.slope is None
+    assert again.resolved["slope"]
     AcceleratorState._reset_state(True)
     main(again)
     assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
@@ -187,13 +189,16 @@ def test_unequal_workers_get_shares_by_their_own_times(tmp_path):
     for resolution in ("16 px", "32 px"):
         assert [w["samples"] for w in plan[resolution]["workers"]] == [19, 18, 18, 5]
     again = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
-    assert again.slope == slopes == config.slope
+    assert (again.slope, config.slope) == (slopes, slopes)
+    assert "slope" not in again.resolved
 
 
 def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys):
     run(tmp_path / "run", large_batch_size="auto", epochs=1, lr_milestones=())
     config = parse_config(Config, ["--config", str(tmp_path / "run/config.yaml")])
-    assert config.large_batch_size == (15, 15)  # of digits 15 samples a worker fit easily
+    assert config.large_batch_size == "auto"
+    # of digits 15 samples a worker fit easily
+    assert config.resolved["large_batch_size"] == (15, 15)
     assert "no more samples in a round" in capsys.readouterr().out
 
 

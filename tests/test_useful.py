@@ -6,6 +6,7 @@ from accelerate.state import AcceleratorState
 
 import train
 from dbsl.config import parse_config
+from dbsl.resolved import with_resolved
 from dbsl.useful import find_evidence
 
 SETTINGS = {
@@ -112,11 +113,10 @@ def test_auto_is_bounded_by_a_studys_useful_maximum(tmp_path):
     (plan, *_) = [row for row in records if row["event"] == "plan"]
     assert {worker["local_batch_size"] for worker in plan["workers"]} == {12}
     again = parse_config(train.Config, ["--config", str(tmp_path / "run/config.yaml")])
-    assert (again.large_batch_size, again.batch_limit, again.batch_evidence) == (
-        (12,),
-        "memory",
-        None,
-    )
+    assert (again.large_batch_size, again.batch_limit) == ("auto", "useful")
+    assert again.resolved["large_batch_size"] == (12,)
+    assert with_resolved(again).large_batch_size == (12,)  # and no evidence is asked for
+    assert with_resolved(again).batch_limit == "memory"
 
 
 def test_auto_of_joint_steps_shares_the_useful_batch(tmp_path):

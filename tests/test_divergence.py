@@ -1,0 +1,62 @@
+"""Training that diverges is said to, and is no success."""
+
+import json
+import math
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from dbsl.divergence import DivergenceWarning
+from dbsl.errors import EXIT_DIVERGED, one_line_errors
+from dbsl.model import default_learning_rate
+from train import Config, main
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 74.0, 5.7])
+def test_a_loss_far_above_guessing_is_said_once_with_what_to_lower(loss):
+    said = []
+    warning = DivergenceWarning(Config(lr=0.1, optimizer="adamw"), 10, said.append)
+    for usual in (0.0, 2.3, 3.0, 5.5):
+        warning.look(usual, "the training loss of epoch 1")
+    assert not said
+    warning.look(loss, "the training loss of epoch 2")
+    warning.look(loss, "the training loss of epoch 3")
+    (line,) = said
+    assert line.startswith("warning: the training loss of epoch 2 is ")
+    assert "guessing among 10 classes has 2.30" in line
+    assert "lower lr (0.1 with adamw)" in line
+
+
+def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, capsys):
+    settings = {"model": "test_resnet", "train_samples": 60, "eval_samples": 20, "epochs": 1}
+    settings |= {"resolutions": (16,), "slope": (0.001,), "intercept": (0.01,), "cpu_threads": 1}
+    settings |= {"lr": 1e18, "warmup_epochs": 0, "mixed_precision": "no", "report_to": "none"}
+    folder = tmp_path / "run"
+    for resume in (None, "auto"):  # finished, and no better for it
+        AcceleratorState._reset_state(True)
+        with pytest.raises(SystemExit) as ended, one_line_errors():
+            main(Config(**settings, output_dir=str(folder), resume=resume))
+        assert ended.value.code == EXIT_DIVERGED == 3
+        said = capsys.readouterr()
+        assert "error: the loss of the final evaluation is not finite" in said.err
+        assert "lower lr (1e+18 with sgd)" in said.err
+    assert json.loads((folder / "summary.json").read_text())["final_loss"] is None
+    assert not (folder / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate"),
+    [
+        *(("sgd", 0.1), ("momentum", 0.1), ("sgdw", 0.1), ("sgdp", 0.1)),
+        *(("adam", 0.001), ("adamw", 0.001), ("lion", 0.0001), ("adafactor", 0.001)),
+    ],
+)
+def test_each_optimizer_has_a_learning_rate_of_its_own(optimizer, rate):
+    assert default_learning_rate(optimizer) == rate
