@@ -133,6 +133,7 @@ def test_a_finished_run_is_pushed_with_a_card_that_has_its_numbers(hub, tmp_path
     pushed = {name: content for name, content in hub.files.items() if "/" not in name}
     assert set(pushed) == {
         *("README.md", "model.safetensors", "model_ema.safetensors", "config.json"),
+        "model_best.safetensors",
         *("config.yaml", "plan.json", "summary.json", "metrics.jsonl"),
     }
     assert "plots/accuracy.png" in hub.files
