@@ -30,6 +30,9 @@ Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 
+STEPS_A_ROUND = 10  # of a worker, at least, with the batch that `auto` chooses
+_SMALLEST_AUTO = 16  # samples: below them fewer steps do
+
 SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 
 
@@ -54,12 +57,20 @@ def default_large_batch_size(round_samples: int) -> int:
     Many fewer than ten steps a round would leave a small data set with next to no updates.
     """
     power = 2 ** round(math.log2(max(1, round_samples / 10)))
-    return max(1, min(max(16, power), 128, round_samples))
+    return max(1, min(max(_SMALLEST_AUTO, power), 128, round_samples))
 
 
 def optimizer_of_worker(config: Config) -> str:
     """Return the name of the optimizer that a worker's step includes."""
     return NO_OPTIMIZER if config.push == "gradients" else config.optimizer
+
+
+def largest_auto_batch(round_samples: int) -> int:
+    """Return the most samples a step that `auto` gives a worker with so many in a round.
+
+    A large card may hold all of a small data set; one step a round would not train.
+    """
+    return max(1, min(round_samples, max(_SMALLEST_AUTO, round_samples // STEPS_A_ROUND)))
 
 
 def know_machines(
@@ -105,15 +116,16 @@ def know_machines(
             loss_of=loss_of,
             reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
         )
+    enough_steps = largest_auto_batch(share)
     if find_limits:
         limit = config.memory_limit and config.memory_limit * GIB
-        most = len(data.train) if joint else share
+        most = len(data.train) if shifting else enough_steps
         found = [profiler.largest_batch(r, limit_bytes=limit, at_most=most) for r in resolutions]
         limits = [[int(size) for size in row] for row in _gather(found, workers, accelerator)]
     if auto:
-        most = share
+        most = enough_steps
         if useful is not None:
-            most = min(share, -(-useful // workers) if joint else useful)
+            most = min(most, -(-useful // workers) if joint else useful)
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and given and config.global_batch_size is not None:
         limits = large

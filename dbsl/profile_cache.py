@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 2
 _MEMORY_UP_TO = 64  # samples: enough to see the line, and no more than fits anywhere
+_CUDA_MEMORY_UP_TO = 1024
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,11 @@ class Profiler:
             memory = known.memory
         else:
             self._accelerator.print(f"measuring memory of {self.setup.model} at {resolution} px")
-            memory = profile_memory(self._step(resolution), batch_sizes_to_measure(_MEMORY_UP_TO))
+            step, largest = self._step(resolution), _MEMORY_UP_TO
+            if self._accelerator.device.type == "cuda":
+                # Seconds there, and a line of tens of thousands of samples needs a long base.
+                largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
+            memory = profile_memory(step, batch_sizes_to_measure(largest))
         if memory is None:
             raise ValueError(
                 "large_batch_size must be given, got auto, but batch sizes made no measurable "
@@ -170,7 +175,7 @@ class Profiler:
             batch = confirm_batch(self._step(resolution), batch)
         self._accelerator.print(
             f"large batch at {resolution} px: {batch} ({memory.describe()}"
-            f"{', no more samples in a round' if batch == at_most else ''})"
+            f"{'; a larger one would leave a round too few steps' if batch == at_most else ''})"
         )
         return batch
 

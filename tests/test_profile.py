@@ -10,7 +10,7 @@ import train
 from dbsl import profile
 from dbsl.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
 from dbsl.model import build_model
-from dbsl.planning import _reserve_bytes
+from dbsl.planning import _reserve_bytes, largest_auto_batch
 from dbsl.profile import (
     NO_OPTIMIZER,
     StepProfile,
@@ -365,6 +365,13 @@ def test_a_file_that_is_no_profile_is_refused(profiler, tmp_path, damage):
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="profile must be a file that python"):
         profiler(file=path)
+
+
+@pytest.mark.parametrize(
+    ("round_samples", "batch"), [(12500, 1250), (320, 32), (100, 16), (15, 15), (1, 1), (0, 1)]
+)
+def test_auto_leaves_ten_steps_a_round_whatever_fits(round_samples, batch):
+    assert largest_auto_batch(round_samples) == batch
 
 
 def test_largest_batch_comes_from_memory_as_it_is_now_and_from_the_samples(profiler, monkeypatch):

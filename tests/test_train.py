@@ -199,7 +199,7 @@ def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys):
     assert config.large_batch_size == "auto"
     # of digits 15 samples a worker fit easily
     assert config.resolved["large_batch_size"] == (15, 15)
-    assert "no more samples in a round" in capsys.readouterr().out
+    assert "a larger one would leave a round too few steps" in capsys.readouterr().out
 
 
 def test_two_processes_at_a_barrier_repeat_to_the_bit(tmp_path):
