@@ -8,7 +8,8 @@ or balance by times they measure, is another run each time: it has no bits to co
 
 Simulated clusters are killed with SIGKILL in the middle of whatever they do; so are real processes,
 all of them (a machine that goes down) or one, which torchrun then restarts with the others. What
-is compared: model.safetensors, and every line of metrics.jsonl but for measured times.
+is compared: model.safetensors, and every line of metrics.jsonl but for measured times, speed and
+memory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ COMMON = shlex.split(
 ROUNDS = shlex.split("--large-batch-size 10 --small-workers 1 --rounds-per-epoch 2")
 # A run of a few dozen steps: the case is over in seconds.
 SMALL = shlex.split(
-    "--train-samples 96 --eval-samples 20 --resolutions 8,16 --epochs 4 --lr-milestones 2"
+    "--train-samples 96 --eval-samples 20 --resolutions 8,16 --epochs 4 --lr-milestones 2 "
+    "--log-every 1"
 )
 SPEEDS = shlex.split("--slowdown 3:2.5 --time-noise 0.1")
 OTHERS = {  # what else has state
@@ -96,6 +98,7 @@ def all_modes() -> dict[str, Mode]:
 
 
 MODES = all_modes()
+_MEASURED = ("time", "images_per_s", "memory")  # in the names of figures that runs do not repeat
 
 
 def main() -> None:
@@ -170,7 +173,8 @@ def fingerprint(folder: Path) -> str:
         return "no model"
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes())
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = {k: v for k, v in json.loads(line).items() if "time" not in k}
+        values = json.loads(line).items()
+        row = {k: v for k, v in values if not any(word in k for word in _MEASURED)}
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()
 
