@@ -38,7 +38,7 @@ from dbsl.trackers import tracker_id
 MAX_PRINTED_WORKERS = 8
 PREDICTION_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
 PREDICTION_EPOCHS = 3  # in which a worker's time is off before anything is said
-_BAR = "{percentage:3.0f} % |{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
+_BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]"  # fits 80 columns
 _STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
 _BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
 

@@ -258,9 +258,13 @@ def test_progress_bar_on_a_terminal_moves_with_every_step(tmp_path, accelerator,
         for _ in range(3):
             with log.meter.step(step_of(1), 0.0125, Progress()):
                 pass
-        assert f"3/{total} steps" in str(log._display._bar)
+        bar = log._display._bar
+        assert f"3/{total} [<" in str(bar)
     assert ", epoch 2/2, lr 0.0125, " in terminal.getvalue()
     assert " images/s]" in terminal.getvalue()
+    bar.set_postfix_str("epoch 100/140, lr 0.0125, 12345 images/s", refresh=False)
+    longest = bar.format_dict | {"n": 12345, "total": 123456, "elapsed": 4000.0, "ncols": 80}
+    assert bar.format_meter(**longest).endswith("images/s]")
 
 
 def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
