@@ -32,6 +32,9 @@ from dbsl.solve import (
     wanted_ratio,
 )
 
+# Share of the large batch above which a solved small batch is as good as large.
+NEARLY_LARGE = 0.75
+
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
 
@@ -183,6 +186,15 @@ def plan_dual_batch(
                 raise NoPlanError(bound)
             notes.append(f"{bound}; taken as {min_batch_size}, samples moved to finish together")
             batch, published = min_batch_size, None
+        largest = int(machines.limits[:small_workers].max())
+        if batch > NEARLY_LARGE * largest:
+            worth = float(machines.intercepts[0] / machines.slopes[0])
+            notes.append(
+                f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since a step "
+                f"costs {worth:.0f} samples' time before its first: dual batch gains next to nothing "
+                "here. --compile lowers that cost; a larger --large-batch-size or --time-ratio "
+                "makes the small batch smaller"
+            )
     sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:

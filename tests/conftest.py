@@ -5,6 +5,7 @@ import time
 import traceback
 import warnings
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch import nn
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no network
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# A busy machine is no failure; the same cases every time, so that a failure can be repeated.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 
 class TinyNet(nn.Module):

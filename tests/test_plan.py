@@ -397,3 +397,13 @@ def test_planner_from_the_shell_refuses_in_one_line():
     done = run_cli(*SHELL, "--small-workers", "5")
     assert done.returncode == 2
     assert done.stderr == "error: small_workers must be in [0, workers=4], got 5\n"
+
+
+def test_a_small_batch_that_is_nearly_large_says_that_dual_batch_gains_nothing():
+    fast = TimeModel(1e-5, 3.5e-3)  # kernels that take less time than their launch
+    plan = plan_dual_batch(50000, 4, 3, 500, fast, time_ratio=1.05)
+    assert plan.small_batch_size > 0.75 * 500
+    (note,) = plan.notes
+    assert f"{plan.small_batch_size}, is" in note
+    assert "costs 350 samples' time before its first" in note
+    assert not plan_dual_batch(50000, 4, 3, 500, TimeModel(1e-5, 3.5e-4), time_ratio=1.05).notes
