@@ -190,10 +190,10 @@ def plan_dual_batch(
         if batch > NEARLY_LARGE * largest:
             worth = float(machines.intercepts[0] / machines.slopes[0])
             notes.append(
-                f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since a step "
-                f"costs {worth:.0f} samples' time before its first: dual batch gains next to nothing "
-                "here. --compile lowers that cost; a larger --large-batch-size or --time-ratio "
-                "makes the small batch smaller"
+                f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since a "
+                f"step costs {worth:.0f} samples' time before its first: dual batch gains next to "
+                "nothing here. --compile lowers that cost; a larger --large-batch-size or "
+                "--time-ratio makes the small batch smaller"
             )
     sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
