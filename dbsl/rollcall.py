@@ -69,12 +69,27 @@ def join_processes(timeout_s: float, *, cpu: bool) -> None:
     if store is None or not (cpu or torch.cuda.is_available()):
         return
     dist.init_process_group(
-        "gloo" if cpu else "nccl",
+        chosen_backend() or ("gloo" if cpu else "nccl"),
         store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def chosen_backend() -> str | None:
+    """Return the backend that DBSL_BACKEND names for processes of a launcher; None: the device's.
+
+    With ``gloo`` several processes may share one GPU, which NCCL refuses; it is slower.
+
+    Raises:
+        ValueError: If it names another one.
+    """
+    name = os.environ.get("DBSL_BACKEND", "")
+    if name not in ("", "gloo"):
+        raise ValueError(f"DBSL_BACKEND must be gloo or unset, got {name!r}")
+    # Accelerate takes a named backend for a group that exists, also where no launcher is.
+    return name if name and "LOCAL_RANK" in os.environ else None
 
 
 def _bind_to_launcher() -> None:

@@ -1,5 +1,6 @@
 import multiprocessing as mp
 import os
+import re
 import signal
 import time
 import traceback
@@ -17,6 +18,24 @@ torch.set_num_threads(1)
 # A busy machine is no failure; the same cases every time, so that a failure can be repeated.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_configure(config):
+    """Hide GPUs from all tests but those that are asked for with ``-m gpu``: the rest is gloo's."""
+    if not _asked_for("gpu", config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what takes minutes, unless ``-m slow`` asks for it."""
+    if not _asked_for("slow", config):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: -m slow"))
+
+
+def _asked_for(marker, config):
+    return re.search(rf"(?<!not )\b{marker}\b", config.option.markexpr or "") is not None
 
 
 class TinyNet(nn.Module):

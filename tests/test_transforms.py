@@ -175,6 +175,7 @@ def test_to_device_read_only_array_is_copied():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("augment", ["none", "crop", "paper"])
 def test_transform_on_cuda_never_waits_and_equals_the_cpu(augment):

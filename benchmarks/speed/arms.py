@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torchvision.transforms import v2
 
+from dbsl.compiling import compile_in_place
 from dbsl.cores import cores_of_process
 from dbsl.data import Data, load_data
 from dbsl.launch import start_accelerator
@@ -35,7 +36,6 @@ from dbsl.sampler import evaluation_batches
 from dbsl.transforms import Transform
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4
-ROUND_STEPS = 8  # of a worker, so that an arm may be told to stop within seconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Settings:
     precision: str
     workers: int = 1  # of train.py, simulated
     loader_workers: int = 0  # of the plain loop
-    compiled: bool = False
+    compiled: bool = False  # of train.py and of the bare step
+    round_steps: int = 8  # of train.py's worker: it may be told to stop only between rounds
 
 
 class Pace:
@@ -68,6 +69,7 @@ class Pace:
         self._done += images
         if self._done < self._left:
             return
+        _synchronize()  # a device is handed its work long before it is done
         if self._started:
             answer = {
                 "images": self._done,
@@ -100,8 +102,8 @@ def rounds(settings: Settings, pace: Pace) -> None:
         done[0] = round_images
 
     train.train_round = paced
-    round_images = ROUND_STEPS * settings.batch
-    samples = len(_data(settings).train)
+    round_images = settings.round_steps * settings.batch
+    samples = len(load_data(settings.dataset).train)
     count = max(1, samples // (settings.workers * round_images))
     samples = count * settings.workers * round_images
     with tempfile.TemporaryDirectory() as scratch:
@@ -130,8 +132,10 @@ def rounds(settings: Settings, pace: Pace) -> None:
 
 def bare(settings: Settings, pace: Pace) -> None:
     """The limit: the model's step on one batch that lies ready."""
-    accelerator, data = _start(settings), _data(settings)
-    model = _model(settings, data)
+    accelerator, data = _start(settings)
+    model = _model(settings, data, accelerator)
+    if settings.compiled:
+        compile_in_place(model, accelerator.device)
     optimizer = build_optimizer("sgd", model, LR, MOMENTUM, WEIGHT_DECAY)
     images, labels = _batch(data, settings)
     pace(0)
@@ -146,7 +150,7 @@ def bare(settings: Settings, pace: Pace) -> None:
 
 def plain(settings: Settings, pace: Pace) -> None:
     """A loop as in Accelerate's examples: a DataLoader, torchvision's transforms, all prepared."""
-    data = _data(settings)
+    data = load_data(settings.dataset)
     transforms = [v2.RandomCrop(data.image_side, padding=data.image_side // 8)]
     transforms += [v2.RandomHorizontalFlip()]
     if settings.resolution != data.image_side:
@@ -158,7 +162,12 @@ def plain(settings: Settings, pace: Pace) -> None:
         cpu=not torch.accelerator.is_available(), mixed_precision=settings.precision
     )
     loader = torch.utils.data.DataLoader(
-        dataset, settings.batch, shuffle=True, num_workers=settings.loader_workers, drop_last=True
+        dataset,
+        settings.batch,
+        shuffle=True,
+        num_workers=settings.loader_workers,
+        drop_last=True,
+        pin_memory=torch.cuda.is_available(),
     )
     model = build_model(settings.model, data.num_classes, final_resolution=settings.resolution)
     optimizer = torch.optim.SGD(
@@ -178,8 +187,8 @@ def plain(settings: Settings, pace: Pace) -> None:
 
 def forward(settings: Settings, pace: Pace) -> None:
     """Training's forward pass alone, on a batch that lies ready."""
-    accelerator, data = _start(settings), _data(settings)
-    model = _model(settings, data)
+    accelerator, data = _start(settings)
+    model = _model(settings, data, accelerator)
     images, labels = _batch(data, settings)
     pace(0)
     while True:
@@ -192,8 +201,8 @@ def evaluation(settings: Settings, pace: Pace) -> None:
     """train.py's evaluation, its data path included."""
     import train
 
-    accelerator, data = _start(settings), _data(settings)
-    model = _model(settings, data)
+    accelerator, data = _start(settings)
+    model = _model(settings, data, accelerator)
     transform = Transform(settings.resolution, "none", data.mirror, data.mean, data.std, 0)
     batches = evaluation_batches(512, train.Config.eval_batch_size)
     pace(0)
@@ -245,22 +254,26 @@ class _Images(torch.utils.data.Dataset):
         return self._transform(self._images[index]), int(self._labels[index])
 
 
-def _start(settings: Settings) -> Accelerator:
-    return start_accelerator(settings.precision, timeout_s=60.0)
+def _start(settings: Settings) -> tuple[Accelerator, Data]:
+    """Return the accelerator, and the data on its device, as train.py has them."""
+    accelerator = start_accelerator(settings.precision, timeout_s=60.0)
+    return accelerator, load_data(settings.dataset, device=accelerator.device)
 
 
-def _data(settings: Settings) -> Data:
-    return load_data(settings.dataset)
-
-
-def _model(settings: Settings, data: Data) -> torch.nn.Module:
+def _model(settings: Settings, data: Data, accelerator: Accelerator) -> torch.nn.Module:
     model = build_model(settings.model, data.num_classes, final_resolution=settings.resolution)
-    return model.to(memory_format=torch.channels_last).train()
+    return model.to(accelerator.device, memory_format=torch.channels_last).train()
 
 
 def _batch(data: Data, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     transform = Transform(settings.resolution, "none", False, data.mean, data.std, 0)
     return next(data.train.batches([np.arange(settings.batch)], transform))
+
+
+def _synchronize() -> None:
+    """Wait until the device has done what it was given."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _peak_mib() -> int:

@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 
 import train
-from benchmarks.speed.arms import LR, MOMENTUM, WEIGHT_DECAY, Settings, _batch, _data, _model
-from dbsl.launch import start_accelerator
+from benchmarks.speed.arms import (
+    LR,
+    MOMENTUM,
+    WEIGHT_DECAY,
+    Settings,
+    _batch,
+    _model,
+    _start,
+    _synchronize,
+)
 from dbsl.machines import TimeModel
 from dbsl.model import build_optimizer
 from dbsl.probe import NoiseProbe, probe_interval
@@ -24,8 +32,8 @@ ROUND, TURNS, WORKERS = 2000, 16, 4  # images of a round
 
 def rows(settings: Settings) -> list[dict[str, Any]]:
     """Return what a measurement takes, as a share of a step and of rounds of 2,000 images."""
-    accelerator, data = start_accelerator(settings.precision, 60.0), _data(settings)
-    model = _model(settings, data)
+    accelerator, data = _start(settings)
+    model = _model(settings, data, accelerator)
     optimizer = build_optimizer("sgd", model, LR, MOMENTUM, WEIGHT_DECAY)
     images, labels = _batch(data, settings)
     loss_of = partial(train.compute_loss, accelerator=accelerator, smoothing=0.0)
@@ -40,6 +48,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
     for turn in range(TURNS):
         began = time.perf_counter()
         loss_of(model, images, labels).backward()
+        _synchronize()
         spent = time.perf_counter() - began
         who = Round((turn % WORKERS,), turn // WORKERS, 0)
         for name, probe in probes.items():
@@ -48,6 +57,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
         began = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        _synchronize()
         times["step"].append(spent + time.perf_counter() - began)
     found = []
     for name in probes:

@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.speed.arms import Settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,6 +32,7 @@ class Arm:
     """A process that trains on so many images when it is asked to."""
 
     def __init__(self, name: str, settings: Settings) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.speed.arms", name, json.dumps(asdict(settings))],
@@ -37,7 +40,7 @@ class Arm:
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
         )
         self.sync_s: list[float] = []  # of pulls and pushes, by round
@@ -60,7 +63,9 @@ class Arm:
     def _line(self) -> str:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"an arm ended with status {self._process.wait()}")
+            self._errors.seek(0)
+            said = self._errors.read()[-1500:]
+            raise RuntimeError(f"an arm ended with status {self._process.wait()}: {said}")
         return line.strip()
 
 
@@ -74,7 +79,8 @@ class TimmScript:
     def __init__(self, script: Path, settings: Settings) -> None:
         flags = ["--data-dir", settings.dataset, "--model", settings.model, "--opt", "sgd"]
         flags += ["--batch-size", str(settings.batch), "--log-interval", "1", "--epochs", "9"]
-        flags += ["--img-size", str(settings.resolution), "--device", "cpu", "--workers", "2"]
+        flags += ["--img-size", str(settings.resolution), "--workers", "2"]
+        flags += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
         flags += ["--no-prefetcher", "--lr", "0.01", "--scale", "1", "1", "--ratio", "1", "1"]
         if settings.precision == "bf16":
             flags += ["--amp", "--amp-dtype", "bfloat16"]

@@ -1,0 +1,1 @@
+"""What only a GPU can show, in one command that may be cut off at any moment."""

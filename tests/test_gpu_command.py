@@ -1,0 +1,369 @@
+"""The command that finds out on a GPU what only a GPU shows: it survives being cut off."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import pack as packing
+from benchmarks.gpu.data import images_in
+from benchmarks.gpu.lines import bisect
+from benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
+from benchmarks.gpu.runs import MODES
+from benchmarks.gpu.stages import all_stages
+from benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
+from dbsl.data import load_data
+from dbsl.transforms import Transform
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STUBS = """
+import os, subprocess, sys, time
+
+def work(settings, seconds, fails_until=None):
+    yield {"first": 1}
+    if fails_until is not None and not os.path.exists(fails_until):
+        open(fails_until, "w").close()
+        raise ArithmeticError("not yet")
+    time.sleep(seconds)
+    yield {"second": 2}
+
+def starts_another(settings, file):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open(file, "w").write(str(child.pid))
+    yield {"pid": os.getpid()}
+    time.sleep(60)
+"""
+RUNNER = """
+import json, sys
+from pathlib import Path
+from benchmarks.gpu.runner import Stage, run_stages
+stages, out, done = json.loads(sys.argv[1])
+run_stages([Stage(**stage) for stage in stages], Path(out), done=[Path(d) for d in done])
+"""
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Return a maker of stages whose functions are above."""
+    (tmp_path / "stub_stages.py").write_text(STUBS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+
+    def make(name, function="work", limit_s=60.0, expected_s=0.0, needs=(), **arguments):
+        return Stage(name, f"stub_stages:{function}", arguments, expected_s, limit_s, needs)
+
+    return make
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_result_is_a_line_with_figures_and_a_failure_has_its_traceback(stub, tmp_path):
+    stages = [
+        stub("good", seconds=0),
+        stub("bad", seconds=0, fails_until=str(tmp_path / "flag")),
+        stub("slow", seconds=60, limit_s=1.5),
+        stub("gone", function="no_such"),
+    ]
+    assert run_stages(stages, tmp_path / "out", facts={"commit": "abc"}) == 3
+    lines = {line["stage"]: line for line in read_results([tmp_path / "out" / RESULTS])}
+    assert {name: line["status"] for name, line in lines.items()} == {
+        "good": "ok",
+        "bad": "failed",
+        "slow": "timeout",
+        "gone": "failed",
+    }
+    assert lines["good"]["figures"] == {"first": 1, "second": 2}
+    assert lines["slow"]["figures"] == {"first": 1}  # what it had found until then
+    assert "ArithmeticError: not yet" in lines["bad"]["error"]
+    assert 1.4 < lines["slow"]["seconds"] < 20
+    for line in lines.values():
+        assert {"device", "torch", "commit", "command", "date"} <= set(line)
+    # Once more: what is finished is left out, what failed is tried again.
+    assert run_stages(stages[:2], tmp_path / "again", done=[tmp_path / "out" / RESULTS]) == 0
+    assert [line["stage"] for line in read_results([tmp_path / "again" / RESULTS])] == ["bad"]
+
+
+def test_what_does_not_fit_or_lacks_another_stage_is_left_out(stub, tmp_path, capsys):
+    stages = [
+        stub("long", seconds=0, expected_s=500.0),
+        stub("follows", seconds=0, needs=("long",)),
+        stub("short", seconds=0, expected_s=1.0),
+    ]
+    assert run_stages(stages, tmp_path, deadline_s=60.0) == 0
+    assert [line["stage"] for line in read_results([tmp_path / RESULTS])] == ["short"]
+    said = capsys.readouterr().out
+    assert "long: left out, " in said
+    assert "follows: left out, it needs long" in said
+
+
+def test_the_deadline_ends_a_stage_with_all_that_it_has_started(stub, tmp_path):
+    file = tmp_path / "pid"
+    stages = [stub("starts", function="starts_another", file=str(file))]
+    assert run_stages(stages, tmp_path, deadline_s=2.5) == 1
+    assert read_results([tmp_path / RESULTS])[0]["status"] == "timeout"
+    wait_until(lambda: not alive(int(file.read_text())))
+
+
+def test_half_a_line_is_no_result_and_the_next_one_is_whole(tmp_path):
+    path = tmp_path / RESULTS
+    append(path, {"stage": "one", "status": "ok"})
+    with path.open("a") as file:
+        file.write('{"stage": "two", "sta')
+    append(path, {"stage": "three", "status": "ok"})
+    assert [line["stage"] for line in read_results([path, path])] == ["one", "three"]
+    assert read_results([tmp_path / "none"]) == []
+
+
+def test_killed_at_random_moments_and_taken_up_every_stage_ends_once(stub, tmp_path):
+    rng = random.Random(0)
+    stages = [stub(f"stage-{number}", seconds=0.2) for number in range(5)]
+    out, given = tmp_path / "out-0", [vars(stage) for stage in stages]
+    done, kills = [], 0
+    while True:
+        arguments = json.dumps([given, str(out), [str(path) for path in done]])
+        runner = subprocess.Popen([sys.executable, "-c", RUNNER, arguments], cwd=ROOT)
+        try:
+            assert runner.wait(rng.uniform(0.1, 0.9) if kills < 5 else 120) == 0
+            break
+        except subprocess.TimeoutExpired:
+            runner.kill()
+            runner.wait()
+            kills += 1
+        if kills % 2:  # the next call has a folder of its own
+            done.append(out / RESULTS)
+            out = tmp_path / f"out-{kills}"
+    assert kills
+    lines = read_results([*done, out / RESULTS])
+    assert sorted(line["stage"] for line in lines) == [stage.name for stage in stages]
+    assert {line["status"] for line in lines} == {"ok"}
+
+
+def test_a_stage_ends_when_its_runner_is_killed(stub, tmp_path):
+    file = tmp_path / "pid"
+    stages = [vars(stub("starts", function="starts_another", file=str(file)))]
+    arguments = json.dumps([stages, str(tmp_path / "out"), []])
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, arguments], cwd=ROOT)
+    wait_until(lambda: file.exists() and file.read_text())
+    runner.kill()
+    runner.wait()
+    wait_until(lambda: not alive(int(file.read_text())))
+
+
+def test_stages_have_names_of_their_own_and_each_is_in_a_row_of_the_table():
+    stages = all_stages()
+    names = [stage.name for stage in stages]
+    assert len(names) == len(set(names))
+    assert sum(name.startswith("mode-") for name in names) == len(MODES) == 10
+    for stage in stages:
+        rows = [r for r in ROWS if f"{stage.name}-".startswith(f"{r.prefix}-")]
+        assert len(rows) == 1, stage.name
+        assert stage.expected_s <= command.CALL_S, "it would never begin"
+        assert stage.expected_s < stage.limit_s
+        assert set(stage.needs) <= set(names[: names.index(stage.name)])
+        assert (ROOT / stage.arguments.get("config", "train.py")).exists()
+
+
+@pytest.mark.parametrize("largest", [0, 1, 5, 97, 1000, 40_000])
+def test_the_largest_batch_that_runs_is_found_to_within_a_hundredth(largest):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= largest
+
+    found = bisect(fits, 700, tolerance=0.01)
+    assert largest / 1.011 - 1 <= found <= largest
+    assert len(asked) < 25
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    """A folder as the hub has CIFAR-100: two labels, one row of which is grey."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "cifar" / "data"
+    folder.mkdir(parents=True)
+    features = datasets.Features(
+        img=datasets.Image(),
+        fine_label=datasets.ClassLabel(names=list("abcde")),
+        coarse_label=datasets.ClassLabel(names=list("xy")),
+    )
+    for split, count in (("train", 31), ("test", 11)):
+        images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(count)]
+        images[3] = images[3].convert("L")
+        fine = [*range(5), *rng.integers(0, 5, count - 5).tolist()]
+        columns = {"img": images, "fine_label": fine, "coarse_label": [x % 2 for x in fine]}
+        table = datasets.Dataset.from_dict(columns, features=features)
+        table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder.parent
+
+
+READ = """
+import json, sys, zlib
+import numpy as np, torch
+from dbsl.data import load_data
+from dbsl.transforms import Transform
+import datasets
+assert "standin" in datasets.__file__, datasets.__file__
+found = []
+for dataset in json.loads(sys.argv[1]):
+    data = load_data(dataset)
+    raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
+    for source in (data.train, data.evaluation):
+        images, labels = next(source.batches([np.arange(len(source))], raw))
+        pixels = images.permute(0, 2, 3, 1).to(torch.uint8).contiguous().numpy()
+        found.append([len(source), zlib.crc32(pixels.tobytes()), labels.tolist()])
+    found.append([list(data.class_names), data.image_column, data.label_column, data.eval_split])
+print(json.dumps(found))
+"""
+
+
+def read_with_the_library(dataset):
+    found, data = [], load_data(str(dataset))
+    raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
+    for source in (data.train, data.evaluation):
+        images, labels = next(source.batches([np.arange(len(source))], raw))
+        pixels = images.permute(0, 2, 3, 1).to(torch.uint8).contiguous().numpy()
+        found.append([len(source), zlib.crc32(pixels.tobytes()), labels.tolist()])
+    names = [list(data.class_names), data.image_column, data.label_column, data.eval_split]
+    return [*found, names]
+
+
+def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(
+    parquet, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(packing, "_RESERVE_BYTES", 0)
+    pieces = packing.pack(tmp_path / "pack", parquet, 5000, wheels=False)
+    assert len(pieces) > 1
+    assert sum(piece.images["train"] for piece in pieces) == 31
+    assert sum(piece.images["test"] for piece in pieces) == 11
+    assert images_in(str(tmp_path / "pack")) == {}
+    half = images_in(str(pieces[0].path))
+    assert half == {"train_images": f"{pieces[0].images['train']} of 31", **half}
+    wheels = tmp_path / "wheels"
+    environment = command.stage_environment(str(tmp_path / "pack"), wheels)
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    names = json.dumps([str(tmp_path / "pack"), "digits"])
+    done = subprocess.run(
+        [sys.executable, "-c", READ, names],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [*read_with_the_library(parquet), *read_with_the_library("digits")]
+    assert json.loads(done.stdout) == expected
+
+
+def test_the_stand_in_is_not_on_the_path_where_the_library_reads_the_data(parquet, tmp_path):
+    for data in ("digits", "uoft-cs/cifar100", str(parquet)):
+        environment = command.stage_environment(data, tmp_path / "wheels")
+        assert str(command.STANDIN) not in environment["PYTHONPATH"].split(os.pathsep)
+
+
+def test_wheels_are_those_that_training_imports_and_an_image_with_torch_lacks():
+    missing = packing.missing_packages()
+    assert "tyro" in missing
+    assert set(missing) >= {"docstring-parser", "typeguard"}  # tyro's own needs
+    assert not {"torch", "datasets", "wandb", "optuna", "numpy"} & set(missing)
+
+
+def test_pieces_that_cannot_hold_the_wheels_are_refused_with_one_line(tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert command.main(["--pack", str(tmp_path / "full")]) == 2
+    assert "--pack must be a new or empty folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--piece-mib must hold the wheels"):
+        packing.pack(tmp_path / "new", None, 10, wheels=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--out must name a folder"),
+        (["--out", "out", "--stages", "mode-bsp,nonsense"], "--stages must name .* 'nonsense'"),
+        (["--out", "out", "--data", "no/such"], "--data must be a folder that exists"),
+    ],
+)
+def test_a_wrong_flag_gives_one_line(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+    assert not (tmp_path / "out").exists()
+
+
+def result(stage, device="NVIDIA H200", status="ok", **figures):
+    facts = {"seconds": 9.0, "torch": "2.11.0", "commit": "0123456789"}
+    return {"stage": stage, "status": status, "figures": figures, "device": device, **facts}
+
+
+def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for line in (
+        result("mode-bsp", device="cpu", finite=True),
+        {**result("mode-asp", finite=True), "dry": True},
+        result("speed-32px-b500-eager", images_per_s=51234.5, of_bare_step=0.951),
+        result("resume-bsp-deterministic", status="failed"),
+        result("tune-all_large-lr0.1", final_accuracy=0.5),
+        result("arm-dual-full-seed0", final_accuracy=0.70),
+        result("arm-dual-full-seed1", final_accuracy=0.72),
+    ):
+        append(path, line)
+    rows = {line.split("`")[1]: line for line in table([path]).splitlines()[2:]}
+    assert "| 0 of 10 | not yet | not yet |" in rows["mode"]
+    assert "32px-b500-eager: 51,234 images/s, 0.951 of the bare step" in rows["speed"]
+    assert "NVIDIA H200, torch 2.11.0, 0123456" in rows["speed"]
+    assert "| 0 of 4 |" in rows["resume"]
+    assert "resume-bsp-deterministic failed" in rows["resume"]
+    assert "dual-full 71.00% (n = 2)" in rows["arm"]
+    page = tmp_path / "gpu.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_table(page, [path])
+    assert page.read_text() == f"before\n{BEGIN}\n{table([path])}\n{END}\nafter\n"
+
+
+def test_the_table_of_the_page_is_that_of_the_results():
+    text = (ROOT / "docs/gpu.md").read_text()
+    found = text.split(BEGIN)[1].split(END)[0].strip()
+    assert found == table(sorted((ROOT / "results/gpu").glob("*.jsonl")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_dry_run_of_all_stages_ends_with_every_stage_once(tmp_path):
+    flags = ["--dry", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", *flags], cwd=ROOT)
+    first = tmp_path / "out" / RESULTS
+    wait_until(lambda: first.exists() and len(read_results([first])) > 1, 300)
+    process.kill()  # in the middle of the third, most likely
+    process.wait()
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *flags], cwd=ROOT, check=True)
+    lines = read_results([first])
+    assert sorted(line["stage"] for line in lines) == sorted(s.name for s in all_stages() if s.dry)
+    assert {line["status"] for line in lines} == {"ok"}
