@@ -9,11 +9,12 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import dbsl.launch
+import dbsl.rollcall
 from dbsl.config import parse_config
 from dbsl.errors import one_line_errors
 from dbsl.launch import computes_bf16, start_accelerator
 from dbsl.lazy import lazy_import
-from dbsl.rollcall import remember
+from dbsl.rollcall import chosen_backend, remember
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,3 +143,33 @@ def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
     if variable == "TORCHELASTIC_ERROR_FILE":  # as torchrun reads it
         failure = ProcessFailure(0, 7, 2, str(tmp_path / "error.json"))
         assert line in ChildFailedError("train.py", {0: failure}).format_msg()
+
+
+def test_gloo_is_chosen_for_the_processes_of_a_launcher_alone(monkeypatch):
+    monkeypatch.setenv("DBSL_BACKEND", "gloo")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert chosen_backend() is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert chosen_backend() == "gloo"
+    monkeypatch.setenv("DBSL_BACKEND", "mpi")
+    with pytest.raises(ValueError, match="DBSL_BACKEND must be gloo or unset, got 'mpi'"):
+        chosen_backend()
+
+
+def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch):
+    given = []
+    monkeypatch.setenv("DBSL_BACKEND", "gloo")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(dbsl.rollcall, "restarts", lambda: 1)
+    monkeypatch.setattr(dbsl.rollcall, "_connect", lambda prefix: object())
+    monkeypatch.setattr(dbsl.rollcall, "_bind_to_launcher", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        dbsl.rollcall.dist, "init_process_group", lambda backend, **_: given.append(backend)
+    )
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    dbsl.rollcall.join_processes(1.0, cpu=False)
+    monkeypatch.delenv("DBSL_BACKEND")
+    dbsl.rollcall.join_processes(1.0, cpu=False)
+    assert given == ["gloo", "nccl"]

@@ -59,6 +59,7 @@ class Arm:
         """End the process."""
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
     def _line(self) -> str:
         line = self._process.stdout.readline()
@@ -77,15 +78,8 @@ class TimmScript:
     """
 
     def __init__(self, script: Path, settings: Settings) -> None:
-        flags = ["--data-dir", settings.dataset, "--model", settings.model, "--opt", "sgd"]
-        flags += ["--batch-size", str(settings.batch), "--log-interval", "1", "--epochs", "9"]
-        flags += ["--img-size", str(settings.resolution), "--workers", "2"]
-        flags += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
-        flags += ["--no-prefetcher", "--lr", "0.01", "--scale", "1", "1", "--ratio", "1", "1"]
-        if settings.precision == "bf16":
-            flags += ["--amp", "--amp-dtype", "bfloat16"]
         self._scratch = tempfile.TemporaryDirectory()
-        flags += ["--output", self._scratch.name]
+        flags = timm_flags(settings, self._scratch.name)
         self._batch = settings.batch
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.speed.timm_script", str(script), *flags],
@@ -126,6 +120,18 @@ class TimmScript:
 
     def _send(self, number: int) -> None:
         os.killpg(self._process.pid, number)
+
+
+def timm_flags(settings: Settings, output: str) -> list[str]:
+    """Return flags of timm's script for the same data, model, batch, precision and device."""
+    flags = ["--data-dir", settings.dataset, "--model", settings.model, "--opt", "sgd"]
+    flags += ["--batch-size", str(settings.batch), "--log-interval", "1", "--epochs", "9"]
+    flags += ["--img-size", str(settings.resolution), "--workers", "2", "--no-prefetcher"]
+    flags += ["--device", "cuda" if torch.cuda.is_available() else "cpu"]
+    flags += ["--lr", "0.01", "--scale", "1", "1", "--ratio", "1", "1", "--output", output]
+    if settings.precision == "bf16":
+        flags += ["--amp", "--amp-dtype", "bfloat16"]
+    return flags
 
 
 def compare(arms: Mapping[str, Any], images: int, turns: int) -> dict[str, dict[str, Any]]:
