@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--only", help="modes whose name begins so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    _preload()
     rng = random.Random(arguments.seed)
     modes = [name for name in MODES if name.startswith(arguments.only or "")]
     rng.shuffle(modes)
@@ -135,6 +136,20 @@ def main() -> None:
             f"python -m benchmarks.kills --cases {arguments.cases}",
         )
     sys.exit(good != len(rows))
+
+
+def _preload() -> None:
+    """Import what runs import when they need it, and draw nothing: runs are forks of this."""
+    import datasets  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import timm.optim  # noqa: F401
+    import torchvision.transforms.v2  # noqa: F401
+
+    import train  # noqa: F401
+    from dbsl import plots, worker_plots
+
+    plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments: None
+    worker_plots.worker_history = lambda *arguments: None
 
 
 def kill(mode: str, folder: Path, rng: random.Random, expected: str, whole_s: float) -> dict:
@@ -226,8 +241,6 @@ def _children(parent: int) -> list[int]:
 
 def _run_forked(flags: list[str], processes: int, folder: Path, kill_after_s: float | None) -> int:
     """Run in forks of this process, which has everything imported: a start takes no seconds."""
-    import train  # noqa: F401
-
     port = _free_port()
     ranks = [_fork(flags, rank, processes, port) for rank in range(processes)]
     if kill_after_s is not None:
