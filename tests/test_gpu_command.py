@@ -18,14 +18,18 @@ from PIL import Image
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import pack as packing
+from benchmarks.gpu.child import Settings
 from benchmarks.gpu.data import images_in
 from benchmarks.gpu.lines import bisect
 from benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
-from benchmarks.gpu.runs import MODES
+from benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
 from benchmarks.gpu.stages import all_stages
 from benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
+from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
+from dbsl.config import parse_config
 from dbsl.data import load_data
 from dbsl.transforms import Transform
+from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -187,6 +191,26 @@ def test_stages_have_names_of_their_own_and_each_is_in_a_row_of_the_table():
         assert (ROOT / stage.arguments.get("config", "train.py")).exists()
 
 
+def test_every_mode_and_every_arm_has_flags_that_train_takes(tmp_path):
+    settings = Settings()
+    for kind, own in MODES.values():
+        sizes = (dual_batch_flags if kind == "dual" else equal_batch_flags)(settings)
+        flags = [*common_flags(settings, tmp_path / "run"), "--epochs", "2", *own.split(), *sizes]
+        assert parse_config(Config, flags).report_to == "none"
+    for stage in all_stages():
+        if "config" not in stage.arguments:
+            continue
+        given = {"epochs": None, "flags": (), **stage.arguments}
+        given.pop("rate_from", None)
+        config = parse_config(Config, arm_flags(settings, **given))
+        assert config.seed == given["seed"]
+        if given["epochs"]:
+            assert (config.epochs, config.lr_milestones) == (35, (20, 30))  # of 140: 80 and 120
+        else:
+            assert config.epochs == 140
+            assert needs_all_images(stage.arguments)
+
+
 @pytest.mark.parametrize("largest", [0, 1, 5, 97, 1000, 40_000])
 def test_the_largest_batch_that_runs_is_found_to_within_a_hundredth(largest):
     asked = []
@@ -224,8 +248,11 @@ def parquet(tmp_path):
 READ = """
 import json, sys, zlib
 import numpy as np, torch
+from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
+from dbsl.config import parse_config
 from dbsl.data import load_data
 from dbsl.transforms import Transform
+from train import Config
 import datasets
 assert "standin" in datasets.__file__, datasets.__file__
 found = []
@@ -321,6 +348,15 @@ def test_a_wrong_flag_gives_one_line(flags, message, tmp_path, monkeypatch, caps
 def result(stage, device="NVIDIA H200", status="ok", **figures):
     facts = {"seconds": 9.0, "torch": "2.11.0", "commit": "0123456789"}
     return {"stage": stage, "status": status, "figures": figures, "device": device, **facts}
+
+
+def test_the_tuned_rate_is_that_of_the_best_finished_run(tmp_path):
+    path, stages = tmp_path / "results.jsonl", ["tune-x-lr0.05", "tune-x-lr0.1", "tune-x-lr0.4"]
+    for stage, accuracy in zip(stages, (0.3, 0.5, 0.4), strict=True):
+        append(path, result(stage, final_accuracy=accuracy))
+    append(path, result("tune-x-lr0.2", final_accuracy=0.9))  # of another tuning
+    append(path, result("tune-x-lr0.4", status="timeout"))
+    assert best_rate(Settings(results=(str(path),)), stages) == 0.1
 
 
 def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):

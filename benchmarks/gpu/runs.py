@@ -33,12 +33,15 @@ TINY = "--large-batch-size 10 --small-workers 1 --slope 0.001 --intercept 0.01"
 
 
 def common_flags(settings: Settings, folder: Path) -> list[str]:
-    """Return the data, the model and the place of a run; tiny in a dry one."""
+    """Return the data, the model and the place of a run; tiny in a dry one.
+
+    Of two epochs the first is at the lower resolution.
+    """
     flags = ["--output-dir", str(folder), "--report-to", "none", "--checkpoint-every", "0"]
-    flags += ["--dataset", settings.data, "--seed", "0"]
+    flags += ["--dataset", settings.data, "--seed", "0", "--schedule", "progressive"]
     if settings.dry:
         flags += ["--model", "test_resnet", "--train-samples", "240", "--eval-samples", "40"]
-        flags += ["--resolutions", "16", "--cpu-threads", "1", "--lr", "0.02"]
+        flags += ["--resolutions", "16,24", "--cpu-threads", "1", "--lr", "0.02"]
     else:
         flags += ["--model", "resnet18", "--resolutions", "24,32"]
     return flags

@@ -43,21 +43,12 @@ def train_arm(
     """
     from dbsl.errors import RunStopped
 
-    own = ["--config", str(ROOT / config), "--seed", str(seed), "--report-to", "none"]
-    own += ["--dataset", settings.data]
     if rate_from:
         flags = [*flags, "--lr", f"{best_rate(settings, rate_from):g}"]
         yield {"flags": flags}
-    own += flags
-    own += scaled_epochs(own, 2 if settings.dry else epochs)
-    if settings.dry:
-        own += ["--label-column", "label"] if settings.data == "digits" else []
-        own += ["--model", "test_resnet", "--train-samples", "240", "--eval-samples", "40"]
-        own += ["--resolutions", "16,24", "--large-batch-size", "8", "--cpu-threads", "1"]
-        own += ["--slope", "0.001", "--intercept", "0.01", "--rounds-per-epoch", "1"]
-        own += ["--local-batch-sizes", "8,8,8,8"] if "ddp" in config else []
     name = f"{Path(config).parent.name}-{Path(config).stem}-{epochs or 'full'}-seed{seed}"
-    folder = Path(settings.work) / "-".join([name, *(f.lstrip("-") for f in flags)])
+    folder = Path(settings.work) / "-".join([name, *(flag.lstrip("-") for flag in flags)])
+    own = arm_flags(settings, config, seed, epochs, flags)
     own += ["--output-dir", str(folder), "--resume", "auto", "--checkpoint-every", "2m"]
     minutes = max(settings.limit_s - _SAVE_S, settings.limit_s / 2) / 60
     lacking = images_in(settings.data)
@@ -73,6 +64,22 @@ def train_arm(
     yield {**found, "final_accuracy": found["accuracy"][-1], **peak_memory()}
     if not found["finite"]:
         raise RuntimeError(f"losses are not finite: {found['train_loss']}")
+
+
+def arm_flags(
+    settings: Settings, config: str, seed: int, epochs: int | None, flags: Sequence[str]
+) -> list[str]:
+    """Return the flags that say what is trained; see `train_arm`."""
+    own = ["--config", str(ROOT / config), "--seed", str(seed), "--report-to", "none"]
+    own += ["--dataset", settings.data, *flags]
+    own += scaled_epochs(own, 2 if settings.dry else epochs)
+    if settings.dry:
+        own += ["--label-column", "label"] if settings.data == "digits" else []
+        own += ["--model", "test_resnet", "--train-samples", "240", "--eval-samples", "40"]
+        own += ["--resolutions", "16,24", "--large-batch-size", "8", "--cpu-threads", "1"]
+        own += ["--slope", "0.001", "--intercept", "0.01", "--rounds-per-epoch", "1"]
+        own += ["--local-batch-sizes", "8,8,8,8"] if "ddp" in config else []
+    return own
 
 
 def needs_all_images(arguments: Mapping[str, Any]) -> bool:
