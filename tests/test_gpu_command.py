@@ -44,6 +44,10 @@ def work(settings, seconds, fails_until=None):
     time.sleep(seconds)
     yield {"second": 2}
 
+def imports_torch(settings):
+    yield {}
+    import torch
+
 def starts_another(settings, file):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     open(file, "w").write(str(child.pid))
@@ -69,6 +73,14 @@ def stub(tmp_path, monkeypatch):
         return Stage(name, f"stub_stages:{function}", arguments, expected_s, limit_s, needs)
 
     return make
+
+
+def test_a_line_names_the_device_also_of_a_stage_that_imports_torch_late(stub, tmp_path):
+    fake = "class cuda:\n    is_available = lambda: True\n    get_device_name = lambda: 'H200'\n"
+    (tmp_path / "torch.py").write_text(f"__version__ = '2.11.0'\n{fake}")
+    assert run_stages([stub("late", function="imports_torch")], tmp_path) == 0
+    (line,) = read_results([tmp_path / RESULTS])
+    assert (line["device"], line["torch"]) == ("H200", "2.11.0")
 
 
 def alive(pid):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -165,7 +165,10 @@ def _has_gpu_tests(path: Path) -> bool:
 
 
 def _version(name: str) -> str | None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or "standin" in Path(spec.origin or "").parts:
+        return spec and "stand-in"
     try:
         return version(name)
     except PackageNotFoundError:
-        return "stand-in" if name in sys.modules or name == "datasets" else None
+        return None

@@ -43,9 +43,9 @@ def main() -> None:
     try:
         module, _, name = call.partition(":")
         stage = getattr(importlib.import_module(module), name)
-        report |= _device()
         for figures in stage(Settings(**given["settings"]), **given["arguments"]):
             report["figures"] |= figures
+            report |= _device()  # now: many stages import torch when they begin
             _write(Path(path), report)
         report["status"] = "ok"
     except BaseException as error:
@@ -55,6 +55,7 @@ def main() -> None:
             "status": "timeout" if isinstance(error, TimeoutError) else "failed",
             "error": "\n".join(lines),
         }
+    report |= _device()
     _write(Path(path), report)
     sys.exit(report["status"] != "ok")
 
@@ -69,7 +70,10 @@ def _device() -> dict[str, str]:
     torch = sys.modules.get("torch")  # a stage that does not need it does not wait for it
     if torch is None:
         return {}
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    try:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    except RuntimeError as error:  # the stage's fault has taken the device along
+        name = f"cuda ({str(error).strip().splitlines()[0]})"
     return {"device": name, "torch": torch.__version__}
 
 
