@@ -76,12 +76,15 @@ def largest_batch(
     bare = int((capacity - memory.fixed_bytes) // memory.sample_bytes)
     yield {"capacity_gib": round(capacity / 2**30, 2), "predicted": predicted, "line": bare}
     reasons: dict[str, int] = {}
+    del step
 
     def runs(size: int) -> bool:
-        gc.collect()
+        gc.collect()  # what a failed step still holds
         torch.cuda.empty_cache()
         try:
-            step(size)
+            fresh = _step(settings, resolution)  # without the images of another size
+            fresh(2)  # the optimizer's state exists from now on
+            fresh(size)
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             reasons[str(error).strip().partition("\n")[0][:120]] = size

@@ -97,13 +97,18 @@ def kernels(
 
 
 def _counts(profile: torch.profiler.profile, steps: int) -> dict[str, Any]:
-    """Return operators, calls of CUDA's runtime and the longest kernels, of one step."""
+    """Return operators, calls of CUDA's runtime and the longest kernels, of one step.
+
+    One wait at the end of all steps is this measurement's own.
+    """
     top = sum(1 for event in profile.events() if _is_top_level(event))
     calls, kernels = {}, []
     for average in profile.key_averages():
         if average.key.startswith(("cuda", "cu")) and average.key[:5] != "cudnn":
             calls[average.key] = round(average.count / steps, 2)
         on_device = average.device_type == torch.autograd.DeviceType.CUDA
+        if getattr(average, "is_user_annotation", False):
+            continue  # a span around kernels, which are there themselves
         if on_device and average.self_device_time_total:
             kernels.append((average.self_device_time_total, average.count, average.key))
     kernels.sort(reverse=True)
