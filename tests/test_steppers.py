@@ -148,6 +148,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
             rounds_per_epoch=1,
             duration=None,
             finish_round=stepper.average_buffers,
+            control=ControlGroup(20.0),
             **common,
         )
     else:
