@@ -99,9 +99,10 @@ class StepMeter:
         self._turn, self._began = turn, time.perf_counter()
         for worker in turn.workers if anew else ():
             starts = self._starts[worker]
-            for epoch, round_, window in starts:
+            for index, (epoch, round_, window) in enumerate(starts):
                 if (epoch, round_) == (turn.epoch, turn.round):  # this process was in it before
                     self._windows[worker] = _Window(**window)
+                    del starts[index + 1 :]  # what follows now may begin otherwise
                     break
             else:
                 starts.append((turn.epoch, turn.round, asdict(self._windows[worker])))

@@ -94,6 +94,18 @@ def test_a_round_that_is_begun_again_counts_from_its_start():
     assert without_measured(again) == without_measured(whole)[1:]
 
 
+def test_a_round_behind_one_that_is_begun_again_goes_on_from_what_that_came_to():
+    saved, stepper = make_meter([])
+    train(saved, stepper, [(0, 0), (0, 1)], Progress(), 7)  # in the second round
+    again = []
+    meter, stepper = make_meter(again)
+    meter.load_state_dict(saved.state_dict())
+    meter.begin(Round((0,), 0, 0), anew=True)  # as the server has not had the first
+    meter.end({0: 10 * BATCH}, {0: BATCH})  # whose weights were others: so is its loss
+    train(meter, stepper, [(0, 1)], Progress())
+    assert [(line.step, line.loss) for line in again] == [(3, (10 + 6 + 7 + 8) / 4)]
+
+
 def test_lines_for_another_process_are_kept_for_the_report():
     meter, stepper = make_meter([], tell=False)
     train(meter, stepper, rounds()[:WORKERS], Progress())
