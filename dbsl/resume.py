@@ -47,6 +47,7 @@ _FREE = {
 # What follows from the number of workers, which may change as well.
 _WORKERS = {"workers", "small_workers", "slope", "intercept", "dedicated_server"}
 _LISTS = ("slope", "intercept", "large_batch_size", "small_batch_size", "local_batch_sizes")
+_ROUND_ANEW = {"progress": None, "clock": {}}  # of a process's state: neither steps nor their time
 
 
 @dataclass(frozen=True)
@@ -308,9 +309,9 @@ def _own_piece(found: Found, rank: int, run: Setting) -> Any:
     try:
         state = read_piece(found.folder, manifest, rank)
     except CheckpointError:  # it was lost, or had not come to save
-        state = first | {"stepper": {**first["stepper"], "optimizers": {}}, "progress": None}
+        state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
-        state = state | {"progress": None}
+        state = state | _ROUND_ANEW
     return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
 
 

@@ -1,0 +1,38 @@
+"""What a process takes from a checkpoint where workers go by themselves, at clocks of their own."""
+
+from types import SimpleNamespace as Bag
+
+import pytest
+
+from dbsl import resume
+from dbsl.checkpoint import CheckpointError
+from dbsl.resume import Found
+
+
+def server_piece(clocks, active=None, **planner):
+    active = list(range(len(clocks))) if active is None else active
+    server = {"clocks": clocks, "active": active}
+    return {
+        "cluster": {"clock": clocks[0], "waited_s": 0.5, "server": server},
+        "planner": {"current": {8: "plan"}, "segments": {}, "fixed": {}, **planner},
+        "stepper": {"optimizers": {0: "own"}},
+        "progress": {"steps": 4},
+        "clock": {0: 0.3},
+    }
+
+
+@pytest.mark.parametrize("saved", [None, 2], ids=["lost", "a round late"])
+def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
+    tmp_path, monkeypatch, saved
+):
+    def read_piece(folder, manifest, rank):
+        if rank == 0:
+            return server_piece([1, 1])
+        if saved is None:
+            raise CheckpointError("no piece")
+        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
+
+    monkeypatch.setattr(resume, "read_piece", read_piece)
+    manifest = Bag(processes=2, config={"sync": "asp", "dedicated_server": False, "epochs": 3})
+    state = resume._own_piece(Found(tmp_path, tmp_path, manifest), 1, Bag(rounds=2))
+    assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
