@@ -302,7 +302,8 @@ def _own_piece(found: Found, rank: int, run: Setting) -> Any:
     config, manifest = found.manifest.config, found.manifest
     if manifest.processes == 1 or config["sync"] in ("bsp", "step"):
         return read_piece(found.folder, manifest, rank)
-    first = with_lost_workers(read_piece(found.folder, manifest, SERVER_RANK), run)
+    first = read_piece(found.folder, manifest, SERVER_RANK)
+    first = with_lost_workers(first, run, config["epochs"])
     if rank == SERVER_RANK:
         return first
     clock = first["cluster"]["server"]["clocks"][rank - config["dedicated_server"]]
@@ -315,18 +316,24 @@ def _own_piece(found: Found, rank: int, run: Setting) -> Any:
     return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
 
 
-def with_lost_workers(state: Mapping[str, Any], run: Setting) -> Mapping[str, Any]:
+def with_lost_workers(state: Mapping[str, Any], run: Setting, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
     They begin with the first epoch that nobody has begun. Those under way keep the plans that were
     made without them.
+
+    Args:
+        state: As it was saved.
+        run: The run that goes on.
+        epochs: That the run was to have when it was saved.
     """
     server, planner, rounds = state["cluster"]["server"], state["planner"], run.rounds
     there = set(server["active"])
     if len(there) == len(server["clocks"]):
         return state
     active = [clock for w, clock in enumerate(server["clocks"]) if w in there]
-    begun = max(min(max(active) + 1, run.config.epochs * rounds), planner.get("begun", 0))
+    last = min(epochs, run.config.epochs) * rounds  # that anybody could have begun
+    begun = max(min(max(active) + 1, last), planner.get("begun", 0))
     first, begin = min(active) // rounds, -(-begun // rounds)  # epochs
     fixed = {
         epoch: [{"plan": planner["current"][run.stage_at(epoch).resolution]}]

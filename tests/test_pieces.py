@@ -6,7 +6,7 @@ import pytest
 
 from dbsl import resume
 from dbsl.checkpoint import CheckpointError
-from dbsl.resume import Found
+from dbsl.resume import Found, with_lost_workers
 
 
 def server_piece(clocks, active=None, **planner):
@@ -36,3 +36,23 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     manifest = Bag(processes=2, config={"sync": "asp", "dedicated_server": False, "epochs": 3})
     state = resume._own_piece(Found(tmp_path, tmp_path, manifest), 1, Bag(rounds=2))
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
+
+
+@pytest.mark.parametrize(
+    ("clocks", "epochs", "back"),
+    [
+        ([10, 10, 3], 8, 5),  # of 5 epochs of 2 rounds all are over: nobody has begun the sixth
+        ([10, 9, 3], 8, 5),
+        ([7, 6, 3], 8, 4),  # a leader in its fourth epoch's last round
+        ([8, 6, 3], 8, 5),  # that has begun the fifth
+        ([8, 6, 3], 4, 4),  # as far as there are epochs
+    ],
+)
+def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, epochs, back):
+    run = Bag(
+        rounds=2, config=Bag(epochs=epochs), plans={}, stage_at=lambda epoch: Bag(resolution=8)
+    )
+    state = with_lost_workers(server_piece(clocks, active=[0, 1]), run, 5)
+    assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
+    assert state["planner"]["begun"] == 2 * back
+    assert set(state["planner"]["fixed"]) == set(range(min(clocks[:2]) // 2, back))
