@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dbsl.memory import GIB, memory_in_use
 from dbsl.reports import Progress
 from dbsl.sampler import Step
-from dbsl.server import Round, StepLine
+from dbsl.server import Round, RoundReport, StepLine
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
 _DIGITS = 6  # of a gradient norm, whose float64 sum may differ in the last of its own
@@ -72,6 +72,7 @@ class StepMeter:
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._starts: defaultdict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
+        self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
         self._due: list[int] = []  # workers for which the step under way makes a line
         self._square: Tensor | None = None  # of its gradient's norm
         self._parameters: list[nn.Parameter] = []
@@ -154,6 +155,11 @@ class StepMeter:
         """Return the lines that a round's report is to bring to the main process."""
         return tuple(self._kept.pop(worker, ()))
 
+    def hear(self, report: RoundReport) -> None:
+        """Count the steps of a report: its worker may be lost, or leave the run to others."""
+        last = max((line.step for line in report.lines), default=0)  # more if it was lost before
+        self._heard[report.worker] = max(self._heard[report.worker] + report.steps, last)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from, also in the middle of a round."""
         self._count_time()
@@ -161,6 +167,7 @@ class StepMeter:
             "windows": {worker: asdict(window) for worker, window in self._windows.items()},
             "starts": {worker: list(starts) for worker, starts in self._starts.items()},
             "kept": {worker: [tuple(x) for x in lines] for worker, lines in self._kept.items()},
+            "heard": dict(self._heard),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,12 +179,15 @@ class StepMeter:
             self._starts[worker] = [tuple(start) for start in starts]
         for worker, lines in state["kept"].items():
             self._kept[worker] = [StepLine(*line) for line in lines]
+        self._heard.update(state.get("heard", {}))  # not in checkpoints of before
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
-        most = max((window["steps"] for window in state["windows"].values()), default=0)
+        own = [window["steps"] for window in state["windows"].values()]
+        most = max([*own, *state.get("heard", {}).values()], default=0)
         for window in self._windows.values():
             window.steps = most
+        self._heard = defaultdict(lambda: most)
 
     def _count_time(self) -> None:
         """Add the time since the round began, or was last counted, to its workers' windows."""

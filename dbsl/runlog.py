@@ -311,6 +311,7 @@ class RunLog:
             return
         for line in report.lines:  # of a worker in another process
             self.step(line)
+        self.meter.hear(report)
         report = replace(report, logged=0, lines=())
         if not self._pushes:
             self._write("round", _round_row(report) | _given({"virtual_time_s": virtual_time_s}))

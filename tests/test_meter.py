@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,16 +12,16 @@ from dbsl.meter import MEASURED, StepMeter, gradient_square
 from dbsl.packing import pack, unpack
 from dbsl.reports import Progress
 from dbsl.sampler import Part, Step
-from dbsl.server import Round
+from dbsl.server import Round, RoundReport, StepLine
 
+CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 
 
 def make_meter(lines, every=3, tell=True):
     meter = StepMeter(every, tell=lines.append if tell else None)
     stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False), on_gradients=None)
-    accelerator = SimpleNamespace(device=torch.device("cpu"), scaler=None)
-    meter.attach(range(WORKERS), stepper, accelerator)
+    meter.attach(range(WORKERS), stepper, CPU)
     return meter, stepper
 
 
@@ -148,6 +149,29 @@ def test_other_workers_count_on_from_the_furthest():
     meter.take_over(state)
     train(meter, stepper, [(0, 1)], Progress())
     assert [(line.worker, line.step) for line in lines] == [(0, 6), (0, 9)]
+
+
+def test_a_server_without_steps_of_its_own_keeps_how_far_its_workers_are():
+    server, lines = StepMeter(3), []
+    server.attach((), SimpleNamespace(model=nn.Linear(2, 1), on_gradients=None), CPU)
+    report = RoundReport(0, 0, 0, 8, BATCH, 20, steps=STEPS, time_s=1.0, loss=1.0, merge_weight=1.0)
+    server.hear(report)
+    server.hear(replace(report, worker=1))
+    server.hear(replace(report, worker=1, round=1))
+    state = unpack(*pack(server.state_dict()))
+    for load in (StepMeter.take_over, StepMeter.load_state_dict):  # other workers; a lost one's
+        meter, stepper = make_meter(lines)
+        load(meter, state)
+        train(meter, stepper, [(0, 2)], Progress())
+        assert [line.step for line in lines] == [12, 15]
+        lines.clear()
+    server.load_state_dict(state)
+    line = StepLine(0, 0, 2, 15, 0.6, 1.0, 0.1, 1.0, 1.0, 1.0)
+    server.hear(replace(report, lines=(line,)))  # back, it counts from the furthest
+    meter, stepper = make_meter(lines)
+    meter.take_over(server.state_dict())
+    train(meter, stepper, [(1, 3)], Progress())
+    assert [line.step for line in lines] == [18]
 
 
 class Operators(TorchDispatchMode):

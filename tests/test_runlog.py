@@ -296,6 +296,7 @@ def test_another_processes_step_lines_come_before_their_round_with_its_own(
     start_trackers(accelerator, "tensorboard", tmp_path, "run", config)
     with RunLog(tmp_path, accelerator, STAGES, plans) as log:
         log.round(report)
+        assert log.meter.state_dict()["heard"] == {1: 60}
     accelerator.end_training()
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2:]
     assert [row["event"] for row in rows] == ["step", "round"]
