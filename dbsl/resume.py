@@ -126,12 +126,23 @@ def _choose(resume: Path, run_folder: Path, accelerator: Accelerator) -> str:
 
 
 def is_finished(found: Found, config: Config) -> bool:
-    """Whether the run has come to its end, and is not to go on for more epochs."""
+    """Whether the run has come to its end, and is not to go on for more epochs.
+
+    Raises:
+        ValueError: If it is to go on, and there is no checkpoint to go on from.
+    """
+    path = found.run_folder / "summary.json"
     try:
-        summary = json.loads((found.run_folder / "summary.json").read_text(encoding="utf-8"))
-        return summary["epochs"] >= config.epochs
+        if json.loads(path.read_text(encoding="utf-8"))["epochs"] >= config.epochs:
+            return True
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        pass
+    if found.folder is None and path.exists():  # it has ended: it must not be overwritten
+        raise ValueError(
+            "keep_checkpoints must be at least 1 in a run that is to be made longer, got a run of "
+            f"fewer than {config.epochs} epochs without a checkpoint in {found.run_folder}"
+        )
+    return False
 
 
 def adapt_to_processes(config: Config, found: Found | None, processes: int) -> Config:

@@ -230,6 +230,15 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     assert fingerprint(tmp_path / "run") == before
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_made_longer_by_starting_again(tmp_path):
+    run(tmp_path / "run", **ROUNDS, epochs=1, lr_milestones=None, keep_checkpoints=0)
+    before = files_of(tmp_path / "run")
+    message = r"keep_checkpoints must be at least 1 .* without a checkpoint in .*run$"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", **ROUNDS, epochs=2, lr_milestones=None, resume="auto")
+    assert files_of(tmp_path / "run") == before
+
+
 def test_only_so_many_checkpoints_are_kept_each_with_a_model_that_loads(tmp_path):
     run(tmp_path / "run", **ROUNDS, epochs=5, keep_checkpoints=3)
     folders = sorted((tmp_path / "run/checkpoints").iterdir())
