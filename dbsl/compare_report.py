@@ -91,8 +91,6 @@ def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arm
 def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
     """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm.
 
-    Runs whose settings were not recorded are left out.
-
     Raises:
         ValueError: If a table cannot be read.
     """
@@ -104,7 +102,7 @@ def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
         for row in _rows(folder / f"{name}_curves.csv"):
             point = float(row["train_time_s"]), float(row["accuracy"]) / 100
             curves[row["arm"], row["seed"]].append(point)
-        rows = [row for row in _rows(singles) if row.get("settings")]
+        rows = _rows(singles)
         averages = {(row["arm"], row["seed"]): row for row in rows}
         for row in rows:
             if row["arm"].endswith(_OF_AVERAGE):
@@ -123,11 +121,9 @@ def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
                 ema_loss=float(average["loss"]) if average else math.nan,
                 total_time_s=float(row["total_time_s"]),
                 made_on=tuple((key, row[key]) for key in MADE_ON),
-                train_accuracy=float(row["train_accuracy"]) / 100
-                if row["train_accuracy"]
-                else None,
-                train_loss=float(row["train_loss"]) if row["train_loss"] else None,
-                settings=row["settings"],
+                train_accuracy=_number(row.get("train_accuracy"), 100),
+                train_loss=_number(row.get("train_loss")),
+                settings=row.get("settings", ""),
             )
             found.setdefault(row["arm"], []).append(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -152,6 +148,11 @@ def _curves(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
         for run in own
         for time_s, accuracy in run.curve
     ]
+
+
+def _number(text: str | None, divisor: float = 1.0) -> float | None:
+    """Return the number in a cell; None: the cell is empty, or the table older than its column."""
+    return float(text) / divisor if text else None
 
 
 def _optional(value: float | None, factor: float, form: str) -> str:

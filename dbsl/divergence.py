@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,21 @@ class DivergenceWarning:
 
 
 def check_result(folder: Path, config: Config, accelerator: Accelerator) -> None:
-    """Raise ``DivergedError`` on the main process if a finished run's last loss is not finite."""
+    """Raise ``DivergedError`` on the main process if a finished run's result is none."""
     if not accelerator.is_main_process:
         return
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    if summary.get("final_loss", 0.0) is None:  # JSON has no number for it
+    if why := no_result(summary):
         raise DivergedError(
-            f"the loss of the final evaluation is not finite: the run in {folder} diverged; lower "
-            f"lr ({config.lr:g} with {config.optimizer})"
+            f"{why}: the run in {folder} diverged; lower lr ({config.lr:g} with {config.optimizer})"
         )
+
+
+def no_result(summary: Mapping[str, Any]) -> str | None:
+    """Return why a run's summary tells of no trained model, or None."""
+    loss = summary.get("final_loss", 0.0)
+    if loss is None or not math.isfinite(loss):  # JSON has no number for it
+        return "the loss of the final evaluation is not finite"
+    if summary.get("last_epoch_refused"):
+        return "every round of the last epoch was refused, since loss or weights were not finite"
+    return None

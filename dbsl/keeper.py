@@ -295,11 +295,6 @@ class Keeper:
         progress = self._progress if self._progress and self._progress.steps else None
         simulated = isinstance(self._cluster, SimulatedCluster)
         scaler = self._accelerator.scaler
-        with self._cluster.held():  # of one moment, also where other threads push
-            parts = {
-                "cluster": self._cluster.state_dict(),
-                "planner": self._run.planner.state_dict(),
-            }
         state = {
             "model": {
                 # Between the turns of a simulated cluster the next pull brings others.
@@ -309,7 +304,6 @@ class Keeper:
             "stepper": self._stepper.state_dict(),
             "clock": self._stepper.clock.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            **parts,
             "log": self.log.state_dict() if self.log.enabled else None,
             "progress": asdict(progress) if progress else None,
             "random": random_state(self._accelerator.device) if progress else None,
@@ -321,7 +315,12 @@ class Keeper:
             "eval_time_s": self.eval_time_s,
             "total_s": self.total_s,
         }
-        tree, tensors = pack(state)
+        with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
+            state |= {
+                "cluster": self._cluster.state_dict(),
+                "planner": self._run.planner.state_dict(),
+            }
+            tree, tensors = pack(state)
         model = (
             copy_model_state(self._run.model) if with_model and self._rank == SERVER_RANK else None
         )

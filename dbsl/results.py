@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.checkpoint import reading_checkpoint
+from dbsl.divergence import no_result
 from dbsl.hub import CARD, write_card
 from dbsl.keeper import Keeper
 from dbsl.lazy import lazy_import
@@ -94,7 +94,7 @@ def sum_up(
             **_mishaps(run, log, keeper),
         }
         log.summary(values)
-        if math.isfinite(values["final_loss"]):
+        if no_result(values) is None:
             write_card(folder, config, run.plans, values)
         else:  # nor one of before the run was made longer
             (folder / CARD).unlink(missing_ok=True)

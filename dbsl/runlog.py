@@ -222,6 +222,7 @@ class RunLog:
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
         self._samples = 0  # trained on so far
+        self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
         self._epoch = 0  # the last that ended
         self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
@@ -375,6 +376,7 @@ class RunLog:
         if not self.enabled:
             return
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
+        self._all_refused = all(report.refused for report in reports)
         groups = itertools.groupby(reports, key=lambda report: report.worker)
         workers = {worker: _together(list(group)) for worker, group in groups}
         total = _together(reports)
@@ -483,6 +485,7 @@ class RunLog:
         }
         return {
             **_given(optional),
+            **({"last_epoch_refused": True} if self._all_refused else {}),
             "final_accuracy": last.accuracy,
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
             "final_loss": self._evaluations[-1].loss,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.clock import ComputeClock
+from dbsl.compiling import uncompiled
 from dbsl.sampler import Part, Step
 from dbsl.server import Round
 from dbsl.weights import FlatWeights
@@ -246,7 +247,7 @@ class DistributedSteps(_Stepper):
         counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
         counted = [counter.clone() for counter in counters]
         devices = [before.device] if before.is_cuda else []
-        with torch.random.fork_rng(devices), _uncompiled(self._raw):
+        with torch.random.fork_rng(devices), uncompiled(self._raw):
             self.model(example.to(before)).sum().backward()
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
@@ -361,12 +362,6 @@ class ServerOptimizer:
             _take(self._optimizer, learning_rate)
         buffers = self._weights.buffers
         buffers.add_(gradients[len(gradients) - len(buffers) :])
-
-
-def _uncompiled(model: nn.Module) -> AbstractContextManager:
-    """Return a context in which a compiled model runs as it was written, without a new graph."""
-    compiled = model._compiled_call_impl is not None  # else the import of the compiler is saved
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

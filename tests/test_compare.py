@@ -307,3 +307,25 @@ def test_arm_may_not_set_what_the_comparison_sets(arms, tmp_path):
 def test_nothing_finished_is_refused(arms):
     with pytest.raises(ValueError, match="a finished run at least, got none"):
         compare.main([*arms, "--report-only"])
+
+
+def test_rows_of_before_settings_were_recorded_stay_and_count_for_nothing(arms, tmp_path):
+    folder = tmp_path / "results/tiny"
+    folder.mkdir(parents=True)
+    old = {"arm": "old", "seed": 0, "accuracy": "41.25", "loss": "1.9", "train_time_s": "7.5"}
+    old |= {"total_time_s": "9.0", "workers": 4, "epochs": 2, "samples": 120}
+    old |= {"device": "cpu", "precision": "no", "torch": "2.15.0", "timm": "1.0.31"}
+    rows = [old, old | {"arm": "large"}]
+    for name, content in (("runs", rows), ("curves", [])):
+        columns = old if name == "runs" else ["arm", "seed", "train_time_s", "accuracy"]
+        with open(folder / f"arms_{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(content)
+    compare.main([arms[0], "--seeds", "1"])
+    assert (tmp_path / "runs/tiny-large-s0/summary.json").exists()  # run, for all its old row
+    with open(folder / "arms_runs.csv", newline="") as file:
+        found = {row["arm"]: row for row in csv.DictReader(file)}
+    assert found.keys() == {"old", "large"}
+    assert (found["old"]["accuracy"], found["old"]["settings"]) == ("41.250", "")
+    assert found["large"]["settings"]

@@ -60,3 +60,17 @@ def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, ca
 )
 def test_each_optimizer_has_a_learning_rate_of_its_own(optimizer, rate):
     assert default_learning_rate(optimizer) == rate
+
+
+def test_a_run_whose_rounds_were_all_refused_is_no_success(tmp_path, capsys):
+    """The weights are the initial ones, whose loss is finite."""
+    settings = {"model": "test_resnet", "train_samples": 60, "eval_samples": 20, "epochs": 1}
+    settings |= {"resolutions": (16,), "slope": (0.001,), "intercept": (0.01,), "cpu_threads": 1}
+    settings |= {"lr": 1e30, "warmup_epochs": 0, "mixed_precision": "no", "report_to": "none"}
+    AcceleratorState._reset_state(True)
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        main(Config(**settings, workers=2, output_dir=str(tmp_path / "run")))
+    assert ended.value.code == EXIT_DIVERGED
+    assert "error: every round of the last epoch was refused" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run/summary.json").read_text())["last_epoch_refused"]
+    assert not (tmp_path / "run/README.md").exists()
