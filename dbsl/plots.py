@@ -120,8 +120,7 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     when an epoch was evaluated, and interpolated between.
     """
     evaluations = [row for row in metrics if row["event"] == "eval"]
-    # A plan that the run changed has the epoch from which it holds; stages are the others.
-    stages = [row for row in metrics if row["event"] == "plan" and "from_epoch" not in row]
+    stages = stage_spans(metrics)
     simulated = bool(evaluations) and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
@@ -162,6 +161,27 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     panels[0, 0].set_ylabel("accuracy on the evaluation images (%)")
     panels[1, 0].set_ylabel("loss")
     return figure
+
+
+def stage_spans(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the spans of epochs with one resolution and learning rate, in order.
+
+    A later row takes the place of earlier ones: that of a run made longer, from the epoch on from
+    which it holds.
+    """
+    of_epoch: dict[int, dict[str, Any]] = {}
+    for row in metrics:
+        if row["event"] == "plan":
+            kind = {name: row[name] for name in ("resolution", "learning_rate")}
+            first = max(row["first_epoch"], row.get("from_epoch", 0))
+            of_epoch |= dict.fromkeys(range(first, row["end_epoch"]), kind)
+    spans: list[dict[str, Any]] = []
+    for epoch, kind in sorted(of_epoch.items()):
+        if spans and spans[-1] == spans[-1] | kind:
+            spans[-1]["end_epoch"] = epoch + 1
+        else:
+            spans.append({"first_epoch": epoch, "end_epoch": epoch + 1, **kind})
+    return spans
 
 
 def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_epoch: int) -> None:

@@ -230,15 +230,14 @@ class RunLog:
             self._load_state_dict(state)
         self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
         steps = sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in stages)
-        share = state.get("share_done", 0.0) if state else 0.0
-        self._display = _Display(steps, round(share * steps), epochs)
+        done = self._steps_done(state, steps) if state else 0
+        self._display = _Display(steps, done, epochs)
         self.meter = StepMeter(log_every, tell=self.step, on_step=self._display.step)
-        for stage in stages if not state else ():
-            self._write("plan", _plan_row(stage, plans[stage.resolution]))
-        if state and self._plans.keys() - self._resumed:  # other workers than before
-            begun = {"from_epoch": self._epoch + 1 if self._train_time_s else 0}
+        if not state:
             for stage in stages:
-                self._write("plan", _plan_row(stage, plans[stage.resolution]) | begun)
+                self._write("plan", _plan_row(stage, plans[stage.resolution]))
+        else:
+            self._write_changed_stages(state)
         table = [{"resolution": r, **row} for r in plans for row in _worker_rows(plans[r])]
         for tracker in accelerator.trackers:
             if hasattr(tracker, "log_table"):
@@ -260,6 +259,7 @@ class RunLog:
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
             "alarm": self._alarm.state_dict(),
             "share_done": self._display.done / max(self._display.total, 1),
+            "stages": [asdict(stage) for stage in self._stages],
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
             "train_time_s": self._train_time_s,
             "samples": self._samples,
@@ -289,6 +289,32 @@ class RunLog:
         self.lost_workers = list(state["lost_workers"])
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
+
+    def _steps_done(self, state: Mapping[str, Any], total: int) -> int:
+        """Return how many of all steps of the run, as it is now, earlier sessions took."""
+        share = state.get("share_done", 0.0)
+        before = state["stages"][-1]["end_epoch"] if "stages" in state else None
+        if before in (None, self._stages[-1].end_epoch):
+            return round(share * total)
+        epochs = share * before  # done
+        return round(
+            sum(
+                self._steps_of(self._plans[stage.resolution])
+                * min(max(epochs - stage.first_epoch, 0), len(stage.epochs))
+                for stage in self._stages
+            )
+        )
+
+    def _write_changed_stages(self, state: Mapping[str, Any]) -> None:
+        """Write the stages ahead that are new, or all if the run goes on with other workers."""
+        begin = self._epoch + 1 if self._train_time_s else 0
+        other_workers = self._plans.keys() - self._resumed
+        before = state.get("stages")  # none in checkpoints of before
+        for stage in self._stages:
+            new = before is not None and stage.end_epoch > begin and asdict(stage) not in before
+            if other_workers or new:
+                plan = self._plans[stage.resolution]
+                self._write("plan", _plan_row(stage, plan) | {"from_epoch": begin})
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""

@@ -164,6 +164,20 @@ def test_curves_shade_every_other_substage_and_name_all():
     assert strips == [(1, 1), (3, 1)]
 
 
+def test_stages_of_a_longer_run_take_the_place_of_older_ones_from_where_it_went_on():
+    rows = metrics_of(make_stages(2, [24, 32], learning_rate=0.1), 2)
+    longer = metrics_of(make_stages(6, [24, 32], learning_rate=0.1), 0)
+    rows += [row | {"from_epoch": 2} for row in longer]
+    rows.append(rows[-1] | {"from_epoch": 4})  # a plan that follows the machines
+    spans = plots.stage_spans(rows)
+    assert [(s["first_epoch"], s["end_epoch"], s["resolution"]) for s in spans] == [
+        (0, 1, 24),
+        (1, 2, 32),
+        (2, 3, 24),
+        (3, 6, 32),
+    ]
+
+
 @pytest.mark.parametrize("metrics", [[], metrics_of(STAGES, 3, eval_every=0)])
 def test_curves_without_an_evaluation_say_so(metrics):
     figure = plots.curves_figure(metrics)

@@ -13,8 +13,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dbsl import runlog
+from dbsl.packing import pack, unpack
 from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.plots import read_metrics
+from dbsl.plots import read_metrics, stage_spans
 from dbsl.reports import Progress
 from dbsl.runlog import Evaluation, RunLog, _Alarm, _times
 from dbsl.sampler import Part, Step
@@ -525,6 +526,32 @@ def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
     ]
     assert (rounds[0]["loss"], rounds[0]["time_s"], rounds[0]["staleness"]) == (1.0, 1.5, 1.0)
     assert set(rounds[0]) == ROUND_KEYS
+
+
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
+    tmp_path, accelerator, epochs
+):
+    plans = make_plans()
+    plans[32] = plan_dual_batch(400, 4, 1, 25, TimeModel(1e-3, 0.02))  # more steps at 32 px
+    low, high = (plans[r].workers[0].steps for r in (24, 32))
+    assert low < high
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans)
+        log._display.step(0, 1, 0.1, low + high)
+        state = unpack(*pack(log.state_dict()))
+        assert log._display.done == log._display.total
+    stages = make_stages(epochs, [24, 32], learning_rate=0.1)
+    with RunLog(tmp_path, accelerator, stages, plans, state=state) as log:
+        assert log._display.total - log._display.done == (epochs - 2) * high
+        again = unpack(*pack(log.state_dict()))
+    with RunLog(tmp_path, accelerator, stages, plans, state=again):
+        pass
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    spans = [(row["first_epoch"], row["end_epoch"]) for row in stage_spans(rows)]
+    assert spans == [(0, 1), (1, epochs)]
+    new = [row for row in rows if row["event"] == "plan" and "from_epoch" in row]
+    assert [(row["from_epoch"], row["resolution"]) for row in new] == [(2, 32)][: epochs - 2]
 
 
 def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, accelerator):
