@@ -72,7 +72,7 @@ def make_reports(
     reports = []
     for worker in turn.workers:
         mine, count = plan.workers[worker], samples.get(worker, 0)
-        lines = lines_of(worker)
+        lines = lines_of(worker)[:steps]  # more are refused, and a log is not worth a worker
         reports.append(
             RoundReport(
                 worker,

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dbsl.joint import plan_steps
 from dbsl.meter import MEASURED, StepMeter, gradient_square
 from dbsl.packing import pack, unpack
-from dbsl.reports import Progress
+from dbsl.plan import TimeModel
+from dbsl.reports import Progress, make_reports
 from dbsl.sampler import Part, Step
 from dbsl.server import Round, RoundReport, StepLine
+from dbsl.wire import encode_lines, line_rows
 
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
@@ -112,6 +115,25 @@ def test_lines_for_another_process_are_kept_for_the_report():
     train(meter, stepper, rounds()[:WORKERS], Progress())
     assert [line.step for line in meter.take_lines(1)] == [3]
     assert meter.take_lines(1) == ()
+
+
+def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_all_the_same():
+    line = StepLine(0, 0, 0, 3, 0.5, 1.0, 0.1, 1.0, 1.0, 1.0)
+    plan = plan_steps(8, (8,), [TimeModel(1e-3, 0.02)])
+    for steps in (0, 2):
+        (report,) = make_reports(
+            Round((0,), 0, 0),
+            plan,
+            steps,
+            {0: 8},
+            resolution=8,
+            learning_rate=0.1,
+            losses={0: 1.0},
+            clock=SimpleNamespace(seconds=lambda worker: 1.0),
+            lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
+        )
+        assert [x.step for x in report.lines] == [3, 4][:steps]
+        assert len(line_rows(report)) == len(encode_lines(report.lines)) == steps
 
 
 def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
