@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from dbsl.resolved import PROCESSES, RESOLVED, SOURCES
 from dbsl.runlog import check_metrics
 from dbsl.server import Handover
 from dbsl.setting import Setting
+from dbsl.stages import Schedule, make_stages
 from dbsl.wire import SERVER_RANK, share_text
 
 Config = Any  # train.py's
@@ -139,8 +141,8 @@ def is_finished(found: Found, config: Config) -> bool:
         pass
     if found.folder is None and path.exists():  # it has ended: it must not be overwritten
         raise ValueError(
-            "keep_checkpoints must be at least 1 in a run that is to be made longer, got a run of "
-            f"fewer than {config.epochs} epochs without a checkpoint in {found.run_folder}"
+            "keep_checkpoints must be at least 1 in a run that is to be made longer, got a "
+            f"finished run without a checkpoint in {found.run_folder}"
         )
     return False
 
@@ -182,11 +184,15 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
 def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that are not what they were, as (before, now) by name."""
     new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
-    # A checkpoint of before a setting was there has what that does by default.
-    before = {field.name: field.default for field in fields(now)} | in_todays_words(before)
+    before = _complete(before, now)
     return {
         name: (before[name], new[name]) for name in new if _plain(before[name]) != _plain(new[name])
     }
+
+
+def _complete(before: Mapping[str, Any], now: Config) -> dict[str, Any]:
+    """Return a checkpoint's settings; one of before a setting was there has its default."""
+    return {field.name: field.default for field in fields(now)} | in_todays_words(before)
 
 
 def check_changes(found: Found, config: Config, processes: int, say: Any) -> None:
@@ -234,6 +240,79 @@ def _check_length(manifest: Manifest, epochs: int) -> None:
         )
 
 
+def epochs_under_way(
+    state: Mapping[str, Any], before: Mapping[str, Any], *, at_epoch_end: bool
+) -> range:
+    """Return the epochs that a worker may have begun and that are not complete.
+
+    Args:
+        state: Of rank 0.
+        before: The settings that it was saved with.
+        at_epoch_end: Whether it was saved where all meet at an epoch's end, not inside a round.
+    """
+    cluster, planner = state["cluster"], state["planner"]
+    rounds = before["rounds_per_epoch"]
+    if before["push"] == "gradients":
+        plan = next(iter(planner["current"].values()))
+        rounds = -(-plan["workers"][0]["steps"] // before["push_every"])
+    server = cluster.get("server") or {"clocks": [cluster["clock"]], "active": [0]}
+    clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
+    if "queue" in cluster:  # simulated: it is known who is in a round
+        inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
+    elif at_epoch_end and before["sync"] in ("bsp", "step"):
+        inside = set()
+    else:  # only the workers know whether they have taken a step: all that may have
+        ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)
+        inside = {w for w in server["active"] if clocks[w] <= slowest + ahead}
+    begun = max(clock + (worker in inside) for worker, clock in enumerate(clocks))
+    stop = -(-min(begun, before["epochs"] * rounds) // rounds)
+    decided = (epoch + 1 for epoch in (*planner["segments"], *planner["fixed"]))
+    return range(slowest // rounds, max(stop, *decided, 0))
+
+
+def _check_epochs_under_way(found: Found, run: Setting) -> None:
+    """Refuse another resolution, and so other plans, inside an epoch.
+
+    What its workers have trained on is told by the plan of the resolution that it began with.
+    """
+    config, manifest = run.config, found.manifest
+    before = _complete(manifest.config, config)
+    epochs, milestones = before["epochs"], before["lr_milestones"]
+    old = _resolutions(before["resolutions"], before["schedule"], epochs, milestones)
+    new = _resolutions(config.resolutions, config.schedule, config.epochs, config.lr_milestones)
+    moved = [e for e, sides in enumerate(zip(old, new, strict=False)) if sides[0] != sides[1]]
+    if not moved or moved[-1] < manifest.epoch:
+        return
+    with reading_checkpoint(found.folder):
+        under_way = epochs_under_way(
+            read_piece(found.folder, manifest, SERVER_RANK),
+            before,
+            at_epoch_end="model.safetensors" in manifest.files,  # saved nowhere else
+        )
+    epoch = next((e for e in moved if e in under_way), None)
+    if epoch is None:
+        return
+    advice = f"go on with epochs {epochs} first"
+    if config.epochs > epochs:
+        kept = (*milestones, epochs)
+        longer = _resolutions(config.resolutions, config.schedule, config.epochs, kept)
+        if longer[:epochs] == old:
+            given = ",".join(map(str, kept))
+            advice += f", or give --lr-milestones {given} --allow-config-change"
+    raise ValueError(
+        f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
+        f"got {new[epoch]} px: {advice}"
+    )
+
+
+def _resolutions(
+    resolutions: Sequence[int], schedule: Schedule, epochs: int, milestones: Sequence[int]
+) -> list[int]:
+    """Return the resolution of each epoch."""
+    stages = make_stages(epochs, resolutions, schedule=schedule, milestones=milestones)
+    return [stage.resolution for stage in stages for _ in stage.epochs]
+
+
 def _first(sources: Collection[str], name: str) -> str:
     return next(source for source in SOURCES[name] if source in sources)
 
@@ -256,6 +335,7 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
             f"classes in the checkpoint, {classes} in the data"
         )
     check_changes(found, run.config, accelerator.num_processes, accelerator.print)
+    _check_epochs_under_way(found, run)
     same = (
         manifest.processes == accelerator.num_processes
         and manifest.workers == run.config.workers

@@ -6,7 +6,7 @@ import pytest
 
 from dbsl import resume
 from dbsl.checkpoint import CheckpointError
-from dbsl.resume import Found, with_lost_workers
+from dbsl.resume import Found, epochs_under_way, with_lost_workers
 
 
 def server_piece(clocks, active=None, **planner):
@@ -56,3 +56,38 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
     assert state["planner"]["begun"] == 2 * back
     assert set(state["planner"]["fixed"]) == set(range(min(clocks[:2]) // 2, back))
+
+
+SIMULATED = {"queue": [(0.5, 1)], "turn": None}
+ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("sync", "clocks", "at_epoch_end", "cluster", "expected"),
+    [
+        ("bsp", [2, 2], True, {}, []),
+        ("bsp", [2, 2], False, {}, [1]),  # stopped, and rank 0 may have no worker
+        ("bsp", [2, 1], False, SIMULATED, [0]),  # the first waits for the second
+        ("bsp", [3, 3], True, SIMULATED | {"queue": []}, [1]),
+        ("asp", [3, 2], True, SIMULATED, [1]),
+        ("asp", [2, 1], True, {}, [0, 1]),
+        ("ssp", [3, 1], False, {}, [0, 1]),
+        ("ssp", [4, 2], False, {}, [1]),  # two ahead: it has to wait
+        ("asp", [6, 6], True, {}, []),  # the run is over
+        ("asp", [6, 4], False, {}, [2]),
+    ],
+)
+def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
+    sync, clocks, at_epoch_end, cluster, expected
+):
+    state = server_piece(clocks)
+    state["cluster"] |= cluster
+    before = {**ROUNDS, "sync": sync}
+    assert list(epochs_under_way(state, before, at_epoch_end=at_epoch_end)) == expected
+
+
+def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
+    state = server_piece([3, 3], segments={2: []})
+    state["planner"]["current"] = {8: {"workers": [{"steps": 5}]}}
+    before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
+    assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]

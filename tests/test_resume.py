@@ -328,6 +328,22 @@ def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     assert fingerprint(tmp_path / "whole")[1] == fingerprint(tmp_path / "longer")[1]
 
 
+@pytest.mark.parametrize("workers", [4, 3], ids=["same workers", "other workers"])
+def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_path, workers):
+    settings = {**ROUNDS, "large_batch_size": (4, 8), "lr_milestones": None}
+    with pytest.raises(RunStopped):
+        run(tmp_path / "run", **settings, epochs=2, max_minutes=1e-6)
+    before = files_of(tmp_path / "run")
+    again = {**settings, "resume": "auto", "workers": workers, "allow_config_change": True}
+    message = r"epoch 1, which is under way, .* stay 32 px, got 16 .* --lr-milestones 1,2\b"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", **again, epochs=8)
+    assert files_of(tmp_path / "run") == before
+    run(tmp_path / "run", **again | {"lr_milestones": (1, 2)}, epochs=3)
+    rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
+    assert [sum(e["samples"] for e in rounds if e["epoch"] == n) for n in range(3)] == [60] * 3
+
+
 def evaluating_to(monkeypatch, accuracies):
     """Have evaluations come to these accuracies, one after the other."""
     results = iter(accuracies)
