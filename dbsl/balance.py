@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from dbsl.machines import TimeModel
 from dbsl.packing import as_counts, as_numbers
 from dbsl.plan import Plan, WorkerPlan
-from dbsl.server import RoundReport
+from dbsl.server import RoundReport, report_from_plain
 
 Balance = Literal["none", "dynamic", "dbs"]
 
@@ -207,7 +207,8 @@ class Planner:
             return
         self._measured[report.worker] += 1
         if self.balance == "dbs":
-            self._since[report.worker].append(report)
+            # Lines are the log's: a checkpoint need not have them twice.
+            self._since[report.worker].append(replace(report, logged=0, lines=()))
         self._speeds[report.worker].observe(
             self._models[report.resolution][report.worker],
             report.samples / report.steps,
@@ -303,7 +304,7 @@ class Planner:
         self._refine_at = state["refine_at"]
         self._since.clear()
         for worker, reports in state["since"].items():
-            self._since[worker] = [RoundReport(**report) for report in reports]
+            self._since[worker] = [report_from_plain(report) for report in reports]
 
     def estimates(self, resolution: int) -> list[TimeModel]:
         """Return the workers' time models at a resolution, as estimated so far."""

@@ -12,7 +12,7 @@ from dbsl.machines import TimeModel
 from dbsl.packing import pack, unpack
 from dbsl.plan import WorkerPlan, plan_dual_batch
 from dbsl.sampler import EpochSampler
-from dbsl.server import RoundReport
+from dbsl.server import RoundReport, StepLine
 from dbsl.setting import round_sampler
 
 SAMPLES = 6400
@@ -324,3 +324,15 @@ def test_without_a_lost_worker_the_others_cover_every_round_that_nobody_had_begu
         if epoch * rounds > max(clocks[w] for w in active):
             assert len(seen) == samples  # not begun by anyone: whole again
     assert trained + missed == 4 * samples
+
+
+def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
+    planner = joint_planner("dbs", every=100)
+    lines = (StepLine(0, 0, 0, 1, 0.5, 2.0, 0.1, 1.0, 10.0, 0.1),)
+    report = RoundReport(0, 0, 0, 8, 64, 640, 10, 1.0, 0.5, 1.0, compute_time_s=1.0)
+    planner.observe(replace(report, logged=1, lines=lines))
+    kept = unpack(*pack(planner.state_dict()))
+    assert [r["lines"] for r in kept["since"][0]] == [()]
+    again = joint_planner("dbs", every=100)
+    again.load_state_dict(kept)
+    assert again.state_dict() == planner.state_dict()
