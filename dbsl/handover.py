@@ -47,8 +47,12 @@ def make_handover(
             time_s=cluster["time_s"] or 0.0,
         )
     server = cluster["server"]
-    clocks = [cluster["clock"]] * before["workers"] if "clock" in cluster else server["clocks"]
-    lowest = min(clocks)
+    there = set(server["active"])
+    last = max(server["clocks"][w] for w in there)
+    over = -(-last // before["rounds_per_epoch"]) * before["rounds_per_epoch"]
+    # What a lost worker had left was counted as lost: nothing of it is to come.
+    clocks = [clock if w in there else over for w, clock in enumerate(server["clocks"])]
+    lowest = min(clocks[w] for w in there)
     if before["push"] == "gradients":
         if before["sync"] != "bsp" and len(set(clocks)) > 1:
             raise ValueError(

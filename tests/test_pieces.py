@@ -5,8 +5,13 @@ from types import SimpleNamespace as Bag
 import pytest
 
 from dbsl import resume
+from dbsl.balance import Planner, Segment
 from dbsl.checkpoint import CheckpointError
+from dbsl.handover import make_handover
+from dbsl.machines import TimeModel
+from dbsl.plan import plan_dual_batch
 from dbsl.resume import Found, epochs_under_way, with_lost_workers
+from dbsl.setting import round_sampler
 
 
 def server_piece(clocks, active=None, **planner):
@@ -91,3 +96,25 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
     state["planner"]["current"] = {8: {"workers": [{"steps": 5}]}}
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(60, 3, 1, 4, fast, time_ratio=1.05, rounds=2)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, rounds_per_epoch=2)
+    server = {"clocks": [5, 6, 1 if lost else 4], "active": [0, 1] if lost else [0, 1, 2]}
+    server |= {"weights": None, "version": 9}
+    # Rank 0 is a server alone: its own clock stands still.
+    state = {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
+    data = Bag(train=range(60))
+    config = Bag(seed=3, workers=2)
+    run = Bag(rounds=2, config=config, data=data, least=1, stage_at=lambda epoch: Bag(resolution=8))
+    before = {"sync": "asp", "push": "weights", "rounds_per_epoch": 2, "workers": 3}
+    handover = make_handover(state, {}, run, before)
+    assert handover.clock == (5 if lost else 4)
+    sampler = round_sampler(Segment(plan), 2, 60, 3)
+    rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
+    count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
+    (left,) = handover.left.values()
+    assert sum(end - begin for begin, end in left) == count
