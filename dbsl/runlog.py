@@ -402,7 +402,7 @@ class RunLog:
         if not self.enabled:
             return
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
-        self._all_refused = all(report.refused for report in reports)
+        self._all_refused = bool(reports) and all(report.refused for report in reports)
         groups = itertools.groupby(reports, key=lambda report: report.worker)
         workers = {worker: _together(list(group)) for worker, group in groups}
         total = _together(reports)
