@@ -26,7 +26,7 @@ from dbsl.average import recompute_statistics
 from dbsl.balance import Balance
 from dbsl.config import check_run, parse_config
 from dbsl.connect import connect
-from dbsl.cores import cores_of_process
+from dbsl.cores import threads_of_process
 from dbsl.divergence import DivergenceWarning, check_result
 from dbsl.errors import one_line_errors
 from dbsl.hub import check_hub, push_run
@@ -223,7 +223,9 @@ class Config:
     max_bad_rounds: int = 10  # rounds that may be refused because loss or weights are not finite
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: int = 16
-    cpu_threads: int | None = None  # threads of torch; unset: this process's part of the cores
+    # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
+    # counts only if the launcher was started with it, because launchers set 1 themselves
+    cpu_threads: int | None = None
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
     noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
@@ -362,10 +364,10 @@ def main(given: Config) -> None:
     check_tracker(given.report_to)
     check_optimizer(given.optimizer)
     config = with_resolved(given)  # what a run has found out, where it still holds
-    # Part of the config, because the bits depend on it; accelerate launch would set it to 1.
+    # Part of the config, because the bits depend on it.
     config = replace(
         config,
-        cpu_threads=config.cpu_threads or cores_of_process(),
+        cpu_threads=config.cpu_threads or threads_of_process(),
         lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
     )
     torch.set_num_threads(config.cpu_threads)

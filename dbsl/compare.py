@@ -26,7 +26,7 @@ from tyro.conf import Positional, UseAppendAction
 from dbsl.compare_report import read_runs, write_comparison, write_runs
 from dbsl.comparison import Run, equal_time_epochs, read_run
 from dbsl.config import config_to_yaml, in_range, read_settings, yaml_to_argv
-from dbsl.cores import cores_of_process
+from dbsl.cores import threads_of_process
 from dbsl.errors import one_line_errors
 from dbsl.files import write_text
 from dbsl.flags import parse_flags
@@ -127,7 +127,7 @@ class Arm:
         extra |= {n: value for n, value in defaults.items() if n not in self.settings}
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with
         if "cpu_threads" not in self.settings and jobs > 1 and not begun:
-            extra["cpu_threads"] = max(1, cores_of_process() // jobs)
+            extra["cpu_threads"] = threads_of_process(jobs)
         return ("--config", str(self.path), *yaml_to_argv(extra))
 
 

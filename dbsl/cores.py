@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+import psutil
+
+_THREADS = "OMP_NUM_THREADS"
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
+
 
 def cores_of_process() -> int:
     """Return this process's part of the cores that the launch may run on, at least 1."""
@@ -12,6 +17,33 @@ def cores_of_process() -> int:
     return max(1, cores // local_processes())
 
 
+def threads_of_process(jobs: int = 1) -> int:
+    """Return how many threads torch is to use here: this process's cores, or fewer if asked for.
+
+    ``OMP_NUM_THREADS`` is an upper bound if the user has set it. torchrun and accelerate launch set
+    it to 1 themselves where it was not set; such a 1 does not count.
+
+    Args:
+        jobs: Runs that share this process's cores.
+    """
+    threads = max(1, cores_of_process() // jobs)
+    first = os.environ.get(_THREADS, "").partition(",")[0].strip()  # of nested levels the outer
+    bound = int(first) if first.isdecimal() else 0
+    if bound == 0 or (bound == 1 and _launcher_has_set_it()):
+        return threads
+    return min(threads, bound)
+
+
 def local_processes() -> int:
     """Return how many processes the launcher has started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _launcher_has_set_it() -> bool:
+    """Whether ``OMP_NUM_THREADS`` is a launcher's: it was itself started without."""
+    if not any(name in os.environ for name in _LAUNCHERS):
+        return False
+    try:
+        return _THREADS not in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return True  # of another user, say: more often the launcher's

@@ -319,7 +319,7 @@ class _Arguments:
     held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
     mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
     compile: bool = False  # measure what torch.compile makes of the model
-    cpu_threads: int | None = None  # of torch; unset: all cores
+    cpu_threads: int | None = None  # of torch; unset: all cores, or OMP_NUM_THREADS
     profile_seconds: float = 30.0  # at most about this long, all resolutions together
     profile_refresh: bool = False  # measure even if the cache has it
     memory_limit: float | None = None  # GiB that a step may use; unset: what is free
@@ -346,14 +346,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m dbsl.profile`` and return the exit status."""
     import json
 
-    from dbsl.cores import cores_of_process
+    from dbsl.cores import threads_of_process
     from dbsl.flags import parse_flags
     from dbsl.model import build_model
     from dbsl.profile_cache import Profiler, Setup, write_profiles
 
     try:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
-        torch.set_num_threads(arguments.cpu_threads or cores_of_process())
+        torch.set_num_threads(arguments.cpu_threads or threads_of_process())
         accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
         model = build_model(
             arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]

@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from dbsl.config import config_to_yaml, in_range
-from dbsl.cores import cores_of_process
+from dbsl.cores import threads_of_process
 from dbsl.data import Data, load_data
 from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.files import write_text
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_optimizer(optimizer)
     folder = Path(config.output_dir or f"studies/{dataset_name(config.dataset)}-{config.model}")
     is_child = _PARENT in os.environ
-    threads = config.cpu_threads or max(1, cores_of_process() // config.processes)
+    threads = config.cpu_threads or threads_of_process(config.processes)
     torch.set_num_threads(threads)
     accelerator = start_accelerator(config.mixed_precision, 60.0)
     if accelerator.num_processes > 1:

@@ -39,7 +39,7 @@ def no_pictures():
             (worker_plots, "worker_history"),
         ):
             patches.setattr(module, name, lambda *arguments: None)
-        patches.setattr(train, "cores_of_process", lambda: 1)
+        patches.setattr(train, "threads_of_process", lambda: 1)
         patches.setattr(RunLog, "images", lambda *arguments: None)
         yield
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import record
-from dbsl.cores import cores_of_process
+from dbsl.cores import threads_of_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDED = ("device", "threads", "torch", "timm", "date", "command")  # added by record()
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--turns", type=int, default=7)
     add("--output", type=Path, default=ROOT / "results/speed.csv")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(cores_of_process())
+    torch.set_num_threads(threads_of_process())
     rows = []
     for part in arguments.parts:
         print(f"measuring {part}", flush=True)

@@ -28,7 +28,7 @@ from accelerate import Accelerator
 from torchvision.transforms import v2
 
 from dbsl.compiling import compile_in_place
-from dbsl.cores import cores_of_process
+from dbsl.cores import threads_of_process
 from dbsl.data import Data, load_data
 from dbsl.launch import start_accelerator
 from dbsl.model import build_model, build_optimizer
@@ -286,7 +286,7 @@ def _peak_mib() -> int:
 def main() -> None:
     """Run the arm that the command line names."""
     settings = Settings(**json.loads(sys.argv[2]))
-    torch.set_num_threads(cores_of_process())
+    torch.set_num_threads(threads_of_process())
     answers, sys.stdout = sys.stdout, sys.stderr  # what an arm prints is no answer
     pace = Pace(answers)
     ARMS[sys.argv[1]](settings, pace)
