@@ -312,7 +312,7 @@ def _resumed(case: Case, run: Setting, cluster: Any) -> tuple[Setting, Any, Any]
     if cluster.server is not None:
         there, inside = state["cluster"]["server"]["active"], state["cluster"]["queue"]
         state["cluster"]["queue"] = [(time_s, w) for time_s, w in inside if w in there]
-        state = with_lost_workers(state, run)
+        state = with_lost_workers(state, run, run.config.epochs)
     run.planner.load_state_dict(state["planner"])
     cluster.load_state_dict(state["cluster"])
     return run, cluster, stepper

@@ -274,12 +274,20 @@ class Keeper:
         self._sequence = sequence
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
         copy = self._copy(name, with_model=end is not None)
-        best = self._folder / _BEST_FILE
-        if self._rank == SERVER_RANK and best.exists():  # now: a later epoch may replace it
-            link_or_copy(best, self._folder / FOLDER / name / _BEST_FILE)
+        try:
+            self._link_best(self._folder / FOLDER / name)
+        except OSError as error:
+            self._failed(self._folder / FOLDER / name, error)
+            self._raise_failure()
         self._saved_at = time.monotonic()
         self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
         self._writer.start()
+
+    def _link_best(self, target: Path) -> None:
+        """Keep the best weights of now: a later epoch may replace them before all is written."""
+        best = self._folder / _BEST_FILE
+        if self._rank == SERVER_RANK and best.exists():
+            link_or_copy(best, target / _BEST_FILE)
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
@@ -431,9 +439,12 @@ class Keeper:
         except Exception as error:
             if self._writes_late() and not target.exists():
                 return  # newer checkpoints are complete, and this one was removed
-            self._failure = error
-            if self._rank == SERVER_RANK:
-                remove(target)
+            self._failed(target, error)
+
+    def _failed(self, target: Path, error: Exception) -> None:
+        self._failure = error
+        if self._rank == SERVER_RANK:
+            remove(target)
 
     def _writes_late(self) -> bool:
         """Whether this process writes in its own time, and nobody waits for its piece."""

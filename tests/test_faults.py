@@ -72,7 +72,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 
     def full(folder, *rest):
         if next(count) == 1:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             (folder / "rank-00000.json").write_text("half a fi")
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest)

@@ -26,6 +26,7 @@ from dbsl.keeper import Keeper
 from dbsl.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.plan import TimeModel, plan_dual_batch
+from dbsl.resolved import with_resolved
 from dbsl.resume import changed_settings
 from dbsl.runfolder import RunFolder
 from dbsl.sampler import EpochSampler
@@ -522,7 +523,8 @@ def test_a_run_that_is_not_there_cannot_be_resumed(resume, message):
 def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(tmp_path):
     run(tmp_path / "run", **ROUNDS)
     config = parse_config(Config, ["--resume", str(tmp_path / "run"), "--report-to", "tensorboard"])
-    assert (config.lr, config.workers, config.report_to) == (0.02, 4, "tensorboard")
+    assert (config.lr, config.rounds_per_epoch, config.report_to) == (0.02, 2, "tensorboard")
+    assert with_resolved(config).workers == 4  # found out by the run, which was given none
 
 
 # --- real processes
