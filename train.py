@@ -130,6 +130,9 @@ class Config:
     # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
     # measured
     intercept: tuple[float, ...] | None = None
+    # least seconds that a step takes; one value, one per resolution, or one per resolution and
+    # worker; unset: measured with the slope, or 0 where that is given
+    floor: tuple[float, ...] | None = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
     profile: str | None = None
     profile_seconds: float = 30.0  # seconds to measure step times for, all resolutions together

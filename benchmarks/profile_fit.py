@@ -36,7 +36,7 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             profiles = json.loads(output.read_text())["profiles"]
         for resolution, profile in profiles.items():
-            line = TimeModel(profile["slope"], profile["intercept"])
+            line = TimeModel(profile["slope"], profile["intercept"], profile["floor"])
             sizes, times = profile["held_out_sizes"], profile["held_out_times_s"]
             for size, time_s in zip(sizes, times, strict=True):
                 rows.append(

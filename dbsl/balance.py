@@ -38,7 +38,8 @@ class SpeedEstimate:
     """How much slower a worker is than its planned time model: a Kalman filter on two factors.
 
     A step of x samples takes ``u*a*x + v*b`` seconds with the planned a and b of its resolution,
-    so that what is learnt at one resolution holds at the next. With measurements at one batch size
+    so that what is learnt at one resolution holds at the next; where the floor f holds, ``v*f``.
+    With measurements at one batch size
     only their common level moves; a second size tells u from v.
     """
 
@@ -51,6 +52,8 @@ class SpeedEstimate:
     def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
         """Take in the measured time of a step."""
         parts = np.array([planned.slope * local_batch_size, max(planned.intercept, 0.0)])
+        if planned.floor and planned.floor * self.factors[1] > parts @ self.factors:
+            parts = np.array([0.0, planned.floor])
         expected = parts.sum()
         direction, measured = parts / expected, step_time_s / expected
         scale = float(direction @ self.factors)
@@ -91,7 +94,11 @@ class SpeedEstimate:
     def model(self, planned: TimeModel) -> TimeModel:
         """Return the time model as estimated, for a resolution with this planned one."""
         u, v = self.factors
-        return TimeModel(float(u * planned.slope), float(v * max(planned.intercept, 0.0)))
+        return TimeModel(
+            slope=float(u * planned.slope),
+            intercept=float(v * max(planned.intercept, 0.0)),
+            floor=float(v * planned.floor),
+        )
 
 
 def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.ndarray:

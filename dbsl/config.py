@@ -244,6 +244,8 @@ def check_run(config: Any) -> None:
     if (config.slope is None) != (config.intercept is None):
         given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
         raise ValueError(f"{other} must be given with {given}, got {given} alone")
+    if config.floor is not None and config.slope is None:
+        raise ValueError("slope must be given with floor, got floor alone")
     if config.resolutions is not None:
         check_resolutions(config.resolutions)
     _check_joint_steps(config)

@@ -61,9 +61,9 @@ def plan_steps(
     last = sampler.step(0, steps - 1, sizes)
     shares = (steps - 1) * sizes + np.array([len(part.indices) for part in last.parts])
     machines = Machines.of(len(sizes), sizes, list(time_models))
-    times = machines.slopes * shares + machines.intercepts * steps
+    times = machines.step_times(shares, steps)
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
-    equal_s = float((machines.slopes * equal + machines.intercepts * steps).max())
+    equal_s = float(machines.step_times(equal, steps).max())
     columns = (
         sizes,
         shares,
@@ -168,7 +168,7 @@ def with_proportions(
         steps_in_shares(shares, sizes, rounds),
         merge_weights(shares, factor),
         machines.times(shares, sizes, rounds),
-        shares * (machines.slopes + machines.intercepts / sizes),
+        shares * machines.sample_times(sizes),
         [worker.small for worker in plan.workers],
     )
     rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)

@@ -1,4 +1,4 @@
-"""How long workers take: a linear model of step time for each, and what follows for all together.
+"""How long workers take: a model of step time for each, and what follows for all together.
 
 Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds.
 """
@@ -22,25 +22,38 @@ class NoPlanError(ValueError):
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Time of one training step with x samples, ``slope * x + intercept`` seconds (eq. 2)."""
+    """Time of one training step with x samples, ``slope * x + intercept`` seconds (eq. 2).
+
+    A fast device waits for its host in steps with few samples. Such a step takes `floor` seconds,
+    whatever its batch.
+    """
 
     slope: float  # a, seconds per sample
     intercept: float  # b, seconds per step
+    floor: float = 0.0  # the least that a step takes, seconds
 
     def __post_init__(self) -> None:
-        for name, value in (("slope", self.slope), ("intercept", self.intercept)):
+        for name in ("slope", "intercept", "floor"):
+            value = getattr(self, name)
             if not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number of seconds, got {value}")
+        if self.floor < 0:
+            raise ValueError(f"floor must be at least 0 seconds per step, got {self.floor}")
         if self.slope <= 0:
             raise ValueError(f"slope must be above 0 seconds per sample, got {self.slope}")
 
     def sample_time(self, local_batch_size: float) -> float:
         """Return seconds per sample in full batches, ``a + b/x`` (the bracket of eq. 3)."""
-        return self.slope + self.intercept / local_batch_size
+        line = self.slope + self.intercept / local_batch_size
+        return max(self.floor / local_batch_size, line) if self.floor else line
 
     def time(self, samples: int, steps: int) -> float:
-        """Return the seconds that `steps` steps over `samples` samples take together."""
-        return self.slope * samples + self.intercept * steps
+        """Return the seconds that `steps` steps over `samples` samples take together.
+
+        A last, smaller batch counts as if all were of one size, which is wrong by less than a step.
+        """
+        line = self.slope * samples + self.intercept * steps
+        return max(self.floor * steps, line) if self.floor else line
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Machines:
 
     slopes: np.ndarray  # a_i, float64 [n]
     intercepts: np.ndarray  # b_i, float64 [n]
+    floors: np.ndarray  # the least that a step takes, seconds, float64 [n]
     limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
 
     @staticmethod
@@ -76,25 +90,33 @@ class Machines:
         return Machines(
             slopes=np.broadcast_to([m.slope for m in models], workers),
             intercepts=np.broadcast_to([m.intercept for m in models], workers),
+            floors=np.broadcast_to([m.floor for m in models], workers),
             limits=np.broadcast_to(limits, workers),
         )
 
     @property
     def equal(self) -> bool:
         """Whether all workers are the same."""
-        return all((x == x[0]).all() for x in (self.slopes, self.intercepts, self.limits))
+        own = (self.slopes, self.intercepts, self.floors, self.limits)
+        return all((x == x[0]).all() for x in own)
 
     def model(self, worker: int) -> TimeModel:
         """Return one worker's time model."""
-        return TimeModel(float(self.slopes[worker]), float(self.intercepts[worker]))
+        return TimeModel(*(float(x[worker]) for x in (self.slopes, self.intercepts, self.floors)))
 
-    def step_times(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the seconds of one step with batches of the given sizes."""
-        return self.slopes * sizes + self.intercepts
+    def step_times(self, sizes: np.ndarray, steps: int | np.ndarray = 1) -> np.ndarray:
+        """Return the seconds of so many steps over `sizes` samples in all."""
+        line = self.slopes * sizes + self.intercepts * steps
+        return np.where(self.floors > 0, np.maximum(self.floors * steps, line), line)
+
+    def sample_times(self, sizes: np.ndarray) -> np.ndarray:
+        """Return seconds per sample in full batches of the given sizes, a_i + b_i/B_i."""
+        line = self.slopes + self.intercepts / sizes
+        return np.where(self.floors > 0, np.maximum(self.floors / sizes, line), line)
 
     def speeds(self, sizes: np.ndarray) -> np.ndarray:
-        """Return samples per second in full batches of the given sizes, 1/(a_i + b_i/B_i)."""
-        sample_times = self.slopes + self.intercepts / sizes
+        """Return samples per second in full batches of the given sizes."""
+        sample_times = self.sample_times(sizes)
         if sample_times.min() <= 0:
             worst = int(sample_times.argmin())
             raise NoPlanError(
@@ -109,7 +131,7 @@ class Machines:
 
     def times(self, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:
         """Return each worker's seconds for its share, every begun step counted whole."""
-        return self.slopes * shares + self.intercepts * steps_in_shares(shares, sizes, rounds)
+        return self.step_times(shares, steps_in_shares(shares, sizes, rounds))
 
     def all_large_time(self, samples: int, rounds: int) -> float:
         """Return the predicted seconds if all took their largest batch, in balanced shares."""
@@ -132,14 +154,14 @@ class Machines:
         Worker i takes min(B, its limit); B is at most the highest limit, and 0 where even the
         smallest batches would do more than the samples.
         """
-        slopes, intercepts = self.slopes[:small], self.intercepts[:small]
-        limits = self.limits[:small]
+        own = (self.slopes, self.intercepts, self.floors, self.limits)
+        few = Machines(*(x[:small] for x in own))
 
         def surplus(batch: float) -> float:
-            done = time_s / (slopes + intercepts / np.minimum(batch, limits))
+            done = time_s / few.sample_times(np.minimum(batch, few.limits))
             return float(done.sum()) - samples
 
-        lowest, highest = 1e-3, float(limits.max())
+        lowest, highest = 1e-3, float(few.limits.max())
         if surplus(lowest) >= 0:
             return 0.0
         return highest if surplus(highest) <= 0 else optimize.brentq(surplus, lowest, highest)

@@ -1,4 +1,4 @@
-"""Who trains on how much, in which batches: dual-batch plans from a linear model of step time.
+"""Who trains on how much, in which batches: dual-batch plans from a model of step time.
 
 Pure functions. The formulas are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
@@ -139,6 +139,8 @@ def plan_dual_batch(
     batch size that meets a bound stays there, and samples move so that all still finish together;
     `Plan.notes` says so.
 
+    Where steps have a floor f, a + b/x above is max(a + b/x, f/x).
+
     Args:
         samples: Training samples per epoch, d.
         workers: Number of workers, n.
@@ -188,13 +190,7 @@ def plan_dual_batch(
             batch, published = min_batch_size, None
         largest = int(machines.limits[:small_workers].max())
         if batch > NEARLY_LARGE * largest:
-            worth = float(machines.intercepts[0] / machines.slopes[0])
-            notes.append(
-                f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since a "
-                f"step costs {worth:.0f} samples' time before its first: dual batch gains next to "
-                "nothing here. --compile lowers that cost; a larger --large-batch-size or "
-                "--time-ratio makes the small batch smaller"
-            )
+            notes.append(_nearly_large(machines.model(0), batch, largest))
     sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:
@@ -311,6 +307,22 @@ def plan_with_fallback(
         )
 
 
+def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
+    """Return the note on a solved small batch that is nearly the large one."""
+    if model.floor > model.time(batch, 1) * (1 - 1e-9):
+        below = (model.floor - model.intercept) / model.slope
+        why = f"a step of fewer than {below:.0f} samples takes no less time"
+    else:
+        worth = model.intercept / model.slope
+        why = f"a step costs {worth:.0f} samples' time before its first"
+    return (
+        f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since {why}: dual "
+        "batch gains next to nothing here. --compile lowers that cost; a larger "
+        "--large-batch-size or --time-ratio makes the small batch smaller; more "
+        "--rounds-per-epoch merge more often instead"
+    )
+
+
 def _check_counts(samples: int, workers: int, small_workers: int, rounds: int) -> None:
     if samples < workers:
         raise ValueError(
@@ -360,6 +372,9 @@ class _Arguments:
     large_batch_size: tuple[int, ...]  # samples per step of a large worker, B_L; one, or one each
     slope: tuple[float, ...]  # seconds per sample, a; one, or one for each worker
     intercept: tuple[float, ...]  # seconds per step, b; one, or one for each worker
+    floor: tuple[float, ...] = (
+        0.0,
+    )  # least seconds that a step takes; one, or one for each worker
     small_workers: int = 0  # workers on the small batch, n_S; they are the first
     time_ratio: float | None = None  # k, time allowed over that of all-large; unset: 1.05
     small_batch_size: int | None = None  # B_S, if it is given; k and the share then follow
@@ -379,18 +394,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
-        slopes, intercepts = arguments.slope, arguments.intercept
-        if len(slopes) != len(intercepts):
-            raise ValueError(
-                f"intercept must have as many values as slope ({len(slopes)}), "
-                f"got {len(intercepts)}"
-            )
+        slopes, floors = arguments.slope, arguments.floor
+        floors = floors * len(slopes) if len(floors) == 1 else floors
+        for name, values in (("intercept", arguments.intercept), ("floor", floors)):
+            if len(values) != len(slopes):
+                raise ValueError(
+                    f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
+                )
         plan = plan_dual_batch(
             arguments.samples,
             arguments.workers,
             arguments.small_workers,
             arguments.large_batch_size,
-            [TimeModel(a, b) for a, b in zip(slopes, intercepts, strict=True)],
+            [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
             time_ratio=arguments.time_ratio,
             small_batch_size=arguments.small_batch_size,
             small_share=arguments.small_share,

@@ -81,12 +81,13 @@ def know_machines(
     share = max(1, len(data.train) // workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
     joint, given = takes_joint_steps(config), config.large_batch_size is not None
-    large, slopes, intercepts = (
+    large, slopes, intercepts, floors = (
         for_workers(name, values, resolutions, workers)
         for name, values in (
             ("large_batch_size", None if auto else config.large_batch_size),
             ("slope", config.slope),
             ("intercept", config.intercept),
+            ("floor", config.floor or (0.0,)),
         )
     )
     large = [[size or default_large_batch_size(share) for size in row] for row in large]
@@ -137,12 +138,15 @@ def know_machines(
             accelerator.print(profile.describe())
         slopes = _gather([p.slope for p in profiles], workers, accelerator)
         intercepts = _gather([p.intercept for p in profiles], workers, accelerator)
-        for i, row in enumerate(large):
-            slopes[i], intercepts[i] = _equal_but_for_noise(slopes[i], intercepts[i], min(row))
+        floors = _gather([p.floor for p in profiles], workers, accelerator)
     models = [
-        [TimeModel(a, b) for a, b in zip(*both, strict=True)]
-        for both in zip(slopes, intercepts, strict=True)
+        [TimeModel(*values) for values in zip(*own, strict=True)]
+        for own in zip(slopes, intercepts, floors, strict=True)
     ]
+    if measured:
+        models = [
+            _equal_but_for_noise(own, min(row)) for own, row in zip(models, large, strict=True)
+        ]
     known = Knowledge(
         models=dict(zip(resolutions, models, strict=True)),
         large_batch_sizes=dict(zip(resolutions, large, strict=True)),
@@ -156,8 +160,13 @@ def know_machines(
         config,
         # Of joint steps it would be a limit that nobody set.
         large_batch_size=from_workers(large) if given or not joint else None,
-        slope=from_workers(slopes),
-        intercept=from_workers(intercepts),
+        slope=from_workers([[m.slope for m in own] for own in models]),
+        intercept=from_workers([[m.intercept for m in own] for own in models]),
+        floor=(
+            from_workers([[m.floor for m in own] for own in models])
+            if any(m.floor for own in models for m in own)
+            else config.floor
+        ),
         profile=None,
         profile_refresh=False,
         batch_limit="memory",  # it is in large_batch_size
@@ -327,15 +336,13 @@ def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> 
     return rows.T.tolist()
 
 
-def _equal_but_for_noise(
-    slopes: list[float], intercepts: list[float], batch: int
-) -> tuple[list[float], list[float]]:
+def _equal_but_for_noise(models: list[TimeModel], batch: int) -> list[TimeModel]:
     """Return the mean for all where step times at `batch` differ by no more than noise does."""
-    times = [a * batch + b for a, b in zip(slopes, intercepts, strict=True)]
+    times = [model.time(batch, 1) for model in models]
     if max(times) > (1 + SAME_MACHINE) * min(times):
-        return slopes, intercepts
-    workers = len(slopes)
-    return [sum(slopes) / workers] * workers, [sum(intercepts) / workers] * workers
+        return models
+    columns = zip(*((m.slope, m.intercept, m.floor) for m in models), strict=True)
+    return [TimeModel(*(sum(column) / len(models) for column in columns))] * len(models)
 
 
 def _reserve_bytes(config: Config, model: nn.Module, processes: int, state_bytes: float) -> float:

@@ -1,8 +1,9 @@
 """Know the machine: how long a training step takes, how much memory it needs, for any batch size.
 
 Two lines are fitted to measured steps: time ``t = a*x + b`` (eq. 2) and memory ``M = p + x*q``
-(eq. 9). Warm-up is left out, the device synchronised, and the fit minimises relative errors. From
-the shell::
+(eq. 9). Where a line alone is clearly wrong, as on a fast GPU that waits for its host in small
+steps, time has a floor as well: ``t = max(f, a*x + b)``. Warm-up is left out, the device
+synchronised, and the fit minimises relative errors. From the shell::
 
     python -m dbsl.profile --model resnet18 --resolutions 24,32 --large-batch-size 128
 """
@@ -35,6 +36,7 @@ _TIMEOUT_S = 1800.0  # of the shell command, for other processes
 _LR = 1e-8  # while measuring: some optimizers refuse 0
 NO_OPTIMIZER = "none"  # of a worker whose gradients are pushed: the server takes the step
 TOLERANCE = 0.10  # of a prediction, relative: within it the line is said to hold
+_SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class StepProfile:
     held_out_sizes: tuple[int, ...] = ()  # measured beside, and left out of the fit
     held_out_times_s: tuple[float, ...] = ()
     memory: MemoryModel | None = None
+    floor: float = 0.0  # f, the least that a step takes, seconds
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or len(self.batch_sizes) != len(self.times_s):
@@ -66,8 +69,8 @@ class StepProfile:
 
     @property
     def time_model(self) -> TimeModel:
-        """The fitted line of step times."""
-        return TimeModel(self.slope, self.intercept)
+        """The fitted line of step times, and their floor."""
+        return TimeModel(self.slope, self.intercept, self.floor)
 
     def describe(self, limit_bytes: float | None = None) -> str:
         """Return the fit in one line, and in another what fits into memory."""
@@ -76,9 +79,10 @@ class StepProfile:
             if self.holds_from is not None
             else f"not within {TOLERANCE:.0%} at the largest batch"
         )
+        least = f", and {1e3 * self.floor:.4g} ms at least" if self.floor else ""
         text = (
             f"{self.resolution} px: a step with x samples takes {1e3 * self.slope:.4g} ms * x + "
-            f"{1e3 * self.intercept:.4g} ms (R2 {self.r_squared:.4f}, largest error "
+            f"{1e3 * self.intercept:.4g} ms{least} (R2 {self.r_squared:.4f}, largest error "
             f"{self.largest_error:.1%}, {holds})"
         )
         if self.held_out_sizes:
@@ -211,10 +215,10 @@ def fit_profile(
     errors: Sequence[float],
     memory: MemoryModel | None = None,
 ) -> StepProfile:
-    """Fit the line of step times and say how well it holds."""
-    line = fit_time_model(batch_sizes, times_s)
-    x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
-    predicted = line.slope * x + line.intercept
+    """Fit the line of step times, with a floor where they show one; say how well it holds."""
+    line = fit_time_model(batch_sizes, times_s, errors)
+    t = np.asarray(times_s, dtype=np.float64)
+    predicted = np.array([line.time(x, 1) for x in batch_sizes])
     off = np.abs(predicted / t - 1)
     spread = float(((t - t.mean()) ** 2).sum())
     bad = np.flatnonzero(off > TOLERANCE)
@@ -230,6 +234,7 @@ def fit_profile(
         largest_error=float(off.max()),
         holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
         memory=memory,
+        floor=line.floor,
     )
 
 
@@ -242,11 +247,22 @@ def batch_sizes_to_measure(large_batch_size: int, points: int = 5) -> list[int]:
     return sorted({max(smallest, large_batch_size >> k) for k in range(points)})
 
 
-def fit_time_model(batch_sizes: Sequence[int], times_s: Sequence[float]) -> TimeModel:
+def fit_time_model(
+    batch_sizes: Sequence[int], times_s: Sequence[float], errors: Sequence[float] = ()
+) -> TimeModel:
     """Fit step time against batch size by least squares on the *relative* error (weights 1/t).
 
     A line whose intercept comes out below zero is no model of a step; the slope alone is then
     fitted, through the origin.
+
+    Noise is not to make a floor. There is one only where the line alone is off by more than
+    `TOLERANCE` and by more than four standard errors, and a floor below at least two of four or
+    more sizes brings the largest error below a third of the line's.
+
+    Args:
+        batch_sizes: Samples per step, ascending.
+        times_s: Seconds of a step with each.
+        errors: Standard errors of the times, relative to them.
 
     Raises:
         ValueError: If a time is not a finite number above 0.
@@ -254,6 +270,23 @@ def fit_time_model(batch_sizes: Sequence[int], times_s: Sequence[float]) -> Time
     x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
     if not (np.isfinite(t) & (t > 0)).all():
         raise ValueError(f"step times must be finite and above 0 s, got {list(times_s)}")
+
+    def off(model: TimeModel) -> float:
+        return max(abs(model.time(size, 1) / time_s - 1) for size, time_s in zip(x, t, strict=True))
+
+    line = _fit_line(x, t)
+    if len(x) < _SIZES_FOR_A_FLOOR or off(line) <= max(TOLERANCE, 4 * max(errors, default=0.0)):
+        return line
+    fits = []
+    for flat in range(2, len(x)):
+        floor = float((1 / t[:flat]).sum() / (1 / t[:flat] ** 2).sum())
+        fits.append(replace(_fit_line(x[flat:], t[flat:]), floor=floor))
+    best = min(fits, key=off)
+    return best if off(best) < off(line) / 3 else line
+
+
+def _fit_line(x: np.ndarray, t: np.ndarray) -> TimeModel:
+    """Return the line alone."""
     slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
     if intercept <= 0 or slope <= 0:
         ratio = x / t

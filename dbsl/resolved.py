@@ -45,15 +45,16 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "slope": (
         *(*_STEP, "dataset", "resolutions", "workers", "cpu_threads", "large_batch_size"),
-        *(*_BATCHES, "profile", "profile_refresh", "intercept"),
+        *(*_BATCHES, "profile", "profile_refresh", "intercept", "floor"),
     ),
     "intercept": ("slope",),
+    "floor": ("slope",),
     "small_batch_size": (
-        *(*_ROUND, "model", "small_workers", "large_batch_size", "slope", "intercept"),
+        *(*_ROUND, "model", "small_workers", "large_batch_size", "slope", "intercept", "floor"),
         *("time_ratio", "small_share", "min_batch_size", "update_factor", "rounding"),
     ),
 }
-_LISTS = ("large_batch_size", "slope", "intercept", "small_batch_size")
+_LISTS = ("large_batch_size", "slope", "intercept", "floor", "small_batch_size")
 # Settings that say how to find one; with it found they have had their say.
 _DONE = {
     "slope": {"profile": None, "profile_refresh": False},

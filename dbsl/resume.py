@@ -47,8 +47,9 @@ _FREE = {
     *("profile", "profile_seconds", "profile_refresh", "push_to_hub"),
 }
 # What follows from the number of workers, which may change as well.
-_WORKERS = {"workers", "small_workers", "slope", "intercept", "dedicated_server"}
-_LISTS = ("slope", "intercept", "large_batch_size", "small_batch_size", "local_batch_sizes")
+_WORKERS = {"workers", "small_workers", "slope", "intercept", "floor", "dedicated_server"}
+_TIMES = ("slope", "intercept", "floor")
+_LISTS = (*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes")
 _ROUND_ANEW = {"progress": None, "clock": {}}  # of a process's state: neither steps nor their time
 
 
@@ -167,10 +168,10 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
     for name in _LISTS:
         value = getattr(config, name)
         per_worker = value is not None and len(value) > rows and value != "auto"
-        if per_worker and _plain(value) == _plain(before[name]):
+        if per_worker and _plain(value) == _plain(before.get(name)):
             changes[name] = None
-            if name in ("slope", "intercept"):
-                changes |= {"slope": None, "intercept": None}
+            if name in _TIMES:
+                changes |= dict.fromkeys(_TIMES)
     joint = before["sync"] == "step" or before["push"] == "gradients"
     if joint and config.global_batch_size is None:
         state = read_piece(found.folder, found.manifest, 0)

@@ -26,7 +26,8 @@ def check_intercepts(
     machines: Machines, samples: int, small_workers: int, min_batch_size: int
 ) -> None:
     """Raise `NoPlanError` where no small worker's time depends on its batch size."""
-    if (machines.intercepts[:small_workers] <= 0).all():
+    fixed = np.maximum(machines.intercepts, machines.floors)[:small_workers]
+    if (fixed <= 0).all():
         eighth = max(min_batch_size, int(machines.limits[0]) // 8)
         raise NoPlanError(
             "intercept must be above 0 s for a small batch to exist, got "
@@ -89,7 +90,8 @@ def solve_small_batch(
 ) -> tuple[int, tuple[int, int] | None]:
     """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
 
-    B_S follows from the exact shares, and is rounded once.
+    B_S follows from the exact shares, and is rounded once. Both pieces of a step's time, the line
+    and the floor, bound it from below: the larger bound holds.
     """
     workers, large_workers = len(machines.limits), len(machines.limits) - small_workers
     if not machines.equal:
@@ -108,7 +110,10 @@ def solve_small_batch(
     small = to_integer(rest / small_workers)
     large_part = ratio * samples / workers
     small_part = (samples - large_part * large_workers) / small_workers
-    exact = model.intercept / (model.sample_time(limit) * large_part / small_part - model.slope)
+    sample_time = model.sample_time(limit) * large_part / small_part  # of the small workers
+    exact = model.intercept / (sample_time - model.slope)
+    if model.floor and sample_time > model.slope:
+        exact = max(exact, model.floor / sample_time)
     # Whole samples may use up a ratio close to 1: then the small batch is as large as the large.
     return (to_integer(exact) if 0 < exact <= limit else limit), (large, small)
 

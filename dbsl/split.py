@@ -76,7 +76,8 @@ def balanced_sizes(
     """Return the batch sizes, int64 [n], with which a joint step is soonest over.
 
     They sum to the global batch and lie in [least, limit]. All workers take a_i*x + b_i <= T, with
-    the lowest T for which that is enough.
+    the lowest T for which that is enough. Floors change nothing: every worker takes part, so that
+    T is at least the highest of them with any sizes.
 
     Raises:
         ValueError: If the workers cannot hold the global batch, or are more than its samples.

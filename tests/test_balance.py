@@ -126,6 +126,15 @@ def test_what_is_learnt_at_one_resolution_holds_at_another():
         assert estimate.model(higher).time(size, 1) == expected
 
 
+def test_what_a_slow_host_adds_to_the_floor_is_learnt_and_the_slope_stays():
+    planned, estimate = TimeModel(2e-5, 0.0, floor=5e-3), SpeedEstimate()
+    for _ in range(3):
+        estimate.observe(planned, 100, 2 * 5e-3)
+        estimate.observe(planned, 1000, 2e-2)
+    found = estimate.model(planned)
+    assert (found.floor, found.slope) == pytest.approx((1e-2, 2e-5), rel=0.05)
+
+
 def test_a_gain_below_the_dead_band_changes_nothing_but_where_measurements_have_doubled():
     planner = joint_planner("dynamic")
     nearly = [TimeModel(PLANNED.slope * f, PLANNED.intercept) for f in (1.0, 1.04, 0.97)]

@@ -97,7 +97,9 @@ def test_update_factors_follow_their_rules():
     assert update_factor(8750, 13750, "none") == 1.0
 
 
-time_models = st.builds(TimeModel, st.floats(1e-5, 1e-1), st.floats(1e-4, 1.0))
+time_models = st.builds(
+    TimeModel, st.floats(1e-5, 1e-1), st.floats(1e-4, 1.0), st.just(0.0) | st.floats(1e-4, 3.0)
+)
 clusters = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
         st.lists(time_models, min_size=n, max_size=n),
@@ -233,6 +235,70 @@ def test_unequal_workers_by_hand():
     assert plan.time_s == plan.all_large_time_s == 200.0
     assert plan.equal_batch_time_s == 300.0  # 150 samples each, and the second waits
     assert (plan.large_samples, plan.update_factor) == (None, None)
+
+
+@given(
+    st.lists(time_models, min_size=2, max_size=5), st.booleans(), st.data(), st.floats(1.001, 1.3)
+)
+def test_the_small_batch_is_the_least_that_keeps_the_ratio_by_trying_all(
+    models, equal, data, time_ratio
+):
+    workers, samples = len(models), 10**6
+    models = models[:1] * workers if equal else models
+    small = data.draw(st.integers(1, workers))
+    limits = [data.draw(st.integers(1, 400))] * workers
+    try:
+        plan = plan_dual_batch(samples, workers, small, limits, models, time_ratio=time_ratio)
+    except ValueError:
+        assume(False)
+
+    def speed(batches):
+        pairs = zip(models, batches, strict=True)
+        return sum(size / max(m.floor, m.slope * size + m.intercept) for m, size in pairs)
+
+    time_s = time_ratio * samples / speed(limits)
+    enough = [
+        size
+        for size in range(1, limits[0] + 1)
+        if time_s * speed([size] * small + limits[small:]) >= samples * (1 - 1e-9)
+    ]
+    if not any("min_batch_size" in note for note in plan.notes):
+        assert enough[0] - 1 <= plan.small_batch_size <= enough[0]  # it is rounded
+
+
+def test_a_line_through_a_fast_gpus_floor_plans_nearly_large_batches_and_says_so():
+    # Estimated of an H200: 13,000 images/s with batch 64, 40,000 with 500.
+    small_s, large_s = 64 / 13_000, 500 / 40_000
+    slope = (large_s - small_s) / (500 - 64)
+
+    def plan(model, **options):
+        return plan_dual_batch(50_000, 4, 3, 500, model, rounding="truncate", **options)
+
+    line = plan(TimeModel(slope, large_s - 500 * slope))
+    assert (line.small_batch_size, plan(GTX_1080).small_batch_size) == (409, 205)
+    assert "82% of the large one, since a step costs 219 samples' time" in line.notes[0]
+    # What a step of 64 takes is all host: the device needs as long for 197.
+    hinge = plan(TimeModel(large_s / 500, 0.0, floor=small_s))
+    assert (hinge.small_batch_size, hinge.notes) == (184, ())
+    assert hinge.time_ratio == pytest.approx(1.05, abs=1e-3)
+    # A slower host, and the floor itself is the reason.
+    (note,) = plan(TimeModel(large_s / 500, 0.0, floor=0.9 * large_s)).notes
+    assert "since a step of fewer than 450 samples takes no less time" in note
+    for helps in ("--compile", "--large-batch-size", "--time-ratio", "--rounds-per-epoch"):
+        assert helps in line.notes[0]
+        assert helps in note
+
+
+def test_a_floor_of_0_changes_no_bit_of_a_plan():
+    models = [TimeModel(GTX_1080.slope * f, GTX_1080.intercept) for f in (1, 2, 1, 3)]
+    for model in (GTX_1080, models):
+        plan = plan_dual_batch(50_000, 4, 2, 300, model)
+        machines = [model] * 4 if isinstance(model, TimeModel) else model
+        for worker, machine in zip(plan.workers, machines, strict=True):
+            a, b = machine.slope, machine.intercept
+            assert worker.predicted_time_s == a * worker.samples + b * worker.steps
+            rate = 1.0 / (a + b / worker.local_batch_size)
+            assert worker.simplified_time_s == worker.samples / rate
 
 
 def test_a_solved_batch_below_the_least_is_clamped_and_said():

@@ -2,12 +2,14 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 
 import train
 from dbsl import profile
+from dbsl.machines import TimeModel
 from dbsl.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
 from dbsl.model import build_model
 from dbsl.planning import _reserve_bytes, largest_auto_batch
@@ -23,6 +25,8 @@ from dbsl.profile import (
 )
 from dbsl.profile_cache import Profiler, Setup, cache_file, write_profiles
 
+SIZES = [31, 62, 125, 250, 500]
+
 
 def test_fit_recovers_a_line_and_weighs_relative_errors():
     sizes = [8, 16, 32, 64]
@@ -37,6 +41,49 @@ def test_fit_that_would_start_below_zero_goes_through_the_origin():
     model = fit_time_model([8, 16, 32], [0.010, 0.025, 0.055])
     assert model.intercept == 0.0
     assert 0.010 / 8 < model.slope < 0.055 / 32
+
+
+def test_flat_then_linear_times_are_fitted_as_both_pieces_where_they_show_both():
+    def fit(true, **options):
+        return fit_time_model(SIZES, [true.time(size, 1) for size in SIZES], **options)
+
+    for true in (TimeModel(2e-5, 0.0, floor=5e-3), TimeModel(3e-5, 1e-3, floor=4e-3)):
+        found = fit(true)
+        expected = (true.slope, true.floor, true.intercept)
+        assert (found.slope, found.floor, found.intercept) == pytest.approx(expected, abs=1e-9)
+    bend = TimeModel(5e-5, 0.0, floor=9e-3)
+    assert fit(bend).floor > 0
+    assert fit(bend, errors=[0.1] * 5).floor == 0  # what noise may be is no floor
+    assert fit(TimeModel(3e-5, 3e-3, floor=4e-3)).floor == 0  # one size below it: maybe an outlier
+    assert fit_time_model([8, 16, 32], [0.01, 0.01, 0.02]).floor == 0
+
+
+def test_all_flat_times_have_a_floor_or_hardly_a_slope():
+    for wobble in (1.0, 0.99, 1.01):
+        found = fit_time_model(SIZES, [5e-3] * 4 + [5e-3 * wobble])
+        for size in SIZES:
+            assert found.time(size, 1) == pytest.approx(5e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("intercept", [0.0, 0.02, 0.1])
+def test_noise_of_5_percent_on_a_line_makes_no_floor(intercept):
+    stream = np.random.default_rng(0)
+    line = np.array([2e-4 * size + intercept for size in SIZES])
+    for noise in np.exp(0.05 * stream.standard_normal((300, 5))):
+        assert fit_time_model(SIZES, line * noise, errors=[0.05] * 5).floor == 0
+
+
+def test_a_profile_tells_of_its_floor_and_one_from_before_has_none(profiler):
+    flat = fit_profile(32, SIZES, [5e-3, 5e-3, 5e-3, 5e-3, 1e-2], [0.01] * 5)
+    assert "takes 0.02 ms * x + 0 ms, and 5 ms at least" in flat.describe()
+    assert flat.largest_error < 1e-9
+    first = profiler().profile(32, 64)
+    path = cache_file(profiler.setup)
+    content = json.loads(path.read_text())
+    assert content["profiles"]["32"].pop("floor") == 0
+    path.write_text(json.dumps(content))
+    assert profiler().profile(32, 64) == first
+    assert profiler.measured == [(32, 64)]
 
 
 @pytest.mark.parametrize(

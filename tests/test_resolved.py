@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import yaml
@@ -12,7 +12,9 @@ import train
 from dbsl import plots, worker_plots
 from dbsl.config import parse_config
 from dbsl.errors import RunStopped
-from dbsl.resolved import JOINT, PROCESSES, SOURCES
+from dbsl.machines import TimeModel
+from dbsl.profile import fit_profile
+from dbsl.resolved import JOINT, PROCESSES, SOURCES, found_by, still_true
 from dbsl.runlog import RunLog
 from train import Config, main
 
@@ -121,6 +123,31 @@ def test_another_model_is_measured(folder):
     assert {"workers", "small_workers", "lr_milestones"} <= set(resolved)
 
 
+def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monkeypatch):
+    def measured(step, sizes, **_):
+        times = [max(0.005, 0.001 * size) for size in sizes]
+        return fit_profile(step.resolution, sizes, times, [0.01] * len(times))
+
+    monkeypatch.setattr("dbsl.profile_cache.profile_steps", measured)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
+    run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20")
+    assert run.config.floor == pytest.approx((0.005, 0.005))
+    assert run.models[32] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
+    assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.plans[32].workers)
+    given = Config()
+    found = found_by(given, run.config, 1)
+    assert set(still_true(found, given, given, 1)) >= {"slope", "intercept", "floor"}
+    changed = replace(given, slope=(1.0,), intercept=(1.0,))
+    assert not {"slope", "intercept", "floor"} & set(still_true(found, given, changed, 1))
+    with pytest.raises(ValueError, match="slope must be given with floor, got floor alone"):
+        parse_config(Config, ["--floor", "0.1"])
+
+
+def times_of(config):
+    return config.slope, config.intercept, config.floor
+
+
 def test_other_epochs_have_milestones_of_their_own(folder, tmp_path, monkeypatch):
     run = planned(monkeypatch, tmp_path, "--config", str(folder / "config.yaml"), "--epochs", "10")
     assert (run.config.lr_milestones, run.config.warmup_epochs) == ((6, 9), 1.0)
@@ -178,7 +205,7 @@ def test_every_source_is_a_setting_and_comes_before_what_is_found_from_it():
     done = set()
     for name, sources in SOURCES.items():
         assert {name, *sources} <= names
-        assert not set(sources) & (set(SOURCES) - done - {name, "intercept"})
+        assert not set(sources) & (set(SOURCES) - done - {name, "intercept", "floor"})
         done.add(name)
 
 

@@ -382,6 +382,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
             "memory_limit must be at least",
         ),
         (["--slope", "0"], "slope must be above 0"),
+        (["--floor", "-1"], "floor must be at least 0 seconds per step, got -1.0"),
         ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
         ([*STEP, "--local-batch-sizes", "2,0,2,2"], "local_batch_sizes must be at least 1, got 0"),
         ([*STEP, "--local-batch-sizes", "20,-4,2,2"], "local_batch_sizes must be at least 1, got"),

@@ -30,6 +30,7 @@ def step_lines(settings: Settings, resolution: int) -> Iterator[dict[str, Any]]:
         "step_ms": [round(1e3 * t, 4) for t in profile.times_s],
         "slope_us": round(1e6 * profile.slope, 4),
         "intercept_ms": round(1e3 * profile.intercept, 4),
+        "floor_ms": round(1e3 * profile.floor, 4),
         "held_out": list(profile.held_out_sizes),
         "held_out_ms": [round(1e3 * t, 4) for t in profile.held_out_times_s],
         "time_errors": [round(error, 4) for error in errors],
