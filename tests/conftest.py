@@ -151,7 +151,7 @@ def no_login(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """Compute on one thread: on a busy machine two would wait for each other."""
-    monkeypatch.setattr("train.cores_of_process", lambda: 1)
+    monkeypatch.setattr("train.threads_of_process", lambda: 1)
 
 
 @pytest.fixture(autouse=True)
