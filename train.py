@@ -53,7 +53,7 @@ from dbsl.resume import (
 )
 from dbsl.runfolder import RunFolder, default_folder
 from dbsl.runlog import Evaluation
-from dbsl.sampler import evaluation_batches
+from dbsl.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.seeds import stream_seed
 from dbsl.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.setup import prepare, print_run
@@ -207,7 +207,8 @@ class Config:
     ema_decay: float = 0.0
     # --- run
     eval_every: int = 1  # epochs between evaluations; the last epoch is always evaluated
-    eval_batch_size: int = 256  # samples per step of evaluation
+    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
+    eval_batch_size: int | None = None
     # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
     log_every: int = 50
     # evaluate the training images too, at the end and without augmentation
@@ -229,7 +230,8 @@ class Config:
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
     cpu_threads: int | None = None
-    # precision of forward passes; auto: bf16 where the device computes it natively, else no
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no; no:
+    # float32, where PyTorch lets convolutions on CUDA use TF32, but not matrix products
     mixed_precision: Precision = "auto"
     noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
     compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
@@ -427,17 +429,20 @@ def train(run, folder, cluster, stepper, keeper, accelerator) -> None:
     )
     eval_transform = replace(run.transforms[config.resolutions[-1]], augment="none")
     side = eval_transform.resolution
+    largest = max(w.local_batch_size for plan in run.plans.values() for w in plan.workers)
+    at_once = evaluation_batch_size(config.eval_batch_size, accelerator.device.type, largest)
 
     def assess(source=data.evaluation) -> tuple[float, float, int]:
         ranks = (rank, world_size) if together else ()
-        batches = evaluation_batches(len(source), config.eval_batch_size, *ranks)
+        batches = evaluation_batches(len(source), at_once, *ranks)
         images = source.batches(batches, eval_transform)
         return evaluate(model, images, accelerator, together=together)
 
     refresh_statistics = partial(  # of batch norm: averages of them do not fit averaged weights
         recompute_statistics,
         *(model, cluster.weights, data.train, eval_transform, accelerator),
-        batch_size=config.eval_batch_size,
+        # Of it the statistics depend, so that it is the same on every device.
+        batch_size=config.eval_batch_size or 256,
         seed=config.seed,
         together=together,
     )

@@ -17,6 +17,7 @@ from dbsl.rollcall import chosen_backend, join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
+_FLOAT32 = {True: "TF32", False: "float32"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 # Of torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert each time.
 _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
@@ -52,6 +53,19 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             file=sys.stderr,
         )
     return accelerator
+
+
+def describe_precision(accelerator: Accelerator) -> str:
+    """Return the precision of forward passes; of float32 on CUDA, also what runs in TF32."""
+    precision = str(accelerator.mixed_precision)
+    if precision != "no" or accelerator.device.type != "cuda":
+        return precision
+    backends = torch.backends
+    both = (
+        ("convolutions", backends.cudnn.allow_tf32),
+        ("matrix products", backends.cuda.matmul.allow_tf32),
+    )
+    return f"no ({', '.join(f'{name} in {_FLOAT32[allowed]}' for name, allowed in both)})"
 
 
 def _asked_for_several() -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -128,6 +128,17 @@ class PeakMemory:
         free = float(psutil.virtual_memory().available)
         own = float(psutil.Process().memory_info().rss)
         return min(free / local_processes() + own, _container_limit() / local_processes())
+
+
+@contextmanager
+def without_trials() -> Iterator[None]:
+    """Have cuDNN try no algorithms inside: trials take memory that training does not."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def memory_in_use(device: torch.device) -> float:

@@ -28,7 +28,7 @@ from torch import nn
 from dbsl.compiling import compile_in_place
 from dbsl.launch import Precision, start_accelerator
 from dbsl.machines import TimeModel
-from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory
+from dbsl.memory import GIB, MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.model import build_optimizer, check_optimizer
 from dbsl.probe import LossOf
 
@@ -202,9 +202,14 @@ def profile_steps(
 def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
     """Measure a step's peak memory at several batch sizes and fit its line."""
     sizes = sorted(set(batch_sizes))
-    step(sizes[0])  # the optimizer's state exists from now on
     peaks = PeakMemory(step.accelerator.device)
-    used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
+    if peaks.cuda:
+        # cuDNN keeps to the algorithm that it first took for a shape, tried or not. So these are
+        # other shapes than those of training, for which it is to try all.
+        sizes = [size - (size > 4) for size in sizes]
+    with without_trials():
+        step(sizes[0])  # the optimizer's state exists from now on
+        used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
     return fit_memory(sizes, used, peaks, step.state_bytes)
 
 

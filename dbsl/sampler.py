@@ -18,6 +18,8 @@ import numpy as np
 from dbsl.seeds import generator
 from dbsl.split import split_batch
 
+_EVALUATED = 256  # samples at once, where many are not faster
+
 
 @dataclass(frozen=True)
 class Part:
@@ -198,6 +200,22 @@ def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> 
     return [
         indices[len(indices) * k // steps : len(indices) * (k + 1) // steps] for k in range(steps)
     ]
+
+
+def evaluation_batch_size(given: int | None, device_type: str, largest: int) -> int:
+    """Return the samples per step of evaluation: as given, or what suits the device.
+
+    CUDA is fast with many. Without gradients few activations are kept, so that four times the
+    largest batch of training fits where that does.
+
+    Args:
+        given: The setting; None: unset.
+        device_type: Such as ``cpu``.
+        largest: The largest batch of a training step on the device.
+    """
+    if given is not None:
+        return given
+    return min(max(_EVALUATED, 4 * largest), 2000) if device_type == "cuda" else _EVALUATED
 
 
 def evaluation_batches(

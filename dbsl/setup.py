@@ -16,6 +16,7 @@ from dbsl.data import load_data
 from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.forecast import format_run
 from dbsl.joint import check_parts
+from dbsl.launch import describe_precision
 from dbsl.machines import TimeModel
 from dbsl.mixing import Mixing
 from dbsl.model import build_model, check_patches, least_batch
@@ -287,7 +288,7 @@ def print_run(run: Setting, folder: Path | None, accelerator: Accelerator) -> No
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{config.workers} workers {where}, {config.small_workers} on small batches, "
         f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
-        f"precision {accelerator.mixed_precision}, {torch.get_num_threads()} CPU threads",
+        f"precision {describe_precision(accelerator)}, {torch.get_num_threads()} CPU threads",
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,

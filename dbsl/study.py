@@ -32,6 +32,7 @@ from dbsl.flags import parse_flags
 from dbsl.launch import start_accelerator
 from dbsl.launches import seeing
 from dbsl.model import check_optimizer, least_batch
+from dbsl.sampler import evaluation_batch_size
 from dbsl.scaling import OBJECTIVE
 from dbsl.search import Claim, TrialStore
 from dbsl.seeds import stream_seed
@@ -246,7 +247,9 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
         transform,
         config.dropout,
         config.label_smoothing,
-        config.eval_batch_size,
+        evaluation_batch_size(
+            config.eval_batch_size, accelerator.device.type, max(config.batch_sizes)
+        ),
         accelerator,
     )
     least = least_batch(images.build(config.seed), resolution, accelerator.device)

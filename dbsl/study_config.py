@@ -45,7 +45,8 @@ class StudyConfig:  # as train.py's Config: every field is a flag, its comment t
     model: str = "resnet18"  # a name in timm's registry
     dropout: float = 0.0  # before the classifier
     label_smoothing: float = 0.0  # in [0, 1)
-    eval_batch_size: int = 256  # samples
+    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
+    eval_batch_size: int | None = None
     mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
     seed: int = 0  # of everything random: subsets, search, and each trial's own streams
     # --- the launch

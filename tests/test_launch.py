@@ -2,6 +2,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import dbsl.launch
 import dbsl.rollcall
 from dbsl.config import parse_config
 from dbsl.errors import one_line_errors
-from dbsl.launch import computes_bf16, start_accelerator
+from dbsl.launch import computes_bf16, describe_precision, start_accelerator
 from dbsl.lazy import lazy_import
 from dbsl.rollcall import chosen_backend, remember
 from train import Config
@@ -43,6 +44,17 @@ def test_auto_follows_the_device_and_anything_else_is_taken(monkeypatch, native,
     for chosen in ("no", "bf16"):
         AcceleratorState._reset_state(True)
         assert start_accelerator(chosen, 20.0).mixed_precision == chosen
+
+
+def test_float32_on_cuda_says_what_runs_in_tf32(monkeypatch):
+    def described(device, precision="no"):
+        own = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
+        return describe_precision(own)
+
+    assert described("cuda") == "no (convolutions in TF32, matrix products in float32)"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert described("cuda") == "no (convolutions in float32, matrix products in float32)"
+    assert (described("cpu"), described("cuda", "bf16")) == ("no", "bf16")
 
 
 def rank_precision(rank):

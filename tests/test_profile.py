@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from dbsl.profile import (
     fit_profile,
     fit_time_model,
     measure_step_times,
+    profile_memory,
     profile_steps,
 )
 from dbsl.profile_cache import Profiler, Setup, cache_file, write_profiles
@@ -252,6 +254,29 @@ def test_a_step_that_fails_for_want_of_memory_leaves_a_smaller_one_possible(acce
 
     step._batch = batch
     assert confirm_batch(step, 10) == 8
+
+
+def test_cudnn_tries_no_algorithms_while_memory_is_measured_nor_keeps_one_for_training(monkeypatch):
+    taken = []
+
+    class Step:
+        accelerator = SimpleNamespace(device=torch.device("cuda"))
+        state_bytes = 0.0
+
+        def __call__(self, size):
+            taken.append((size, torch.backends.cudnn.benchmark))
+            if size == 1000:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(PeakMemory, "capacity", lambda self: 8 * GIB)
+    monkeypatch.setattr(PeakMemory, "of", lambda self, call: call() or taken[-1][0] * GIB / 64)
+    assert profile_memory(Step(), [16, 32, 64, 128]).sample_bytes == pytest.approx(GIB / 64)
+    assert {size for size, _ in taken} == {15, 31, 63, 127}
+    with pytest.raises(torch.OutOfMemoryError):
+        profile_memory(Step(), [16, 1001])
+    assert not any(tried for _, tried in taken)
+    assert torch.backends.cudnn.benchmark
 
 
 MEMORY = MemoryModel(2 * GIB, GIB / 128, 12 * GIB, 0.25, 1 * GIB, "by hand")

@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsl.sampler import EpochSampler, _permutation, evaluation_batches, split_evenly
+from dbsl.sampler import (
+    EpochSampler,
+    _permutation,
+    evaluation_batch_size,
+    evaluation_batches,
+    split_evenly,
+)
 
 
 @settings(max_examples=300)
@@ -74,3 +80,20 @@ def test_evaluation_counts_each_sample_once_over_all_ranks(samples, batch_size, 
     ]
     assert sorted(i for batch in batches for i in batch) == list(range(samples))
     assert all(1 <= len(batch) <= batch_size for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "largest", "size"),
+    [
+        (None, "cpu", 5000, 256),
+        (None, "cuda", 500, 2000),
+        (None, "cuda", 5000, 2000),
+        (None, "cuda", 128, 512),
+        (None, "cuda", 8, 256),
+        (64, "cuda", 500, 64),
+    ],
+)
+def test_evaluation_takes_many_images_at_once_on_cuda_where_training_does(
+    given, device, largest, size
+):
+    assert evaluation_batch_size(given, device, largest) == size

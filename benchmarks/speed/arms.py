@@ -32,7 +32,7 @@ from dbsl.cores import threads_of_process
 from dbsl.data import Data, load_data
 from dbsl.launch import start_accelerator
 from dbsl.model import build_model, build_optimizer
-from dbsl.sampler import evaluation_batches
+from dbsl.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.transforms import Transform
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4
@@ -204,7 +204,8 @@ def evaluation(settings: Settings, pace: Pace) -> None:
     accelerator, data = _start(settings)
     model = _model(settings, data, accelerator)
     transform = Transform(settings.resolution, "none", data.mirror, data.mean, data.std, 0)
-    batches = evaluation_batches(512, train.Config.eval_batch_size)
+    device = accelerator.device.type
+    batches = evaluation_batches(512, evaluation_batch_size(None, device, settings.batch))
     pace(0)
     while True:
         images = data.evaluation.batches(batches, transform)
