@@ -149,12 +149,6 @@ def no_login(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Compute on one thread: on a busy machine two would wait for each other."""
-    monkeypatch.setattr("train.threads_of_process", lambda: 1)
-
-
-@pytest.fixture(autouse=True)
 def cache_of_its_own(tmp_path_factory, monkeypatch):
     """Keep profiles of tests away from the user's, and from each other."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
