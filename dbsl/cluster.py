@@ -54,7 +54,7 @@ class SimulatedCluster:
         self._rounds = epochs * server.rounds_per_epoch
         self._pulled: dict[int, Tensor] = {}
         self._durations: dict[int, float] = {}  # of the round that a worker is in
-        self._waits: dict[int, float] = {}  # before it
+        self._waits: dict[int, float] = {}  # before it; at a barrier it is not asked for
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []
         self._turn: int | None = None  # the worker whose turn it is
@@ -97,9 +97,11 @@ class SimulatedCluster:
         (report,) = reports
         worker = report.worker
         self._ended[worker] = self.time_s
-        report = replace(
-            report, compute_time_s=self._durations[worker], wait_time_s=self._waits[worker]
-        )
+        wait_s = self._waits[worker]
+        if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
+            others = [end_s for end_s, other in self._queue if other in self.server.active]
+            wait_s = max(others, default=self.time_s) - self.time_s
+        report = replace(report, compute_time_s=self._durations[worker], wait_time_s=wait_s)
         self.server.push(self.outgoing, report)
         return report.refused
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from dbsl.comparison import MADE_ON, Run, averaged, table
 from dbsl.study_files import write_table
+from dbsl.words import short_loss
 
 _OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
 
@@ -177,7 +178,8 @@ def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
         difference += f" ± {row['difference_ci95']:.2f}"
     return (
         f"{row['arm']:<{width}}  {row['seeds']:>5}  {row['accuracy']:>10.2f}  "
-        f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  {row['loss']:>5.3f}  "
+        f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  "
+        f"{short_loss(row['loss']):>5}  "
         f"{row['train_time_s']:>7.1f}  {number(row['time_to_target_s'], '.1f'):>9}  "
         f"{number(row['cost_per_point_s'], '+.1f'):>7}"
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
@@ -33,6 +33,14 @@ _CONFIG_HELP = {"--config": "YAML file of settings; flags win over it"}
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are raised, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message."""
+        raise ValueError(message)
+
+
 def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Build the dataclass `cls` from an optional ``--config FILE.yaml`` and flags; flags win.
 
@@ -44,11 +52,10 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     out, and its file says, is taken over unless a setting has changed that it came from.
 
     Raises:
-        ValueError: If the file cannot be read or is no mapping of settings, or there is no such
-            run to resume.
-        SystemExit: If a flag is unknown or its value has the wrong type (status 2).
+        ValueError: If a flag is unknown or its value has the wrong type, the file cannot be read
+            or is no mapping of settings, or there is no such run to resume.
     """
-    file_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_flags = _OneLineParser(add_help=False, allow_abbrev=False)
     for name in ("--config", "--resume", "--output-dir", "--output_dir"):
         file_flags.add_argument(name)
     known, flags = file_flags.parse_known_args(argv)

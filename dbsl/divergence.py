@@ -14,6 +14,10 @@ from dbsl.errors import DivergedError
 
 Config = Any  # train.py's
 
+# Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
+# confident or overfitted models that still tell classes apart are far below it.
+_NO_RESULT = 1000.0
+
 
 class DivergenceWarning:
     """Says once that a loss is not finite, or far above that of guessing.
@@ -63,6 +67,12 @@ def no_result(summary: Mapping[str, Any]) -> str | None:
     loss = summary.get("final_loss", 0.0)
     if loss is None or not math.isfinite(loss):  # JSON has no number for it
         return "the loss of the final evaluation is not finite"
+    classes = summary.get("classes", 0)  # not in runs of before
+    if classes > 1 and loss > _NO_RESULT * math.log(classes):
+        return (
+            f"the loss of the final evaluation is {loss:.3g}, more than {_NO_RESULT:,.0f} times "
+            f"that of guessing among {classes} classes"
+        )
     if summary.get("last_epoch_refused"):
         return "every round of the last epoch was refused, since loss or weights were not finite"
     return None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.stages import Stage
+from dbsl.words import duration
 
 _BAR_WIDTH = 48  # characters
 MAX_ROWS = 16
@@ -56,7 +57,7 @@ def format_plan(plan: Plan) -> str:
     for name, w in rows[:MAX_ROWS]:
         lines.append(
             f"{name:>9}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7} "
-            f"{w.merge_weight:>7.4f} {_seconds(w.predicted_time_s):>9} "
+            f"{w.merge_weight:>7.4f} {duration(w.predicted_time_s):>9} "
             f"{100 * idle_share(plan, w):>5.1f} %"
         )
     if len(rows) > MAX_ROWS:
@@ -70,13 +71,13 @@ def comparison(plan: Plan) -> str:
     """Return one line: an epoch's seconds beside those of the all-large and equal-batch plans."""
     if plan.global_batch_size is not None:
         return (
-            f"{_seconds(plan.time_s)} an epoch of {plan.workers[0].steps} joint steps, "
+            f"{duration(plan.time_s)} an epoch of {plan.workers[0].steps} joint steps, "
             f"{plan.global_batch_size} samples each; split equally "
-            f"{_seconds(plan.equal_batch_time_s)}; idle {100 * plan.idle_share:.1f} %"
+            f"{duration(plan.equal_batch_time_s)}; idle {100 * plan.idle_share:.1f} %"
         )
     return (
-        f"{_seconds(plan.time_s)} an epoch; all large {_seconds(plan.all_large_time_s)}, one equal "
-        f"batch {_seconds(plan.equal_batch_time_s)}; {100 * plan.small_share:.1f} % of the samples "
+        f"{duration(plan.time_s)} an epoch; all large {duration(plan.all_large_time_s)}, one equal "
+        f"batch {duration(plan.equal_batch_time_s)}; {100 * plan.small_share:.1f} % of the samples "
         f"in small batches; idle {100 * plan.idle_share:.1f} %"
     )
 
@@ -118,7 +119,7 @@ def format_run(
         if timelines:
             lines.append(timeline(plan, rounds))
         lines.append("")
-    planned, all_large, equal = map(_seconds, total_times_s(stages, plans))
+    planned, all_large, equal = map(duration, total_times_s(stages, plans))
     joint = any(plan.global_batch_size for plan in plans.values())
     others = (
         f"split equally {equal}" if joint else f"all large {all_large}, one equal batch {equal}"
@@ -128,7 +129,3 @@ def format_run(
         f"evaluation: {planned} ({others})"
     )
     return "\n".join(lines)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"

@@ -56,7 +56,8 @@ class StepMeter:
         every: Steps of a worker from one line to its next; 0: no lines.
         tell: Takes each line at once; None: they are kept for the round's report, which brings
             them to the main process.
-        on_step: Called after each step with its samples, epoch and learning rate.
+        on_step: Called after each step with its samples, epoch, learning rate, and its worker; None
+            for a joint step.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StepMeter:
         every: int,
         *,
         tell: Callable[[StepLine], object] | None = None,
-        on_step: Callable[[int, int, float], object] = lambda samples, epoch, rate: None,
+        on_step: Callable[[int, int, float, int | None], object] = lambda *_: None,
     ) -> None:
         self._every = every
         self._tell = tell
@@ -123,7 +124,8 @@ class StepMeter:
             self._write(step, learning_rate, progress)
         self._due, self._square = [], None
         samples = sum(len(part.indices) for part in step.parts)
-        self._on_step(samples, self._turn.epoch, learning_rate)
+        worker = workers[0] if len(workers) == 1 else None
+        self._on_step(samples, self._turn.epoch, learning_rate, worker)
 
     @torch.no_grad()
     def look(self, weight: float) -> None:

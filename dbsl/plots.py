@@ -19,14 +19,23 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dbsl.files import write_bytes
-from dbsl.forecast import MAX_ROWS, comparison, epoch_spans, idle_share, total_times_s, worker_rows
+from dbsl.forecast import (
+    MAX_ROWS,
+    comparison,
+    epoch_spans,
+    idle_share,
+    total_times_s,
+    worker_rows,
+)
 from dbsl.plan import Plan, WorkerPlan
 from dbsl.stages import Stage
+from dbsl.words import duration
 
 DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
 _KINDS = ((SMALL, "small"), (LARGE, "large"))
-TRAIN, EVAL = "#0072b2", "#d55e00"
+TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
+_WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -77,12 +86,12 @@ def timeline_figure(
     figure = Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), dpi=DPI, layout="constrained")
     planned, all_large, equal = total_times_s(stages, plans)
     joint = any(plan.global_batch_size for plan in plans.values())
-    others = f"with all batches large {all_large:.3g} s, with one equal batch {equal:.3g} s"
+    others = f"with all batches large {duration(all_large)}, with one equal batch {duration(equal)}"
     if joint:
-        others = f"with each global batch split equally {equal:.3g} s"
+        others = f"with each global batch split equally {duration(equal)}"
     figure.suptitle(
         "Predicted time of one epoch: how long each worker computes, how long it waits\n"
-        f"all {stages[-1].end_epoch} epochs: {planned:.3g} s; {others}",
+        f"all {stages[-1].end_epoch} epochs: {duration(planned)}; {others}",
         fontsize=13,
     )
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)
@@ -142,6 +151,14 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         _line(top, x, [_number(row["accuracy"], 100) for row in evaluations], EVAL, "evaluation")
         _line(bottom, position(epochs), losses, TRAIN, "training, mean of the epoch")
         _line(bottom, x, [_number(row["loss"]) for row in evaluations], EVAL, "evaluation")
+        if any("ema_accuracy" in row for row in evaluations):
+            averages = [_number(row.get("ema_accuracy"), 100) for row in evaluations]
+            _line(top, x, averages, AVERAGED, "evaluation, averaged weights")
+            averages = [_number(row.get("ema_loss")) for row in evaluations]
+            _line(bottom, x, averages, AVERAGED, "evaluation, averaged weights")
+        drawn = [v for line in bottom.lines for v in line.get_ydata() if 0 < v < math.inf]
+        if drawn and max(drawn) > _WIDE * min(drawn):
+            bottom.set_yscale("log")
         ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
         end = 1.02 * max(ends, default=1.0)
         bottom.set_xlabel(label)
@@ -203,7 +220,7 @@ def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_
         1.01,
         y,
         f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
-        f"{worker.predicted_time_s:.3g} s, idle {100 * idle_share(plan, worker):.1f} %",
+        f"{duration(worker.predicted_time_s)}, idle {100 * idle_share(plan, worker):.1f} %",
         transform=axes.get_yaxis_transform(),
         va="center",
         fontsize=9,

@@ -87,6 +87,7 @@ def sum_up(
             **log.results(),
             "total_time_s": keeper.total_s,
             **{name: getattr(config, name) for name in names},
+            "classes": run.data.num_classes,
             "device": device_name(accelerator.device),
             "precision": str(accelerator.mixed_precision),
             "torch": torch.__version__,
@@ -95,7 +96,9 @@ def sum_up(
         }
         log.summary(values)
         if no_result(values) is None:
-            write_card(folder, config, run.plans, values)
+            write_card(
+                folder, config, {s.resolution: run.plans[s.resolution] for s in run.stages}, values
+            )
         else:  # nor one of before the run was made longer
             (folder / CARD).unlink(missing_ok=True)
     keeper.clean_up()

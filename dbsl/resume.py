@@ -132,14 +132,20 @@ def is_finished(found: Found, config: Config) -> bool:
     """Whether the run has come to its end, and is not to go on for more epochs.
 
     Raises:
-        ValueError: If it is to go on, and there is no checkpoint to go on from.
+        ValueError: If it is to go on, and there is no checkpoint to go on from, or if it is longer
+            than it is to be.
     """
     path = found.run_folder / "summary.json"
-    try:
-        if json.loads(path.read_text(encoding="utf-8"))["epochs"] >= config.epochs:
-            return True
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    trained = 0
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        trained = int(json.loads(path.read_text(encoding="utf-8"))["epochs"])
+    if trained > config.epochs:
+        raise ValueError(
+            f"epochs must be at least {trained}, which the finished run in {found.run_folder} has "
+            f"trained, got {config.epochs}"
+        )
+    if trained == config.epochs:
+        return True
     if found.folder is None and path.exists():  # it has ended: it must not be overwritten
         raise ValueError(
             "keep_checkpoints must be at least 1 in a run that is to be made longer, got a "

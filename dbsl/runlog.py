@@ -34,6 +34,7 @@ from dbsl.server import RoundReport, StepLine, report_from_plain
 from dbsl.stages import Stage, stage_at
 from dbsl.sync import Loss
 from dbsl.trackers import tracker_id
+from dbsl.words import plural, short_loss
 
 MAX_PRINTED_WORKERS = 8
 PREDICTION_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
@@ -84,19 +85,27 @@ class _Display:
         """Begin to measure the speed anew: what came before was an evaluation, say."""
         self._samples, self._since = 0, time.perf_counter()
 
-    def step(self, samples: int, epoch: int, learning_rate: float, steps: int = 1) -> None:
-        """Note steps with these samples."""
+    def step(
+        self, samples: int, epoch: int, learning_rate: float, worker: int | None, steps: int = 1
+    ) -> None:
+        """Note steps with these samples.
+
+        The line names the worker whose learning rate it is, unless all have the same: workers are
+        at different places of the schedule, and may have factors of their own.
+        """
         self.done += steps
         self._samples += samples
         spent = time.perf_counter() - self._since
         if spent >= self._every_s:
-            loss = f"loss {self.loss:.3f}, " if math.isfinite(self.loss) else ""
+            loss = f"loss {short_loss(self.loss)}, " if math.isfinite(self.loss) else ""
             speed = _images_per_s(self._samples / spent)
-            text = f"epoch {epoch + 1}/{self._epochs}, lr {learning_rate:.3g}, {loss}{speed}"
+            text = f"epoch {epoch + 1}/{self._epochs}, "
             if self._bar.disable:
+                whose = "" if worker is None else f" (worker {worker})"
+                text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
                 self.print(f"  {self.done}/{self.total} steps, {text}")
             else:
-                self._bar.set_postfix_str(text, refresh=False)
+                self._bar.set_postfix_str(f"{text}{loss}{speed}", refresh=False)
             self.pause()
         self._bar.update(steps)
 
@@ -128,7 +137,8 @@ class _Alarm:
         self.profile_command = profile_command
         self._epochs = epochs
         self._said: set[int] = set()  # resolutions
-        self._off: dict[int, dict[int, int]] = {}  # epochs in a row, by resolution and worker
+        # Epochs in a row in which a worker missed its predicted time, by resolution and worker.
+        self._misses: dict[int, dict[int, int]] = {}
 
     def times(
         self, epoch: int, resolution: int, workers: Mapping[int, Mapping[str, float]]
@@ -143,27 +153,27 @@ class _Alarm:
             if values["predicted_time_s"] > 0
         }
         errors = {w: error for w, error in errors.items() if abs(error) > PREDICTION_TOLERANCE}
-        before = self._off.get(resolution, {})
-        self._off[resolution] = {worker: before.get(worker, 0) + 1 for worker in errors}
-        off = [w for w, times in self._off[resolution].items() if times >= PREDICTION_EPOCHS]
-        if not off:
+        before = self._misses.get(resolution, {})
+        self._misses[resolution] = {worker: before.get(worker, 0) + 1 for worker in errors}
+        missing = [w for w, n in self._misses[resolution].items() if n >= PREDICTION_EPOCHS]
+        if not missing:
             return None
         self._said.add(resolution)
-        worst = max(off, key=lambda worker: abs(errors[worker]))
+        worst = max(missing, key=lambda worker: abs(errors[worker]))
         return (
-            f"warning: at {resolution} px {len(off)} of {len(workers)} workers took other times "
-            f"than planned, {PREDICTION_EPOCHS} epochs in a row (worker {worst}: "
+            f"warning: at {resolution} px {len(missing)} of {len(workers)} workers took other "
+            f"times than planned, {PREDICTION_EPOCHS} epochs in a row (worker {worst}: "
             f"{100 * errors[worst]:+.0f} %)\n  to measure again: {self.profile_command}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
-        off = {resolution: dict(workers) for resolution, workers in self._off.items()}
-        return {"said": sorted(self._said), "off": off, "profile_command": self.profile_command}
+        misses = {resolution: dict(workers) for resolution, workers in self._misses.items()}
+        return {"said": sorted(self._said), "off": misses, "profile_command": self.profile_command}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._said, self._off = set(state["said"]), dict(state["off"])
+        self._said, self._misses = set(state["said"]), dict(state["off"])
         # A resumed run is given what it once measured.
         self.profile_command = self.profile_command or state["profile_command"]
 
@@ -346,7 +356,9 @@ class RunLog:
         self._samples += report.samples
         self._display.loss = report.loss
         if self._by_rounds:
-            self._display.step(report.samples, report.epoch, report.learning_rate, report.steps)
+            self._display.step(
+                report.samples, report.epoch, report.learning_rate, report.worker, report.steps
+            )
 
     def lost(self, loss: Loss) -> None:
         """Record that a worker was lost, and that the others go on."""
@@ -358,8 +370,9 @@ class RunLog:
             f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
         )
         self._print(
-            f"warning: rank {loss.rank} (worker {loss.worker}) was lost after {loss.rounds} rounds "
-            f"({loss.reason}); the others share its samples from their next round on{missed}"
+            f"warning: rank {loss.rank} (worker {loss.worker}) was lost after "
+            f"{plural(loss.rounds, 'round')} ({loss.reason}); the others share its "
+            f"samples from their next round on{missed}"
         )
 
     def plan(self, epoch: int, plan: Plan) -> None:
@@ -442,7 +455,7 @@ class RunLog:
             record["eval/accuracy"] = evaluation.accuracy
             record["eval/loss"] = evaluation.loss
             record["time/eval_s"] = evaluation.time_s
-            result = f"  eval {100 * evaluation.accuracy:.1f} %, loss {evaluation.loss:.3f}"
+            result = f"  eval {100 * evaluation.accuracy:.1f} %, loss {short_loss(evaluation.loss)}"
             if evaluation.ema_accuracy is not None:
                 record["eval/ema_accuracy"] = evaluation.ema_accuracy
                 record["eval/ema_loss"] = evaluation.ema_loss
@@ -461,7 +474,7 @@ class RunLog:
         epochs = self._stages[-1].end_epoch
         self._print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {resolution} px  "
-            f"lr {learning_rate:.3g}  loss {total['loss']:.3f}{result}  "
+            f"lr {learning_rate:.3g}  loss {short_loss(total['loss'])}{result}  "
             f"{_images_per_s(speed)}{_times([values['time_s'] for values in workers.values()])}"
         )
         if warning := self._alarm.times(epoch, resolution, workers):
@@ -673,12 +686,15 @@ def _result(values: Mapping[str, Any]) -> str:
     formats = {
         "final_accuracy": "accuracy {:.2%}",
         "best_accuracy": " (best {:.2%})",
-        "final_loss": ", loss {:.3f}",
+        "final_loss": ", loss {}",
         "train_time_s": ", training {:.1f} s",
         "total_time_s": " of {:.1f} s",
         "images_per_s": ", {:.0f} images/s",
     }
-    given = [text.format(values[key]) for key, text in formats.items() if key in values]
+    shown = dict(values)
+    if "final_loss" in shown:
+        shown["final_loss"] = short_loss(shown["final_loss"])
+    given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
     return "".join(given).lstrip(", ").replace("%", " %")
 
 

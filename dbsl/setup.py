@@ -32,8 +32,10 @@ from dbsl.stages import (
     default_warmup,
     make_stages,
     stage_at,
+    unused_resolutions,
 )
 from dbsl.transforms import Transform
+from dbsl.words import plural
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
@@ -89,6 +91,7 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Settin
             max_bad_images=config.max_bad_images,
         )
     milestones, warmup = config.lr_milestones, config.warmup_epochs
+    asked_for = config.resolutions is not None and "resolutions" not in config.resolved
     config = replace(
         config,
         workers=workers,
@@ -110,6 +113,9 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Settin
             gamma=config.lr_gamma,
         )
     )
+    unused = unused_resolutions(stages, config.resolutions, config.schedule)
+    if unused and asked_for:
+        accelerator.print(f"warning: {unused}")
     model = build_model(
         config.model,
         data.num_classes,
@@ -194,7 +200,7 @@ def _check_samples(samples: int, config: Config, least: int) -> None:
         why = ", whose batch norm needs 2 at a time" if least > 1 else ""
         raise ValueError(
             f"dataset must have at least {needed} training images for {config.workers} workers in "
-            f"{rounds} rounds an epoch{why}, got {samples}: lower --workers "
+            f"{plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
             "(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add images"
         )
 

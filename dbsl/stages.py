@@ -133,6 +133,22 @@ def make_stages(
     return tuple(stages)
 
 
+def unused_resolutions(
+    stages: Sequence[Stage], resolutions: Sequence[int], schedule: Schedule
+) -> str | None:
+    """Return in words which resolutions get no epoch, and why; None: all get one."""
+    used = {stage.resolution for stage in stages}
+    unused = [str(resolution) for resolution in resolutions if resolution not in used]
+    if not unused:
+        return None
+    why = {
+        "cyclic": f"every learning-rate stage is shorter than {len(resolutions)} epochs",
+        "progressive": f"the run is shorter than {len(resolutions)} epochs",
+        "fixed": "schedule fixed uses the highest resolution alone",
+    }[schedule]
+    return f"no epoch is at {' and '.join(unused)} px: {why}"
+
+
 def check_resolutions(resolutions: Sequence[int]) -> None:
     """Raise ``ValueError`` unless the resolutions are one or more positive, ascending sides."""
     if not resolutions:

@@ -51,9 +51,8 @@ class StudyConfig:  # as train.py's Config: every field is a flag, its comment t
     seed: int = 0  # of everything random: subsets, search, and each trial's own streams
     # --- the launch
     processes: int = 1  # trials at a time on this machine; several GPUs are dealt out
-    cpu_threads: int | None = (
-        None  # of each process; unset: its part of the cores, at most OMP_NUM_THREADS
-    )
+    # threads of each process; unset: its part of the cores, at most OMP_NUM_THREADS
+    cpu_threads: int | None = None
     max_minutes: float | None = None  # then stop with status 75; the same command goes on
     output_dir: str | None = None  # unset: studies/<dataset>-<model>
     # read and draw studies instead: folders or tar archives, released measurements too

@@ -6,7 +6,7 @@ import math
 import pytest
 from accelerate.state import AcceleratorState
 
-from dbsl.divergence import DivergenceWarning
+from dbsl.divergence import DivergenceWarning, no_result
 from dbsl.errors import EXIT_DIVERGED, one_line_errors
 from dbsl.model import default_learning_rate
 from train import Config, main
@@ -49,6 +49,18 @@ def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, ca
         assert "lower lr (1e+18 with sgd)" in said.err
     assert json.loads((folder / "summary.json").read_text())["final_loss"] is None
     assert not (folder / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "classes", "diverged"),
+    [
+        *((0.01, 10, False), (74.0, 10, False), (2300.0, 10, False), (2310.0, 10, True)),
+        *((2310.0, 1000, False), (6e35, 1000, True), (2310.0, None, False)),
+    ],
+)
+def test_a_loss_a_thousand_times_that_of_guessing_is_no_result(loss, classes, diverged):
+    summary = {"final_loss": loss} | ({"classes": classes} if classes else {})
+    assert bool(no_result(summary)) == diverged
 
 
 @pytest.mark.parametrize(

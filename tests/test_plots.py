@@ -144,6 +144,24 @@ def test_curves_over_time_use_the_simulated_clock_where_there_is_one(virtual, se
     assert words in figure.axes[3].get_xlabel()
 
 
+@pytest.mark.parametrize(("last", "scale"), [(2000.0, "linear"), (6e35, "log")])
+def test_losses_of_very_different_size_have_a_logarithmic_axis(last, scale):
+    rows = metrics_of(STAGES, 4)
+    rows[-1]["loss"] = last
+    figure = plots.curves_figure(rows)
+    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", scale, scale]
+
+
+def test_averaged_weights_have_curves_where_they_were_evaluated():
+    rows = metrics_of(STAGES, 4)
+    for row in (row for row in rows if row["event"] == "eval"):
+        row |= {"ema_accuracy": 0.75, "ema_loss": 1.5}
+    figure = plots.curves_figure(rows)
+    for axes, value in zip(figure.axes, (75, 75, 1.5, 1.5), strict=True):
+        assert axes.lines[-1].get_ydata() == pytest.approx([value] * 4)
+        assert axes.lines[-1].get_label() == "evaluation, averaged weights"
+
+
 def test_curves_null_loss_leaves_a_gap():
     rows = metrics_of(STAGES, 4)
     next(row for row in rows if row["event"] == "round" and row["epoch"] == 1)["loss"] = None
@@ -264,6 +282,15 @@ def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
     assert plots.read_metrics(path) == rows
     plots.accuracy_and_loss(plots.read_metrics(path), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("epoch_s", "text"), [(5.0, "20 s"), (452.5, "30.2 min"), (45250.0, "50.3 h")]
+)
+def test_the_title_of_a_timeline_has_a_duration_that_can_be_read(epoch_s, text):
+    plan = plan_by_hand([epoch_s])
+    title = plots.timeline_figure(STAGES, {24: plan, 32: plan}, 1).get_suptitle()
+    assert f"all 4 epochs: {text}; with" in title
 
 
 def test_a_plan_of_joint_steps_speaks_of_global_batches():

@@ -228,6 +228,8 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     before = fingerprint(tmp_path / "run")
     run(tmp_path / "run", **ROUNDS, resume="auto")
     assert "is finished: nothing to resume" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"epochs must be at least 3, which .*, got 1$"):
+        run(tmp_path / "run", **ROUNDS, resume="auto", epochs=1, lr_milestones=None)
     assert fingerprint(tmp_path / "run") == before
 
 

@@ -22,6 +22,7 @@ from dbsl.sampler import Part, Step
 from dbsl.server import Round, RoundReport, StepLine
 from dbsl.stages import make_stages, stage_at
 from dbsl.trackers import start_trackers
+from dbsl.words import short_loss
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
 ROUND_KEYS = {
@@ -238,6 +239,17 @@ def test_worker_times_have_two_digits_or_are_left_out(times_s, text):
     assert _times(times_s) == text
 
 
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        *((0.0012, "0.001"), (2.3026, "2.303"), (99.9994, "99.999"), (123.4, "123.4")),
+        *((12345.6, "12346"), (1e6, "1.0e06"), (6.04e35, "6.0e35"), (math.nan, "nan")),
+    ],
+)
+def test_a_loss_is_printed_in_six_characters(loss, text):
+    assert short_loss(loss) == text
+
+
 def test_rounds_of_the_next_epoch_do_not_count_for_this_one(tmp_path, accelerator, capsys):
     plans = make_plans()
     early = RoundReport(0, 1, 0, 32, 8, 85, 3, time_s=99.0, loss=99.0, merge_weight=1.0)
@@ -261,9 +273,9 @@ def test_progress_bar_on_a_terminal_moves_with_every_step(tmp_path, accelerator,
                 pass
         bar = log._display._bar
         assert f"3/{total} [<" in str(bar)
-    assert ", epoch 2/2, lr 0.0125, " in terminal.getvalue()
+    assert ", epoch 2/2, " in terminal.getvalue()
     assert " images/s]" in terminal.getvalue()
-    bar.set_postfix_str("epoch 100/140, lr 0.0125, 12345 images/s", refresh=False)
+    bar.set_postfix_str("epoch 100/140, loss 2.303, 12345 images/s", refresh=False)
     longest = bar.format_dict | {"n": 12345, "total": 123456, "elapsed": 4000.0, "ncols": 80}
     assert bar.format_meter(**longest).endswith("images/s]")
 
@@ -282,8 +294,8 @@ def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
                 pass
     total = sum(plan.workers[0].steps for plan in plans.values())
     assert capsys.readouterr().out.splitlines() == [
-        f"  3/{total} steps, epoch 1/2, lr 0.1, 0.25 images/s",
-        f"  6/{total} steps, epoch 1/2, lr 0.1, 0.25 images/s",
+        f"  3/{total} steps, epoch 1/2, lr 0.1 (worker 0), 0.25 images/s",
+        f"  6/{total} steps, epoch 1/2, lr 0.1 (worker 0), 0.25 images/s",
     ]
 
 
@@ -538,7 +550,7 @@ def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     assert low < high
     with RunLog(tmp_path, accelerator, STAGES, plans) as log:
         play(log, plans)
-        log._display.step(0, 1, 0.1, low + high)
+        log._display.step(0, 1, 0.1, None, low + high)
         state = unpack(*pack(log.state_dict()))
         assert log._display.done == log._display.total
     stages = make_stages(epochs, [24, 32], learning_rate=0.1)

@@ -10,11 +10,28 @@ from dbsl.stages import (
     learning_rate_at,
     make_stages,
     stage_at,
+    unused_resolutions,
 )
 
 
 def rows(stages):
     return [(s.first_epoch, s.end_epoch, s.resolution) for s in stages]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "epochs", "message"),
+    [
+        ("cyclic", 3, None),
+        ("cyclic", 2, "no epoch is at 32 px: every learning-rate stage is shorter than 2 epochs"),
+        ("progressive", 2, None),
+        ("progressive", 1, "no epoch is at 32 px: the run is shorter than 2 epochs"),
+        ("fixed", 9, "no epoch is at 32 px: schedule fixed uses the highest resolution alone"),
+    ],
+)
+def test_a_resolution_without_an_epoch_is_named_with_the_reason(schedule, epochs, message):
+    milestones = default_milestones(epochs)
+    stages = make_stages(epochs, [32, 48], schedule=schedule, milestones=milestones)
+    assert unused_resolutions(stages, [32, 48], schedule) == message
 
 
 def test_published_cifar_schedule_climbs_inside_every_stage():

@@ -418,6 +418,33 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, m
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lr", "abc"], "--lr must be a number, got 'abc'"),
+        (["--lr=abc"], "--lr must be a number, got 'abc'"),
+        (["--lr"], "--lr must be a number, got nothing"),
+        (["--lr", "0.1", "0.2"], "--lr must be a number, got '0.1 0.2'"),
+        (["--epochs", "1.5"], "--epochs must be a whole number, got '1.5'"),
+        (["--small_workers", "x"], "--small-workers must be a whole number, got 'x'"),
+        (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),
+        (["--resolutions", "24,x"], "--resolutions must be whole numbers, got 'x'"),
+        (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'b"),
+        (["--large-batch-size", "auto", "8"], "--large-batch-size must be whole numbers or auto"),
+        (["--compile", "yes"], "--compile must have no value (off: --no-compile), got 'yes'"),
+        (["--lrr", "1"], "flag must be one that --help lists, such as --lr, got --lrr"),
+        (["lr", "1"], "values must come behind a flag, got 'lr'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped, one_line_errors():
+        parse_config(Config, arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {message}")
+    assert (said.out + said.err).count("\n") == 1
+
+
 def test_errors_of_other_code_keep_their_traceback():
     with pytest.raises(ValueError, match="invalid literal"), one_line_errors():
         np.testing.assert_array_equal(int("x"), 1)

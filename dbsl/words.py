@@ -1,0 +1,28 @@
+"""Numbers as people read them, in the lines and pictures of a run."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit in which it is easy to read."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    if seconds < 1000:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def short_loss(loss: float) -> str:
+    """Return a loss in about six characters, whatever its size."""
+    if loss < 100 or not math.isfinite(loss):
+        return f"{loss:.3f}"
+    if loss < 1e5:
+        return f"{loss:.5g}"
+    return f"{loss:.1e}".replace("e+", "e")
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
