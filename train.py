@@ -22,16 +22,27 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from dbsl.average import recompute_statistics
-from dbsl.balance import Balance
-from dbsl.config import check_run, parse_config
-from dbsl.connect import connect
-from dbsl.cores import threads_of_process
-from dbsl.divergence import DivergenceWarning, check_result
-from dbsl.errors import one_line_errors
-from dbsl.hub import check_hub, push_run
-from dbsl.keeper import Keeper
-from dbsl.launch import Precision, start_accelerator
+from dbsl.base.cores import threads_of_process
+from dbsl.base.errors import one_line_errors
+from dbsl.base.seeds import stream_seed
+from dbsl.checkpoint.checkpointer import Keeper
+from dbsl.checkpoint.resume import (
+    adapt_to_processes,
+    find_checkpoint,
+    is_finished,
+    read_resumed,
+    take_over_folder,
+)
+from dbsl.cluster.build import connect
+from dbsl.cluster.server import EpochEnd, Merge, Push, Round, Sync
+from dbsl.cluster.transfer import Wire
+from dbsl.data.transforms import Augment
+from dbsl.log.divergence import DivergenceWarning, check_result
+from dbsl.log.hub import check_hub, push_run
+from dbsl.log.log import Evaluation
+from dbsl.log.reports import make_reports, read_round
+from dbsl.log.summary import start_log, sum_up
+from dbsl.log.trackers import ReportTo, check_tracker
 from dbsl.model import (
     BEST,
     EMA,
@@ -40,24 +51,10 @@ from dbsl.model import (
     save_model,
     set_dropout,
 )
-from dbsl.plan import Rounding, UpdateFactor
-from dbsl.reports import make_reports, read_round
-from dbsl.resolved import Found, found_by, with_resolved
-from dbsl.results import start_log, sum_up
-from dbsl.resume import (
-    adapt_to_processes,
-    find_checkpoint,
-    is_finished,
-    read_resumed,
-    take_over_folder,
-)
-from dbsl.runfolder import RunFolder, default_folder
-from dbsl.runlog import Evaluation
-from dbsl.sampler import evaluation_batch_size, evaluation_batches
-from dbsl.seeds import stream_seed
-from dbsl.server import EpochEnd, Merge, Push, Round, Sync
-from dbsl.setup import prepare, print_run
-from dbsl.stages import (
+from dbsl.plan.dual_batch import Rounding, UpdateFactor
+from dbsl.plan.follow import Balance
+from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
+from dbsl.plan.stages import (
     LrScaling,
     LrSchedule,
     ResetMomentum,
@@ -65,10 +62,13 @@ from dbsl.stages import (
     learning_rate_at,
     resets_momentum,
 )
-from dbsl.stopping import Stopping, deadline_of
-from dbsl.trackers import ReportTo, check_tracker
-from dbsl.transfer import Wire
-from dbsl.transforms import Augment
+from dbsl.run.accelerator import Precision, start_accelerator
+from dbsl.run.average import recompute_statistics
+from dbsl.run.config import check_run, parse_config
+from dbsl.run.folder import RunFolder, default_folder
+from dbsl.run.prepare import prepare, print_run
+from dbsl.run.resolved import Found, found_by, with_resolved
+from dbsl.run.stopping import Stopping, deadline_of
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,17 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dbsl.connect import connect
-from dbsl.emulate import Emulation, parse_disturb
-from dbsl.machines import TimeModel
-from dbsl.packing import pack, unpack
-from dbsl.planning import Knowledge, Planning
-from dbsl.reports import make_reports
-from dbsl.resume import with_lost_workers
-from dbsl.server import EpochEnd
-from dbsl.setting import Setting
-from dbsl.setup import make_planner, rounds_of_epoch
-from dbsl.stages import make_stages
+from dbsl.base.serialize import pack, unpack
+from dbsl.checkpoint.resume import with_lost_workers
+from dbsl.cluster.build import connect
+from dbsl.cluster.server import EpochEnd
+from dbsl.log.reports import make_reports
+from dbsl.plan.emulate import Emulation, parse_disturb
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.stages import make_stages
+from dbsl.run.plans import Knowledge, Planning
+from dbsl.run.prepare import make_planner, rounds_of_epoch
+from dbsl.run.run import Setting
 
 ROOT = Path(__file__).resolve().parent.parent
 SYNCS = ("bsp", "ssp", "asp", "step")

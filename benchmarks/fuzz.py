@@ -33,14 +33,9 @@ import yaml
 from PIL import Image
 
 from benchmarks.record import record
-from dbsl.checkpoint import NEEDED_SETTINGS, newest, read_manifest, write_manifest
-from dbsl.config import parse_config
-from dbsl.data import load_data
-from dbsl.errors import RunStopped
-from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.server import RoundReport
-from dbsl.transforms import Transform
-from dbsl.wire import (
+from dbsl.base.errors import RunStopped
+from dbsl.checkpoint.on_disk import NEEDED_SETTINGS, newest, read_manifest, write_manifest
+from dbsl.cluster.messages import (
     PLAN,
     PUSH,
     check_report,
@@ -51,6 +46,11 @@ from dbsl.wire import (
     message_kind,
     message_numbers,
 )
+from dbsl.cluster.server import RoundReport
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.run.config import parse_config
 
 LIMIT_S = 60
 CLEAN = (ValueError, SystemExit)
@@ -269,7 +269,7 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
     fast = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(100, 3, 1, 10, fast, time_ratio=1.05)
     report = RoundReport(1, 2, 0, 32, 10, 100, 10, 1.5, 0.7, 0.9)
-    from dbsl.balance import Segment
+    from dbsl.plan.follow import Segment
 
     odd = (float("nan"), float("inf"), -1.0, 0.5, 1e300, 2.0**60, 5.0)
     while True:

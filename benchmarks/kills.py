@@ -146,7 +146,7 @@ def _preload() -> None:
     import torchvision.transforms.v2  # noqa: F401
 
     import train  # noqa: F401
-    from dbsl import plots, worker_plots
+    from dbsl.log import plots, worker_plots
 
     plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments: None
     worker_plots.worker_history = lambda *arguments: None

@@ -22,11 +22,11 @@ from accelerate.state import AcceleratorState
 
 import train
 from benchmarks.record import record
-from dbsl.data import Data, load_data
-from dbsl.scaling import steps_to_result
-from dbsl.stages import default_resolutions
-from dbsl.study_files import read_workloads
-from dbsl.study_report import REPORT
+from dbsl.data.dataset import Data, load_data
+from dbsl.plan.stages import default_resolutions
+from dbsl.study.files import read_workloads
+from dbsl.study.report import REPORT
+from dbsl.study.scaling import steps_to_result
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, STEPS = 4, 8  # steps of a round

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dbsl.data import Data
-from dbsl.files import put_in_place
-from dbsl.lazy import lazy_import
-from dbsl.reach import hub_or_cache
-from dbsl.seeds import stream_seed
+from dbsl.base.files import put_in_place
+from dbsl.base.lazy import lazy_import
+from dbsl.base.network import hub_or_cache
+from dbsl.base.seeds import stream_seed
+from dbsl.data.dataset import Data
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 

@@ -20,10 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from dbsl.comparison import interval
-from dbsl.plan import Plan, TimeModel, plan_dual_batch
-from dbsl.sampler import EpochSampler
-from dbsl.study_files import write_table
+from dbsl.compare.statistics import interval
+from dbsl.plan.dual_batch import Plan, TimeModel, plan_dual_batch
+from dbsl.plan.sampler import EpochSampler
+from dbsl.study.files import write_table
 
 Rows = list[dict[str, str]]
 

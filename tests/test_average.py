@@ -10,12 +10,12 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import train
-from dbsl.average import WeightAverage, recompute_statistics, statistics_batches
-from dbsl.data import load_data
-from dbsl.images import PixelStore
+from dbsl.cluster.weights import FlatWeights
+from dbsl.data.dataset import load_data
+from dbsl.data.images import PixelStore
+from dbsl.data.transforms import Transform
 from dbsl.model import load_model
-from dbsl.transforms import Transform
-from dbsl.weights import FlatWeights
+from dbsl.run.average import WeightAverage, recompute_statistics, statistics_batches
 
 
 def test_average_is_exponential_and_starts_at_the_first_weights():

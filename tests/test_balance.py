@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dbsl.balance import Planner, SpeedEstimate, predicted_time_s, proportional_parts
-from dbsl.joint import balanced_steps, plan_steps, with_proportions
-from dbsl.machines import TimeModel
-from dbsl.packing import pack, unpack
-from dbsl.plan import WorkerPlan, plan_dual_batch
-from dbsl.sampler import EpochSampler
-from dbsl.server import RoundReport, StepLine
-from dbsl.setting import round_sampler
+from dbsl.base.serialize import pack, unpack
+from dbsl.cluster.server import RoundReport, StepLine
+from dbsl.plan.dual_batch import WorkerPlan, plan_dual_batch
+from dbsl.plan.follow import Planner, SpeedEstimate, predicted_time_s, proportional_parts
+from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.sampler import EpochSampler
+from dbsl.run.run import round_sampler
 
 SAMPLES = 6400
 PLANNED = TimeModel(0.001, 0.02)

@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from dbsl.checkpoint import (
+from dbsl.base.serialize import pack
+from dbsl.checkpoint.on_disk import (
     NEEDED_SETTINGS,
     CheckpointError,
     checkpoints_in,
@@ -20,7 +21,6 @@ from dbsl.checkpoint import (
     write_manifest,
     write_piece,
 )
-from dbsl.packing import pack
 
 CONFIG = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [16, 32], "lr": 0.1}
 

@@ -3,8 +3,8 @@ import time
 import pytest
 import torch
 
-from dbsl.clock import ComputeClock
-from dbsl.emulate import Emulation
+from dbsl.cluster.clock import ComputeClock
+from dbsl.plan.emulate import Emulation
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dbsl.cluster import SimulatedCluster
-from dbsl.sampler import EpochSampler, split_evenly
-from dbsl.server import EpochEnd, RoundReport, Server
-from dbsl.weights import FlatWeights
+from dbsl.cluster.server import EpochEnd, RoundReport, Server
+from dbsl.cluster.simulated import SimulatedCluster
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.sampler import EpochSampler, split_evenly
 
 
 def make_cluster(model, durations, *, sync, epochs, rounds=1, merge=None, staleness=1):

@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 import train
-from dbsl import compare
-from dbsl.compare_plots import arms_figure
-from dbsl.comparison import (
+from dbsl.base.errors import one_line_errors
+from dbsl.base.flags import parse_flags
+from dbsl.compare import compare
+from dbsl.compare.plots import arms_figure
+from dbsl.compare.statistics import (
     Run,
     averaged,
     equal_time_epochs,
@@ -19,9 +21,7 @@ from dbsl.comparison import (
     read_run,
     table,
 )
-from dbsl.config import parse_config
-from dbsl.errors import one_line_errors
-from dbsl.flags import parse_flags
+from dbsl.run.config import parse_config
 
 ARM = {
     "model": "test_resnet",

@@ -4,10 +4,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from dbsl import compiling
-from dbsl.compiling import compile_for
+from dbsl.cluster import compiling
+from dbsl.cluster.compiling import compile_for
+from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
-from dbsl.weights import FlatWeights
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 import train
-from dbsl import plots, worker_plots
-from dbsl.config import parse_config, read_settings
-from dbsl.flags import parse_flags
+from dbsl.base.flags import parse_flags
+from dbsl.log import plots, worker_plots
+from dbsl.run.config import parse_config, read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(

@@ -13,9 +13,9 @@ from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from dbsl.data import load_data
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
 from dbsl.model import build_model, build_optimizer
-from dbsl.transforms import Transform
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.

@@ -6,9 +6,18 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from dbsl.crops import AREA, DRAWS, RATIO, centre_boxes, cut, random_boxes, upright, whole_boxes
-from dbsl.seeds import sample_uniforms
-from dbsl.transforms import Transform
+from dbsl.base.seeds import sample_uniforms
+from dbsl.data.crops import (
+    AREA,
+    DRAWS,
+    RATIO,
+    centre_boxes,
+    cut,
+    random_boxes,
+    upright,
+    whole_boxes,
+)
+from dbsl.data.transforms import Transform
 
 
 def framed(width, height):

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import dbsl.data
-from dbsl.data import load_data, stratified_subset
-from dbsl.images import ImageLoader, PixelStore
-from dbsl.sampler import EpochSampler
-from dbsl.transforms import Transform
+import dbsl.data.dataset
+from dbsl.data.dataset import load_data, stratified_subset
+from dbsl.data.images import ImageLoader, PixelStore
+from dbsl.data.transforms import Transform
+from dbsl.plan.sampler import EpochSampler
 
 SHARED = Path(__file__).parents[1] / ".." / "shared" / "data"
 # A test may ask for more loader processes than the machine has cores.
@@ -245,27 +245,27 @@ def fine_and_coarse():
 )
 def test_label_column_is_found(change, column):
     features = datasets.Features(fine_and_coarse() | change)
-    assert dbsl.data._choose_label_column(features, None) == column
-    assert dbsl.data._choose_label_column(features, "coarse") == "coarse"
+    assert dbsl.data.dataset._choose_label_column(features, None) == column
+    assert dbsl.data.dataset._choose_label_column(features, "coarse") == "coarse"
 
 
 def test_missing_columns_are_answered_with_those_that_exist():
     features = datasets.Features(fine_and_coarse())
     with pytest.raises(ValueError, match=r"must be one of \['coarse', 'fine', 'target'\], got 'x'"):
-        dbsl.data._choose_label_column(features, "x")
+        dbsl.data.dataset._choose_label_column(features, "x")
     with pytest.raises(ValueError, match=r"image_column must be one of \['image'\], got 'fine'"):
-        dbsl.data._choose_image_column(features, "fine")
+        dbsl.data.dataset._choose_image_column(features, "fine")
 
     only_text = datasets.Features(text=datasets.Value("string"))
     with pytest.raises(ValueError, match=r"label_column must be one of \['text'\], got None"):
-        dbsl.data._choose_label_column(only_text, None)
+        dbsl.data.dataset._choose_label_column(only_text, None)
 
     two = datasets.Features(left=datasets.Image(), right=datasets.Image())
     with pytest.raises(ValueError, match=r"image_column must be one of .*'right'\], got None"):
-        dbsl.data._choose_image_column(two, None)
+        dbsl.data.dataset._choose_image_column(two, None)
     with pytest.raises(ValueError, match=r"whole numbers or text, got columns 'left' \(PIL"):
-        dbsl.data._choose_label_column(two, None)
-    assert dbsl.data._choose_image_column(two, "right") == "right"
+        dbsl.data.dataset._choose_label_column(two, None)
+    assert dbsl.data.dataset._choose_image_column(two, "right") == "right"
 
 
 @pytest.mark.parametrize(
@@ -779,8 +779,8 @@ def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
 SCRIPT = """
 import json, multiprocessing, sys, time
 import numpy as np
-from dbsl.data import load_data
-from dbsl.transforms import Transform
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
 
 if __name__ == "__main__":
     source = load_data(sys.argv[1], loader_workers=2).train
@@ -794,7 +794,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_image_loader_processes_end_with_a_script_that_is_killed(tmp_path, uneven):
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(dbsl.data.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(dbsl.data.dataset.__file__).parents[1])}
     script = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py"), uneven],
         stdout=subprocess.PIPE,

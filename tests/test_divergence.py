@@ -6,8 +6,8 @@ import math
 import pytest
 from accelerate.state import AcceleratorState
 
-from dbsl.divergence import DivergenceWarning, no_result
-from dbsl.errors import EXIT_DIVERGED, one_line_errors
+from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
+from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.model import default_learning_rate
 from train import Config, main
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dbsl.emulate import Emulation, parse_disturb, parse_slowdown
+from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
 
 
 def test_factors_are_those_given_and_repeat():

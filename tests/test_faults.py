@@ -11,11 +11,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from benchmarks import fuzz
-from dbsl.checkpoint import checkpoints_in
-from dbsl.errors import SaveError, SyncError, one_line_errors
-from dbsl.keeper import Keeper
-from dbsl.rollcall import _interface_to
-from dbsl.split import check_global_batch
+from dbsl.base.errors import SaveError, SyncError, one_line_errors
+from dbsl.checkpoint.checkpointer import Keeper
+from dbsl.checkpoint.on_disk import checkpoints_in
+from dbsl.cluster.liveness import _interface_to
+from dbsl.plan.split import check_global_batch
 from tests.test_resume import MODES, ROUNDS, run
 
 
@@ -66,9 +66,9 @@ def test_one_bad_round_among_good_ones_does_not_stop_the_run(tmp_path, monkeypat
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
     tmp_path, monkeypatch, capsys
 ):
-    import dbsl.keeper
+    import dbsl.checkpoint.checkpointer
 
-    write, count = dbsl.keeper.write_piece, iter(range(9))
+    write, count = dbsl.checkpoint.checkpointer.write_piece, iter(range(9))
 
     def full(folder, *rest):
         if next(count) == 1:
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest)
 
-    monkeypatch.setattr(dbsl.keeper, "write_piece", full)
+    monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_piece", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         run(tmp_path / "run", **ROUNDS)
     assert stopped.value.code == 2

@@ -26,9 +26,9 @@ from benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_bat
 from benchmarks.gpu.stages import all_stages
 from benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
 from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
-from dbsl.config import parse_config
-from dbsl.data import load_data
-from dbsl.transforms import Transform
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
+from dbsl.run.config import parse_config
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,9 +261,9 @@ READ = """
 import json, sys, zlib
 import numpy as np, torch
 from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
-from dbsl.config import parse_config
-from dbsl.data import load_data
-from dbsl.transforms import Transform
+from dbsl.run.config import parse_config
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
 from train import Config
 import datasets
 assert "standin" in datasets.__file__, datasets.__file__

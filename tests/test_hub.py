@@ -12,9 +12,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import train
-from dbsl.config import parse_config
-from dbsl.errors import one_line_errors
+from dbsl.base.errors import one_line_errors
 from dbsl.model import load_model
+from dbsl.run.config import parse_config
 
 
 class FakeHub(http.server.BaseHTTPRequestHandler):

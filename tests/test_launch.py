@@ -9,13 +9,13 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import dbsl.launch
-import dbsl.rollcall
-from dbsl.config import parse_config
-from dbsl.errors import one_line_errors
-from dbsl.launch import computes_bf16, describe_precision, start_accelerator
-from dbsl.lazy import lazy_import
-from dbsl.rollcall import chosen_backend, remember
+import dbsl.cluster.liveness
+import dbsl.run.accelerator
+from dbsl.base.errors import one_line_errors
+from dbsl.base.lazy import lazy_import
+from dbsl.cluster.liveness import chosen_backend, remember
+from dbsl.run.accelerator import computes_bf16, describe_precision, start_accelerator
+from dbsl.run.config import parse_config
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ def test_a_cpu_that_only_converts_does_not_compute_bf16(monkeypatch, capabilitie
 
 @pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "no")])
 def test_auto_follows_the_device_and_anything_else_is_taken(monkeypatch, native, precision):
-    monkeypatch.setattr(dbsl.launch, "computes_bf16", lambda device: native)
+    monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: native)
     assert start_accelerator("auto", 20.0).mixed_precision == precision
     for chosen in ("no", "bf16"):
         AcceleratorState._reset_state(True)
@@ -58,8 +58,8 @@ def test_float32_on_cuda_says_what_runs_in_tf32(monkeypatch):
 
 
 def rank_precision(rank):
-    dbsl.launch.computes_bf16 = lambda device: rank != 1
-    dbsl.launch.join_processes = lambda timeout_s, cpu: None
+    dbsl.run.accelerator.computes_bf16 = lambda device: rank != 1
+    dbsl.run.accelerator.join_processes = lambda timeout_s, cpu: None
     state = PartialState(True)
     assert state.num_processes == 3
     return start_accelerator("auto", 20.0).mixed_precision
@@ -76,7 +76,9 @@ def test_a_launch_for_the_cpu_leaves_the_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # accelerate launch --cpu
     joined = []
-    monkeypatch.setattr(dbsl.launch, "join_processes", lambda timeout_s, cpu: joined.append(cpu))
+    monkeypatch.setattr(
+        dbsl.run.accelerator, "join_processes", lambda timeout_s, cpu: joined.append(cpu)
+    )
     assert start_accelerator("auto", 20.0).device.type == "cpu"
     assert joined == [True]
 
@@ -172,16 +174,16 @@ def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch):
     given = []
     monkeypatch.setenv("DBSL_BACKEND", "gloo")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(dbsl.rollcall, "restarts", lambda: 1)
-    monkeypatch.setattr(dbsl.rollcall, "_connect", lambda prefix: object())
-    monkeypatch.setattr(dbsl.rollcall, "_bind_to_launcher", lambda: None)
+    monkeypatch.setattr(dbsl.cluster.liveness, "restarts", lambda: 1)
+    monkeypatch.setattr(dbsl.cluster.liveness, "_connect", lambda prefix: object())
+    monkeypatch.setattr(dbsl.cluster.liveness, "_bind_to_launcher", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        dbsl.rollcall.dist, "init_process_group", lambda backend, **_: given.append(backend)
+        dbsl.cluster.liveness.dist, "init_process_group", lambda backend, **_: given.append(backend)
     )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    dbsl.rollcall.join_processes(1.0, cpu=False)
+    dbsl.cluster.liveness.join_processes(1.0, cpu=False)
     monkeypatch.delenv("DBSL_BACKEND")
-    dbsl.rollcall.join_processes(1.0, cpu=False)
+    dbsl.cluster.liveness.join_processes(1.0, cpu=False)
     assert given == ["gloo", "nccl"]

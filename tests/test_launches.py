@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from dbsl import launches
-from dbsl.errors import RunStopped
-from dbsl.launches import Launch, is_finished, launch_all, seeing
-from dbsl.runfolder import LOCK
-from dbsl.stopping import Stopping
+from dbsl import jobs as launches
+from dbsl.base.errors import RunStopped
+from dbsl.jobs import Launch, is_finished, launch_all, seeing
+from dbsl.run.folder import LOCK
+from dbsl.run.stopping import Stopping
 
 SCRIPT = """
 import os, pathlib, signal, sys, time

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.joint import plan_steps
-from dbsl.meter import MEASURED, StepMeter, gradient_square
-from dbsl.packing import pack, unpack
-from dbsl.plan import TimeModel
-from dbsl.reports import Progress, make_reports
-from dbsl.sampler import Part, Step
-from dbsl.server import Round, RoundReport, StepLine
-from dbsl.wire import encode_lines, line_rows
+from dbsl.base.serialize import pack, unpack
+from dbsl.cluster.messages import encode_lines, line_rows
+from dbsl.cluster.server import Round, RoundReport, StepLine
+from dbsl.log.meter import MEASURED, StepMeter, gradient_square
+from dbsl.log.reports import Progress, make_reports
+from dbsl.plan.dual_batch import TimeModel
+from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.sampler import Part, Step
 
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import train
-from dbsl.mixing import Mixing
+from dbsl.data.mixing import Mixing
 
 
 def batch(size, side=8):

@@ -17,7 +17,7 @@ from dbsl.model import (
     save_model,
     set_dropout,
 )
-from dbsl.setup import prepare
+from dbsl.run.prepare import prepare
 from train import Config, compute_loss
 
 DATA = SimpleNamespace(

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dbsl.machines import TimeModel
-from dbsl.noise import (
+from dbsl.cluster.server import Round, RoundReport
+from dbsl.plan.dual_batch import plan_dual_batch
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.sampler import Part, Step
+from dbsl.profile.noise import (
     NoiseAverage,
     NoiseScale,
     advise,
@@ -15,10 +18,7 @@ from dbsl.noise import (
     pairs_of,
     separate,
 )
-from dbsl.plan import plan_dual_batch
-from dbsl.probe import NoiseProbe, choose_probe, probe_interval
-from dbsl.sampler import Part, Step
-from dbsl.server import Round, RoundReport
+from dbsl.profile.noise_probe import NoiseProbe, choose_probe, probe_interval
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw

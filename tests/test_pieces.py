@@ -4,14 +4,14 @@ from types import SimpleNamespace as Bag
 
 import pytest
 
-from dbsl import resume
-from dbsl.balance import Planner, Segment
-from dbsl.checkpoint import CheckpointError
-from dbsl.handover import make_handover
-from dbsl.machines import TimeModel
-from dbsl.plan import plan_dual_batch
-from dbsl.resume import Found, epochs_under_way, with_lost_workers
-from dbsl.setting import round_sampler
+from dbsl.checkpoint import resume
+from dbsl.checkpoint.on_disk import CheckpointError
+from dbsl.checkpoint.restart import make_handover
+from dbsl.checkpoint.resume import Found, epochs_under_way, with_lost_workers
+from dbsl.plan.dual_batch import plan_dual_batch
+from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.machines import TimeModel
+from dbsl.run.run import round_sampler
 
 
 def server_piece(clocks, active=None, **planner):

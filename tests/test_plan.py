@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dbsl.plan import (
+from dbsl.plan.dual_batch import (
     NoPlanError,
     TimeModel,
     count_workers,

@@ -9,10 +9,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dbsl import plots
-from dbsl.joint import plan_steps
-from dbsl.plan import Plan, TimeModel, WorkerPlan, plan_dual_batch
-from dbsl.stages import default_milestones, make_stages
+from dbsl.log import plots
+from dbsl.plan.dual_batch import Plan, TimeModel, WorkerPlan, plan_dual_batch
+from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.stages import default_milestones, make_stages
 
 STAGES = make_stages(4, [24, 32], milestones=(2,), learning_rate=0.1, gamma=0.5)
 

@@ -9,12 +9,12 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl import profile
-from dbsl.machines import TimeModel
-from dbsl.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
 from dbsl.model import build_model
-from dbsl.planning import _reserve_bytes, largest_auto_batch
-from dbsl.profile import (
+from dbsl.plan.machines import TimeModel
+from dbsl.profile import step_time as profile
+from dbsl.profile.cache import Profiler, Setup, cache_file, write_profiles
+from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
+from dbsl.profile.step_time import (
     NO_OPTIMIZER,
     StepProfile,
     TrainingStep,
@@ -25,7 +25,7 @@ from dbsl.profile import (
     profile_memory,
     profile_steps,
 )
-from dbsl.profile_cache import Profiler, Setup, cache_file, write_profiles
+from dbsl.run.plans import _reserve_bytes, largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
 
@@ -206,7 +206,7 @@ def test_a_run_measures_its_own_step(monkeypatch):
         times = [0.01 + 0.001 * x for x in batch_sizes]
         return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times))
 
-    monkeypatch.setattr("dbsl.profile_cache.profile_steps", fake)
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
     for number, extra in enumerate(({"optimizer": "adamw"}, {"push": "gradients"})):
         AcceleratorState._reset_state(True)
         train.main(
@@ -371,7 +371,7 @@ def profiler(accelerator, tmp_path, monkeypatch):
         times = [0.01 + 0.001 * x for x in batch_sizes]
         return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times), MEMORY)
 
-    monkeypatch.setattr("dbsl.profile_cache.profile_steps", fake)
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
     monkeypatch.setattr(PeakMemory, "capacity", lambda self: 12 * GIB)
 
     def make(setup=setup, **options):

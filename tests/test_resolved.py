@@ -9,13 +9,13 @@ import yaml
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl import plots, worker_plots
-from dbsl.config import parse_config
-from dbsl.errors import RunStopped
-from dbsl.machines import TimeModel
-from dbsl.profile import fit_profile
-from dbsl.resolved import JOINT, PROCESSES, SOURCES, found_by, still_true
-from dbsl.runlog import RunLog
+from dbsl.base.errors import RunStopped
+from dbsl.log import plots, worker_plots
+from dbsl.log.log import RunLog
+from dbsl.plan.machines import TimeModel
+from dbsl.profile.step_time import fit_profile
+from dbsl.run.config import parse_config
+from dbsl.run.resolved import JOINT, PROCESSES, SOURCES, found_by, still_true
 from train import Config, main
 
 TINY = {
@@ -128,7 +128,7 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monk
         times = [max(0.005, 0.001 * size) for size in sizes]
         return fit_profile(step.resolution, sizes, times, [0.01] * len(times))
 
-    monkeypatch.setattr("dbsl.profile_cache.profile_steps", measured)
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", measured)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
     run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20")

@@ -17,21 +17,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from dbsl import resume
-from dbsl.balance import Planner, Segment
-from dbsl.checkpoint import read_manifest
-from dbsl.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.handover import left_of_epochs
-from dbsl.keeper import Keeper
-from dbsl.meter import MEASURED
+from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
+from dbsl.checkpoint import resume
+from dbsl.checkpoint.checkpointer import Keeper
+from dbsl.checkpoint.on_disk import read_manifest
+from dbsl.checkpoint.restart import left_of_epochs
+from dbsl.checkpoint.resume import changed_settings
+from dbsl.cluster.steps import OwnSteps
+from dbsl.log.meter import MEASURED
 from dbsl.model import load_model
-from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.resolved import with_resolved
-from dbsl.resume import changed_settings
-from dbsl.runfolder import RunFolder
-from dbsl.sampler import EpochSampler
-from dbsl.setting import round_sampler
-from dbsl.steppers import OwnSteps
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.sampler import EpochSampler
+from dbsl.run.folder import RunFolder
+from dbsl.run.resolved import with_resolved
+from dbsl.run.run import round_sampler
 from train import Config, main, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,8 +70,8 @@ def no_pictures():
     with pytest.MonkeyPatch.context() as patches:
         for place in ("plots.plan_timeline", "plots.accuracy_and_loss"):
             patches.setattr(f"dbsl.{place}", lambda *arguments: None)
-        patches.setattr("dbsl.worker_plots.worker_history", lambda *arguments: None)
-        patches.setattr("dbsl.runlog.RunLog.images", lambda *arguments: None)
+        patches.setattr("dbsl.log.worker_plots.worker_history", lambda *arguments: None)
+        patches.setattr("dbsl.log.log.RunLog.images", lambda *arguments: None)
         yield
 
 
@@ -309,7 +309,8 @@ def test_a_refused_resume_leaves_all_as_it_was(ended, tmp_path, settings, messag
 def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
     shutil.copytree(ended, tmp_path / "run")
     monkeypatch.setattr(
-        "dbsl.resume.read_manifest", lambda folder: replace(read_manifest(folder), classes=3)
+        "dbsl.checkpoint.resume.read_manifest",
+        lambda folder: replace(read_manifest(folder), classes=3),
     )
     with pytest.raises(ValueError, match="got 3 classes in the checkpoint, 10 in the data"):
         run(tmp_path / "run", **ROUNDS, resume="auto", epochs=4)

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dbsl.rollcall import RollCall
-from dbsl.wire import pairs_with_server
+from dbsl.cluster.liveness import RollCall
+from dbsl.cluster.messages import pairs_with_server
 
 HANGS_S = 30.0  # far beyond the test's own limit
 

@@ -6,8 +6,8 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl.errors import one_line_errors
-from dbsl.runfolder import RunFolder, default_folder
+from dbsl.base.errors import one_line_errors
+from dbsl.run.folder import RunFolder, default_folder
 from train import Config, main
 
 TINY = {
@@ -71,7 +71,7 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
         assert (tmp_path / "run").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsl.setup.know_machines", interrupt)
+    monkeypatch.setattr("dbsl.run.prepare.know_machines", interrupt)
     with pytest.raises(SystemExit) as ended, one_line_errors():
         main(Config(**TINY, output_dir=str(tmp_path / "run")))
     assert ended.value.code == 130

@@ -12,17 +12,17 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dbsl import runlog
-from dbsl.packing import pack, unpack
-from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.plots import read_metrics, stage_spans
-from dbsl.reports import Progress
-from dbsl.runlog import Evaluation, RunLog, _Alarm, _times
-from dbsl.sampler import Part, Step
-from dbsl.server import Round, RoundReport, StepLine
-from dbsl.stages import make_stages, stage_at
-from dbsl.trackers import start_trackers
-from dbsl.words import short_loss
+from dbsl.base.serialize import pack, unpack
+from dbsl.base.words import short_loss
+from dbsl.cluster.server import Round, RoundReport, StepLine
+from dbsl.log import log as runlog
+from dbsl.log.log import Evaluation, RunLog, _Alarm, _times
+from dbsl.log.plots import read_metrics, stage_spans
+from dbsl.log.reports import Progress
+from dbsl.log.trackers import start_trackers
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.sampler import Part, Step
+from dbsl.plan.stages import make_stages, stage_at
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
 ROUND_KEYS = {

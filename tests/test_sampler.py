@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsl.sampler import (
+from dbsl.plan.sampler import (
     EpochSampler,
     _permutation,
     evaluation_batch_size,

@@ -7,7 +7,10 @@ import tarfile
 import numpy as np
 import pytest
 
-from dbsl.scaling import (
+from dbsl.study.files import find_studies, read_study, read_workloads, write_study, write_trial
+from dbsl.study.plots import examples_figure, rates_figure, steps_figure
+from dbsl.study.report import write_report
+from dbsl.study.scaling import (
     Result,
     Study,
     Trial,
@@ -17,9 +20,6 @@ from dbsl.scaling import (
     heuristic_rates,
     steps_to_result,
 )
-from dbsl.study_files import find_studies, read_study, read_workloads, write_study, write_trial
-from dbsl.study_plots import examples_figure, rates_figure, steps_figure
-from dbsl.study_report import write_report
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",
  "optimizer": "sgd", "train_steps": 400, "parameter_configs": {"learning_rate": {

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dbsl.seeds import generator, sample_seeds, sample_uniforms, stream_seed
+from dbsl.base.seeds import generator, sample_seeds, sample_uniforms, stream_seed
 
 
 def test_stream_seed_differs_by_seed_purpose_and_each_key():

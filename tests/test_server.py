@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsl.outer import OuterOptimizer
-from dbsl.packing import pack, unpack
-from dbsl.server import Handover, RoundReport, Server, merge_one
+from dbsl.base.serialize import pack, unpack
+from dbsl.cluster.outer import OuterOptimizer
+from dbsl.cluster.server import Handover, RoundReport, Server, merge_one
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.stages import (
+from dbsl.plan.stages import (
     batch_scaling,
     default_milestones,
     default_resolutions,

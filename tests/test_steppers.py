@@ -8,19 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsl.balance import Planner, Segment
-from dbsl.barrier import BarrierSync
-from dbsl.clock import ComputeClock
-from dbsl.cluster import SimulatedCluster
-from dbsl.joint import plan_steps
-from dbsl.lockstep import Lockstep
-from dbsl.machines import TimeModel
-from dbsl.sampler import StepSampler
-from dbsl.server import EpochEnd, GradientServer, RoundReport
-from dbsl.steppers import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
-from dbsl.sync import ServerSync
-from dbsl.weights import FlatWeights
-from dbsl.wire import ControlGroup
+from dbsl.cluster.barrier import BarrierSync
+from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.joint import Lockstep
+from dbsl.cluster.messages import ControlGroup
+from dbsl.cluster.server import EpochEnd, GradientServer, RoundReport
+from dbsl.cluster.simulated import SimulatedCluster
+from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
+from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.sampler import StepSampler
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from dbsl.stopping import Stopping
+from dbsl.run.stopping import Stopping
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 REPORT = """
 import os, signal
-from dbsl.stopping import Stopping
+from dbsl.run.stopping import Stopping
 with Stopping() as stopping:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), number)

@@ -14,16 +14,23 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl import study
-from dbsl.data import load_data
-from dbsl.errors import one_line_errors
+from dbsl.base.errors import one_line_errors
+from dbsl.base.seeds import stream_seed
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
 from dbsl.model import load_model
-from dbsl.scaling import Study, steps_to_result
-from dbsl.search import Range, SearchSpace, TrialStore, quasi_random_points
-from dbsl.seeds import stream_seed
-from dbsl.study_files import read_workloads
-from dbsl.transforms import Transform
-from dbsl.trials import Images, ImageTask, Measurement, decayed_rate, measured_steps, run_trial
+from dbsl.study import study
+from dbsl.study.files import read_workloads
+from dbsl.study.scaling import Study, steps_to_result
+from dbsl.study.search import Range, SearchSpace, TrialStore, quasi_random_points
+from dbsl.study.trials import (
+    Images,
+    ImageTask,
+    Measurement,
+    decayed_rate,
+    measured_steps,
+    run_trial,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -315,7 +322,7 @@ def test_trial_whose_process_died_while_giving_it_back_is_not_lost(tmp_path, mon
     store.fill("sgd/16", space, 1, seed=0)
     store.claim({"sgd/16": space}).lock.release()
     with monkeypatch.context() as patch:
-        patch.setattr("dbsl.search._enqueue", None)  # after it was told to have failed
+        patch.setattr("dbsl.study.search._enqueue", None)  # after it was told to have failed
         with pytest.raises(TypeError):
             store.claim({"sgd/16": space})
     store.fill("sgd/16", space, 1, seed=0)
@@ -408,7 +415,7 @@ def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "dbsl.study",
+        "dbsl.study.study",
         *flags(tmp_path, max_steps=600, goal_error=0.001),
     ]
     process = subprocess.Popen(

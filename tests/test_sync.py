@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dbsl.balance import Planner
-from dbsl.barrier import BarrierSync
-from dbsl.errors import SyncError
-from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.server import EpochEnd, RoundReport, Server
-from dbsl.sync import ServerSync
-from dbsl.transfer import send
-from dbsl.weights import FlatWeights
-from dbsl.wire import ControlGroup, message
+from dbsl.base.errors import SyncError
+from dbsl.cluster.barrier import BarrierSync
+from dbsl.cluster.messages import ControlGroup, message
+from dbsl.cluster.server import EpochEnd, RoundReport, Server
+from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.transfer import send
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.follow import Planner
 
 FAST = TimeModel(0.001, 0.01)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import wandb
 
-from dbsl import trackers
-from dbsl.trackers import check_tracker, start_trackers
+from dbsl.log import trackers
+from dbsl.log.trackers import check_tracker, start_trackers
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none"])

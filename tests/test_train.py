@@ -13,14 +13,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from dbsl.config import COMMON, config_to_yaml, parse_config
-from dbsl.data import load_data
-from dbsl.errors import one_line_errors
-from dbsl.helptext import read_source
-from dbsl.meter import MEASURED
+from dbsl.base.errors import one_line_errors
+from dbsl.base.helptext import read_source
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
+from dbsl.log.meter import MEASURED
 from dbsl.model import load_model
-from dbsl.sampler import evaluation_batches
-from dbsl.transforms import Transform
+from dbsl.plan.sampler import evaluation_batches
+from dbsl.run.config import COMMON, config_to_yaml, parse_config
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent

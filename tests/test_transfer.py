@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import dbsl.transfer
-from dbsl.server import RoundReport
-from dbsl.transfer import Transfer
-from dbsl.wire import FusedSum
+import dbsl.cluster.transfer
+from dbsl.cluster.messages import FusedSum
+from dbsl.cluster.server import RoundReport
+from dbsl.cluster.transfer import Transfer
 
 
 def exchange(rank, dtype, length, poisoned):
-    dbsl.transfer.PIECE = 1000  # several, of which the last is shorter
+    dbsl.cluster.transfer.PIECE = 1000  # several, of which the last is shorter
     pair = dist.new_group([0, 1], backend="gloo")
     vector = torch.linspace(-1, 1, length) * (rank + 1)
     if rank == 1:

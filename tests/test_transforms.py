@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchvision.transforms.v2 import functional as TF
 
-from dbsl.transforms import Transform, to_device
+from dbsl.data.transforms import Transform, to_device
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 
@@ -195,7 +195,7 @@ def test_transform_on_cuda_never_waits_and_equals_the_cpu(augment):
 
 
 def test_what_normalises_is_copied_to_the_device_once():
-    from dbsl.transforms import _affine
+    from dbsl.data.transforms import _affine
 
     first = _affine((0.5,) * 3, (0.25,) * 3, 24, torch.device("cpu"))
     assert _affine((0.5,) * 3, (0.25,) * 3, 24, torch.device("cpu")) is first

@@ -5,9 +5,9 @@ import yaml
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl.config import parse_config
-from dbsl.resolved import with_resolved
-from dbsl.useful import find_evidence
+from dbsl.run.config import parse_config
+from dbsl.run.evidence import find_evidence
+from dbsl.run.resolved import with_resolved
 
 SETTINGS = {
     "model": "test_resnet",
@@ -151,7 +151,7 @@ def test_a_study_of_a_local_copy_is_evidence_for_the_hubs_data(tmp_path):
 
 
 def test_missing_evidence_is_said_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("dbsl.planning.Profiler", None)
+    monkeypatch.setattr("dbsl.run.plans.Profiler", None)
     with pytest.raises(ValueError, match="batch_evidence must be the folder of a study"):
         run(tmp_path / "run", large_batch_size="auto", batch_limit="useful")
     assert not (tmp_path / "run").exists()

@@ -2,7 +2,7 @@ import pytest
 import timm
 import torch
 
-from dbsl.weights import ALIGNMENT, FlatWeights
+from dbsl.cluster.weights import ALIGNMENT, FlatWeights
 
 
 def test_model_and_vector_are_one_memory_and_the_model_computes_as_before():

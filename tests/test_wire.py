@@ -6,12 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsl.balance import Planner, Segment
-from dbsl.joint import plan_steps
-from dbsl.machines import TimeModel
-from dbsl.plan import plan_dual_batch
-from dbsl.server import RoundReport, StepLine
-from dbsl.wire import (
+from dbsl.cluster.messages import (
     CPU,
     PLAN,
     SharedPlans,
@@ -30,6 +25,11 @@ from dbsl.wire import (
     read_answer,
     with_lines,
 )
+from dbsl.cluster.server import RoundReport, StepLine
+from dbsl.plan.dual_batch import plan_dual_batch
+from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.machines import TimeModel
 
 MODEL = TimeModel(0.001, 0.01)
 REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1.25, 0.5)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dbsl.worker_plots import MAX_LINES, worker_figure, worker_history, worker_values
+from dbsl.log.worker_plots import MAX_LINES, worker_figure, worker_history, worker_values
 
 
 def rounds(workers, epochs, per_epoch=1):

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.child import Settings
-from dbsl.launch import start_accelerator
-from dbsl.memory import PeakMemory
 from dbsl.model import build_model
-from dbsl.profile import TrainingStep, batch_sizes_to_measure, profile_memory, profile_steps
+from dbsl.profile.memory import PeakMemory
+from dbsl.profile.step_time import (
+    TrainingStep,
+    batch_sizes_to_measure,
+    profile_memory,
+    profile_steps,
+)
+from dbsl.run.accelerator import start_accelerator
 
 
 def step_lines(settings: Settings, resolution: int) -> Iterator[dict[str, Any]]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import train
-from dbsl.config import parse_config
-from dbsl.errors import one_line_errors
+from dbsl.base.errors import one_line_errors
+from dbsl.run.config import parse_config
 
 
 def main() -> None:

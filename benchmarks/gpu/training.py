@@ -41,7 +41,7 @@ def train_arm(
         flags: More flags of train.py.
         rate_from: Stages of which the one with the best accuracy gives the learning rate.
     """
-    from dbsl.errors import RunStopped
+    from dbsl.base.errors import RunStopped
 
     if rate_from:
         flags = [*flags, "--lr", f"{best_rate(settings, rate_from):g}"]
@@ -90,7 +90,7 @@ def needs_all_images(arguments: Mapping[str, Any]) -> bool:
 def scaled_epochs(flags: Sequence[str], epochs: int | None) -> list[str]:
     """Return flags that make a run so many epochs long, milestones and warm-up in proportion."""
     import train
-    from dbsl.config import parse_config
+    from dbsl.run.config import parse_config
 
     if epochs is None:
         return []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import record
-from dbsl.cores import threads_of_process
+from dbsl.base.cores import threads_of_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORDED = ("device", "threads", "torch", "timm", "date", "command")  # added by record()

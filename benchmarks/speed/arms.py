@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torchvision.transforms import v2
 
-from dbsl.compiling import compile_in_place
-from dbsl.cores import threads_of_process
-from dbsl.data import Data, load_data
-from dbsl.launch import start_accelerator
+from dbsl.base.cores import threads_of_process
+from dbsl.cluster.compiling import compile_in_place
+from dbsl.data.dataset import Data, load_data
+from dbsl.data.transforms import Transform
 from dbsl.model import build_model, build_optimizer
-from dbsl.sampler import evaluation_batch_size, evaluation_batches
-from dbsl.transforms import Transform
+from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
+from dbsl.run.accelerator import start_accelerator
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torchvision.transforms import v2
 
-from dbsl.data import load_data
-from dbsl.launch import keep_freed_memory
-from dbsl.transforms import Transform
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
+from dbsl.run.accelerator import keep_freed_memory
 
 BATCH, TURNS, BATCHES = 64, 9, 4
 

@@ -21,11 +21,11 @@ from benchmarks.speed.arms import (
     _start,
     _synchronize,
 )
-from dbsl.machines import TimeModel
+from dbsl.cluster.server import Round
 from dbsl.model import build_optimizer
-from dbsl.probe import NoiseProbe, probe_interval
-from dbsl.sampler import Part, Step
-from dbsl.server import Round
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.sampler import Part, Step
+from dbsl.profile.noise_probe import NoiseProbe, probe_interval
 
 ROUND, TURNS, WORKERS = 2000, 16, 4  # images of a round
 

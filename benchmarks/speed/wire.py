@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsl.balance import Planner
+from dbsl.cluster.server import Round, RoundReport, Server
+from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
-from dbsl.plan import TimeModel, plan_dual_batch
-from dbsl.server import Round, RoundReport, Server
-from dbsl.sync import ServerSync
-from dbsl.weights import FlatWeights
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.follow import Planner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURNS, TRANSFERS = 15, 8

@@ -1,0 +1,107 @@
+"""Errors of this project's own, and how a process ends on them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
+
+EXIT_DIVERGED = 3
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
+EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+
+
+class SyncError(RuntimeError):
+    """A worker or the server was lost, or stayed silent for longer than the timeout."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written."""
+
+
+class DivergedError(RuntimeError):
+    """The run came to its end, but its weights are of no use."""
+
+
+_OWN = (ValueError, SyncError, SaveError, DivergedError)
+
+
+class RunStopped(Exception):
+    """The run was asked to stop, has saved and ends; the message says how to go on."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line and a status where this project has something to say.
+
+    Status 2: it refused what it was given, a process was lost, or a checkpoint could not be
+    written. Status 3: the run diverged. Status 75: the run was asked to stop, and can be resumed.
+    Status 130: Ctrl-C outside of training, or twice in it. An error raised by any other code keeps
+    its traceback: that is a fault, not bad input. Either way a process among several ends at once:
+    it would else wait for the others on its way out, and they for it.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted", os.environ.get("LOCAL_RANK", "0") == "0")
+        if one_of_several():
+            os._exit(EXIT_INTERRUPTED)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except RunStopped as stopped:
+        _say(str(stopped), os.environ.get("RANK", "0") == "0")
+        if one_of_several():
+            sys.stdout.flush()
+            os._exit(EXIT_STOPPED)
+        raise SystemExit(EXIT_STOPPED) from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
+        elif not isinstance(error, _OWN) or not _raised_here(error):
+            if one_of_several():
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            raise
+        # Every rank meets the same bad input, so one per machine says it; a lost peer or a full
+        # disk each rank sees from its own side.
+        own = not isinstance(error, ValueError)
+        _say(f"error: {error}", own or os.environ.get("LOCAL_RANK", "0") == "0")
+        status = EXIT_DIVERGED if isinstance(error, DivergedError) else 2
+        if one_of_several():
+            sys.stdout.flush()
+            os._exit(status)
+        raise SystemExit(status) from None
+
+
+def _say(text: str, printed: bool) -> None:
+    """Print why the process ends, and have torchrun repeat it at the end of its own report."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": int(time.time())}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+    if not printed:
+        return
+    print(text, file=sys.stderr, flush=True)
+    if file or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
+        print("(the line above counts; the launcher adds a traceback)", file=sys.stderr, flush=True)
+
+
+def one_of_several() -> bool:
+    """Whether other processes train with this one; a launcher may also have started it alone."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _raised_here(error: BaseException) -> bool:
+    package = Path(__file__).resolve().parent.parent
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return package in raised_in.parents or raised_in == package.parent / "train.py"

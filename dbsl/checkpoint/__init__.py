@@ -1,0 +1,1 @@
+"""Saving a run, and going on with it, also with other workers."""

@@ -1,0 +1,503 @@
+"""Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
+
+State is copied to host memory after an optimizer step or at an epoch's end, and written by a thread
+while training goes on. Every process writes its own piece; rank 0 writes the manifest once all
+pieces are on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import reduce
+from torch import Tensor, nn
+
+from dbsl.base.errors import RunStopped, SaveError
+from dbsl.base.files import link_or_copy
+from dbsl.base.serialize import pack
+from dbsl.checkpoint.on_disk import (
+    FOLDER,
+    CheckpointError,
+    describe,
+    piece_names,
+    prune,
+    reading_checkpoint,
+    remove,
+    vouch_for_piece,
+    write_manifest,
+    write_piece,
+)
+from dbsl.checkpoint.resume import Resumed
+from dbsl.cluster.messages import SERVER_RANK
+from dbsl.cluster.server import EpochEnd
+from dbsl.cluster.simulated import SimulatedCluster
+from dbsl.cluster.steps import load_optimizer
+from dbsl.log.log import RunLog
+from dbsl.log.meter import StepMeter
+from dbsl.log.reports import Progress
+from dbsl.model import BEST, copy_model_state, save_model
+from dbsl.run.config import parse_interval
+from dbsl.run.run import Setting
+from dbsl.run.stopping import Stopping, Wish
+
+_BEST_FILE = f"{BEST}.safetensors"
+_LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
+
+
+@dataclass
+class _Copy:
+    """State in host memory, on its way to the disk."""
+
+    name: str
+    sequence: int
+    epoch: int
+    tree: Any
+    tensors: dict[str, Tensor]
+    model: dict[str, Tensor] | None  # at an epoch's end: the merged model
+    time_s: float  # that it took
+
+
+class Keeper:
+    """Saves a run and brings it back; a context manager around its loop.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        cluster: Who meets whom.
+        stepper: What a step is.
+        accelerator: Tells the process; has the scaler of fp16.
+        stopping: Tells whether the run is to stop.
+        resumed: What a resumed run goes on from.
+
+    Attributes:
+        log: The run's log, from `start_log` on: opening it writes, and all is read before.
+
+    Raises:
+        CheckpointError: On every process, if what is resumed does not fit the run of any.
+    """
+
+    log: RunLog | None = None
+
+    def __init__(
+        self,
+        run: Setting,
+        folder: Path,
+        cluster: Any,
+        stepper: Any,
+        accelerator: Accelerator,
+        stopping: Stopping,
+        resumed: Resumed | None,
+    ) -> None:
+        self._run = run
+        self._folder = folder
+        self._cluster = cluster
+        self._stepper = stepper
+        self._accelerator = accelerator
+        self._stopping = stopping
+        self._control = getattr(cluster, "control", None)
+        self._rank = accelerator.process_index
+        self._interval = parse_interval(run.config.checkpoint_every)
+        self._sequence = resumed.sequence if resumed else 0  # of the last save
+        self._epochs_done = 0
+        self._progress: Progress | None = None  # inside a round
+        self._rng: dict[str, Any] | None = None  # to go on with in the middle of a round
+        self._saved_at = time.monotonic()
+        self._writer: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._last_good = resumed.folder.name if resumed else None
+        self.loop_began = time.perf_counter()  # later by what earlier sessions trained
+        self.eval_time_s = 0.0
+        self.earlier_s = 0.0  # of earlier sessions, in all
+        self._began = time.perf_counter()
+        if resumed:
+            self._load_all(resumed)
+        self._rollcall = self._control and self._control.rollcall
+        self._exits = ExitStack()
+
+    def start_log(self, log: RunLog, resumed: Resumed | None) -> None:
+        """Take the run's log, whose meter of steps goes on as well."""
+        self.log = log
+        self._load_meter(log.meter, resumed)
+
+    def __enter__(self) -> Keeper:
+        self._stopping.on_signal = getattr(self._cluster, "interrupt", lambda: None)
+        self._cluster.on_stop = self._stop
+        self._cluster.idle = self._idle
+        if self._rollcall is not None:
+            self._exits.enter_context(self._rollcall.naming_the_missing())
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        self._stopping.on_signal = lambda: None
+        if kind is None:
+            self._join_writer()
+        elif self._writer is not None:  # a save under way is finished all the same
+            self._writer.join(_LAST_PATIENCE_S)
+        if kind is not None:
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
+            if self.log is not None:
+                self.log.close()
+        self._exits.__exit__(kind, error, trace)
+        if self._rollcall is not None:
+            self._rollcall.close()
+
+    @property
+    def refused(self) -> int:
+        """Rounds whose loss or weights were not finite."""
+        return self._cluster.refused
+
+    def train_time_s(self, end: EpochEnd, *, without_evaluation: bool) -> float:
+        """Return the seconds of training up to an epoch's end, those of earlier sessions included.
+
+        Args:
+            end: The epoch's end.
+            without_evaluation: Whether evaluation held the workers up, and does not count.
+        """
+        return end.ended_at - self.loop_began - (self.eval_time_s if without_evaluation else 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the run began, earlier sessions and their starts included."""
+        return self.earlier_s + time.perf_counter() - self._began
+
+    def progress(self) -> Progress:
+        """Return how far this round is: at its start, or where a resumed run goes on."""
+        if self._progress is None:
+            self._progress = Progress()
+        elif self._rng is not None:
+            set_random_state(self._rng, self._accelerator.device)
+            self._rng = None
+        return self._progress
+
+    def after_step(self, *, round_over: bool) -> None:
+        """Save if it is time to, and stop if the run is to.
+
+        Raises:
+            RunStopped: If it was stopped; everything is saved.
+            SaveError: If a checkpoint could not be written.
+            ValueError: If too many rounds were not finite.
+        """
+        self._raise_failure()
+        self._check_refused()
+        self._tell_losses()
+        wish = self._cluster.common_wish(self._wish(), round_over=round_over)
+        if wish == Wish.SAVE:
+            self._save()
+        elif wish == Wish.STOP:
+            self._stop()
+
+    def round_over(self) -> None:
+        """Note that the round was pushed: there is nothing in the middle of it to go on with."""
+        self._progress = None
+
+    def epoch_over(self, end: EpochEnd) -> None:
+        """Save after this epoch if it is time to; all processes that meet there call it."""
+        self._raise_failure()
+        self._check_refused()
+        self._epochs_done = end.epoch + 1
+        every = self._interval.epochs
+        last = self._epochs_done == self._run.config.epochs
+        if self._keeps_last if last else every and self._epochs_done % every == 0:
+            self._save(end=end)
+        self._tell_losses()
+
+    def finish(self) -> None:
+        """Have the last checkpoint whole: all of this process's turns are over.
+
+        Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
+        it.
+        """
+        if self._writes_late() and self._keeps_last:
+            self._join_writer()
+            copy = self._copy(f"epoch-{self._run.config.epochs:04d}", with_model=False)
+            self._write(copy)
+        self._join_writer()
+
+    def clean_up(self) -> None:
+        """Remove the checkpoints of a run that is finished, if none are to be kept."""
+        if self._rank == SERVER_RANK and not self._keeps_last:
+            prune(self._folder, 0)
+
+    @property
+    def _keeps_last(self) -> bool:
+        return self._run.config.keep_checkpoints > 0
+
+    def _check_refused(self) -> None:
+        most = self._run.config.max_bad_rounds
+        if self.refused > most:
+            self._join_writer()
+            raise ValueError(
+                f"max_bad_rounds must be at least the {self.refused} rounds whose loss or weights "
+                f"were not finite (a lower learning rate may help), got {most}; {self._good()}"
+            )
+
+    def _tell_losses(self) -> None:
+        losses = getattr(self._cluster, "losses", ())
+        while losses:
+            self.log.lost(losses.popleft())
+
+    def _wish(self) -> Wish:
+        if self._stopping.reason:
+            return Wish.STOP
+        announced = getattr(self._cluster, "announced", (0, -1))[0]
+        minutes = self._interval.minutes
+        due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
+        # Of several processes the clock of rank 0 counts. The last save may still be under way.
+        idle = self._writer is None or not self._writer.is_alive()
+        wanted = due and idle and self._rank == SERVER_RANK
+        return Wish.SAVE if wanted or announced > self._sequence else Wish.GO_ON
+
+    def _idle(self) -> None:
+        """Take a dedicated server's part in what the workers do at the end of their steps."""
+        self.after_step(round_over=True)
+
+    def _save(self, *, end: EpochEnd | None = None, stop: bool = False) -> None:
+        """Copy the state of this process, and have it written while training goes on."""
+        self._join_writer()
+        sequence, epoch = self._sequence + 1, end.epoch if end else -1
+        if stop and hasattr(self._cluster, "leave"):
+            sequence = self._cluster.leave(sequence)
+        elif hasattr(self._cluster, "announce"):
+            if self._rank == SERVER_RANK:
+                self._cluster.announce(sequence, epoch)
+            sequence, epoch = self._cluster.announced
+        self._sequence = sequence
+        name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
+        copy = self._copy(name, with_model=end is not None)
+        try:
+            self._link_best(self._folder / FOLDER / name)
+        except OSError as error:
+            self._failed(self._folder / FOLDER / name, error)
+            self._raise_failure()
+        self._saved_at = time.monotonic()
+        self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
+        self._writer.start()
+
+    def _link_best(self, target: Path) -> None:
+        """Keep the best weights of now: a later epoch may replace them before all is written."""
+        best = self._folder / _BEST_FILE
+        if self._rank == SERVER_RANK and best.exists():
+            link_or_copy(best, target / _BEST_FILE)
+
+    def _stop(self) -> None:
+        why = self._stopping.reason or "another process was asked to stop"
+        self._save(stop=True)
+        self._join_writer()
+        raise RunStopped(
+            f"stopped ({why}) and saved as {self._folder / FOLDER / self._last_good}; "
+            f"to go on: --resume {self._folder}"
+        )
+
+    def _copy(self, name: str, *, with_model: bool) -> _Copy:
+        began = time.perf_counter()
+        progress = self._progress if self._progress and self._progress.steps else None
+        simulated = isinstance(self._cluster, SimulatedCluster)
+        scaler = self._accelerator.scaler
+        state = {
+            "model": {
+                # Between the turns of a simulated cluster the next pull brings others.
+                "weights": self._cluster.weights.vector if progress or not simulated else None,
+                "counters": integer_buffers(self._run.model),
+            },
+            "stepper": self._stepper.state_dict(),
+            "clock": self._stepper.clock.state_dict() if progress else {},
+            "scaler": scaler.state_dict() if scaler else None,
+            "log": self.log.state_dict() if self.log.enabled else None,
+            "progress": asdict(progress) if progress else None,
+            "random": random_state(self._accelerator.device) if progress else None,
+            "noise": self._run.noise.state_dict(),
+            "meter": self.log.meter.state_dict(),
+            "average": self._run.average and self._run.average.state_dict(),
+            "epochs_done": self._epochs_done,
+            "loop_s": time.perf_counter() - self.loop_began,
+            "eval_time_s": self.eval_time_s,
+            "total_s": self.total_s,
+        }
+        with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
+            state |= {
+                "cluster": self._cluster.state_dict(),
+                "planner": self._run.planner.state_dict(),
+            }
+            tree, tensors = pack(state)
+        model = (
+            copy_model_state(self._run.model) if with_model and self._rank == SERVER_RANK else None
+        )
+        took = time.perf_counter() - began
+        return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
+
+    def _load_all(self, resumed: Resumed) -> None:
+        """Bring everything back in every process, or raise in every process."""
+        error = None
+        try:
+            self._load(resumed)
+        except CheckpointError as reason:
+            error = reason
+        failed = torch.tensor(int(error is not None), device=self._accelerator.device)
+        if int(reduce(failed, "sum")):
+            raise error or CheckpointError(
+                f"{resumed.folder} does not fit this run: another process could not read its piece"
+            )
+
+    def _load(self, resumed: Resumed) -> None:
+        """Bring everything back to where it was saved."""
+        state = resumed.state
+        with reading_checkpoint(resumed.folder):
+            if resumed.handover:
+                self._load_handover(resumed)
+            else:
+                self._load_same(state)
+            if self._accelerator.scaler and state["scaler"]:
+                self._accelerator.scaler.load_state_dict(state["scaler"])
+            if state["model"]["weights"] is not None:
+                self._cluster.weights.load(state["model"]["weights"])
+            buffers = integer_buffers(self._run.model)
+            for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
+                buffer.copy_(saved)
+            if self._run.average and state.get("average"):
+                device = self._cluster.weights.vector.device
+                self._run.average.load_state_dict(state["average"], device)
+            self._load_meter(StepMeter(0), resumed)  # only whether it can: the log is not open yet
+            self._epochs_done = int(state["epochs_done"])
+            self.loop_began = time.perf_counter() - float(state["loop_s"])
+            self.eval_time_s = float(state["eval_time_s"])
+            self.earlier_s = float(state["total_s"])
+
+    def _load_meter(self, meter: StepMeter, resumed: Resumed | None) -> None:
+        meter.attach(self._cluster.workers, self._stepper, self._accelerator)
+        if resumed and "meter" in resumed.state:
+            load = meter.take_over if resumed.handover else meter.load_state_dict
+            load(resumed.state["meter"])
+
+    def _load_same(self, state: Mapping[str, Any]) -> None:
+        """Go on with the same workers in as many processes."""
+        self._cluster.load_state_dict(state["cluster"])
+        self._stepper.load_state_dict(state["stepper"])
+        self._stepper.clock.load_state_dict(state["clock"])
+        self._run.planner.load_state_dict(state["planner"])
+        if "noise" in state:  # not in checkpoints of before
+            self._run.noise.load_state_dict(state["noise"])
+        if state["progress"] is not None:
+            device = self._cluster.weights.vector.device
+            self._progress = Progress(**state["progress"])
+            losses = self._progress.losses
+            self._progress.losses = {w: loss.to(device) for w, loss in losses.items()}
+            self._rng = state["random"]
+
+    def _load_handover(self, resumed: Resumed) -> None:
+        """Go on with other workers: the global weights, and what is left of the epoch."""
+        handover = resumed.handover
+        self._cluster.take_over(handover)
+        self._run.planner.fixed = self._run.fixed_segments(handover)
+        for worker, optimizer in self._stepper.optimizers.items():
+            if worker in handover.optimizers:
+                load_optimizer(optimizer, handover.optimizers[worker])
+        if handover.steps:
+            self._progress = Progress(steps=handover.steps)
+
+    def _write(self, copy: _Copy) -> None:
+        """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
+        target, began = self._folder / FOLDER / copy.name, time.perf_counter()
+        with suppress(OSError, AttributeError):  # Linux: of this thread alone; training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            files = write_piece(target, self._rank, copy.tree, copy.tensors)
+            if copy.model is not None:
+                data, resolution = self._run.data, self._run.config.resolutions[-1]
+                save_model(self._run.model, target, resolution, data, state=copy.model)
+                for name in ("model.safetensors", "config.json"):
+                    files[name] = describe(target / name)
+            if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
+                files[_BEST_FILE] = describe(target / _BEST_FILE)
+            if self._control is not None:
+                files |= self._files_of_all(files)
+            elif self._writes_late():
+                vouch_for_piece(target, self._rank, files)
+            if self._rank == SERVER_RANK:
+                write_manifest(
+                    target,
+                    files,
+                    sequence=copy.sequence,
+                    epoch=copy.epoch,
+                    processes=self._accelerator.num_processes,
+                    workers=self._run.config.workers,
+                    config=asdict(self._run.config),
+                    classes=self._run.data.num_classes,
+                    seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
+                )
+                prune(self._folder, max(1, self._run.config.keep_checkpoints))
+            self._last_good = copy.name
+        except Exception as error:
+            if self._writes_late() and not target.exists():
+                return  # newer checkpoints are complete, and this one was removed
+            self._failed(target, error)
+
+    def _failed(self, target: Path, error: Exception) -> None:
+        self._failure = error
+        if self._rank == SERVER_RANK:
+            remove(target)
+
+    def _writes_late(self) -> bool:
+        """Whether this process writes in its own time, and nobody waits for its piece."""
+        return self._control is None and self._rank != SERVER_RANK
+
+    def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return what every process has written, once all have (a collective)."""
+        own = piece_names(self._rank)
+        row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
+        rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
+        return {
+            name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
+            for rank, of_rank in enumerate(rows)
+            for name, numbers in zip(piece_names(rank), of_rank.tolist(), strict=True)
+        }
+
+    def _join_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        error, self._failure = self._failure, None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SaveError(
+            f"a checkpoint could not be written to {self._folder} ({reason}); {self._good()}"
+        ) from error
+
+    def _good(self) -> str:
+        """Return in words which checkpoint there is."""
+        if self._last_good is None:
+            return "there is no checkpoint"
+        return f"the last good checkpoint is {self._folder / FOLDER / self._last_good}"
+
+
+def integer_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the model's buffers that are not in its weights' vector: batch norm's counters."""
+    return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return where torch's own random streams are: that of dropout."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put torch's own random streams back to where they were."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,140 @@
+"""A run that goes on with other workers than before: the weights, and what is left of the epochs.
+
+Pure. The workers' own state has no place in the new run, but for optimizer state by worker. Shares
+are planned anew; what the old workers had left of an epoch is covered exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dbsl.cluster.server import Handover
+from dbsl.plan.follow import Segment, plan_from_plain, segments_from_plain
+from dbsl.run.run import Setting, round_sampler
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def make_handover(
+    state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Setting, before: Mapping[str, Any]
+) -> Handover:
+    """Return what a run takes over from another one's state.
+
+    Args:
+        state: Of the old run's rank 0.
+        optimizers: Optimizer state of the old workers, by worker.
+        run: The new run.
+        before: The old run's settings.
+
+    Raises:
+        ValueError: If what is left of the epoch cannot be told.
+    """
+    cluster, rounds = state["cluster"], run.rounds
+    joint = before["sync"] == "step"
+    if joint or before["push"] == "gradients":
+        _check_same_steps(state, run, before)
+    if joint:
+        progress = state["progress"]
+        any_worker = next(iter(optimizers.values()), None)
+        return Handover(
+            weights=state["model"]["weights"],
+            version=0,
+            clock=cluster["clock"],
+            steps=progress["steps"] if progress else 0,
+            # All have the same, whichever worker's it was.
+            optimizers={w: any_worker for w in range(run.config.workers) if any_worker},
+            time_s=cluster["time_s"] or 0.0,
+        )
+    server = cluster["server"]
+    there = set(server["active"])
+    last = max(server["clocks"][w] for w in there)
+    over = -(-last // before["rounds_per_epoch"]) * before["rounds_per_epoch"]
+    # What a lost worker had left was counted as lost: nothing of it is to come.
+    clocks = [clock if w in there else over for w, clock in enumerate(server["clocks"])]
+    lowest = min(clocks[w] for w in there)
+    if before["push"] == "gradients":
+        if before["sync"] != "bsp" and len(set(clocks)) > 1:
+            raise ValueError(
+                f"workers must stay {before['workers']} with push gradients and sync "
+                f"{before['sync']}, got {run.config.workers}: pushes of single batches do not add "
+                "up to an epoch's beginning"
+            )
+        return Handover(
+            weights=server["weights"],
+            version=server["version"],
+            clock=lowest,
+            server_optimizer=server["optimizer"],
+            time_s=cluster.get("time_s", 0.0),
+        )
+    if before["sync"] == "bsp":  # what part of the workers have pushed is not merged yet
+        clocks = [lowest] * len(clocks)
+    left = left_of_epochs(state["planner"], clocks, run, before["rounds_per_epoch"])
+    epoch, round_ = divmod(lowest, before["rounds_per_epoch"])
+    if before["rounds_per_epoch"] != rounds:
+        round_ = 0
+    return Handover(
+        weights=server["weights"],
+        version=server["version"],
+        clock=epoch * rounds + round_,
+        left=left,
+        optimizers=optimizers,
+        time_s=cluster.get("time_s", 0.0),
+        outer=server.get("outer"),
+    )
+
+
+def left_of_epochs(
+    planner: Mapping[str, Any], clocks: Sequence[int], run: Setting, rounds: int
+) -> dict[int, Ranges]:
+    """Return what workers had left of the epochs that any of them had begun.
+
+    Args:
+        planner: State of the planner that they worked by.
+        clocks: Rounds that each had pushed.
+        run: The new run, of the same samples and seed.
+        rounds: Rounds per epoch, of the old run.
+    """
+    current = {r: plan_from_plain(plan) for r, plan in planner["current"].items()}
+    known = segments_from_plain(planner["segments"]) | segments_from_plain(planner["fixed"])
+    samples = len(run.data.train)
+    left = {}
+    for epoch in range(min(clocks) // rounds, -(-max(clocks) // rounds)):
+        whole = [Segment(current[run.stage_at(epoch).resolution])]
+        ranges = []
+        for round_ in range(rounds):
+            segments = known.get(epoch, whole)
+            segment = next(s for s in reversed(segments) if s.first_round <= round_)
+            sampler = round_sampler(segment, rounds, samples, run.config.seed, run.least)
+            for worker, clock in enumerate(clocks):
+                if clock <= epoch * rounds + round_:
+                    ranges += sampler.places(worker, round_)
+        left[epoch] = _joined(ranges)
+    return left
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, touching ones joined."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def _check_same_steps(state: Mapping[str, Any], run: Setting, before: Mapping[str, Any]) -> None:
+    """Refuse joint steps of another size: a place in the epoch is a number of these."""
+    for resolution, plan in state["planner"]["current"].items():
+        new = run.plans[resolution].global_batch_size if resolution in run.plans else None
+        if new != plan["global_batch_size"]:
+            raise ValueError(
+                f"global_batch_size must stay {plan['global_batch_size']} at {resolution} px when "
+                f"a run is resumed, got {new}"
+            )
+    rounds = before["rounds_per_epoch"]
+    if before["sync"] == "step" and rounds != run.rounds:
+        raise ValueError(
+            f"rounds_per_epoch must stay {rounds} when joint steps are resumed, got {run.rounds}"
+        )

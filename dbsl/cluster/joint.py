@@ -1,0 +1,185 @@
+"""Joint steps: all workers take every step together, and have the same weights throughout."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dbsl.base.errors import one_of_several
+from dbsl.base.serialize import as_counts
+from dbsl.cluster.messages import ControlGroup, SharedPlans, exchange_reports
+from dbsl.cluster.server import EpochEnd, Handover, Round, RoundReport, report_from_plain
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.follow import Planner, Segment
+from dbsl.run.stopping import Wish
+
+_ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
+
+
+class Lockstep:
+    """Turns of all workers together, in one process on a virtual clock or in several on real ones.
+
+    The gradients are exchanged inside a turn, by the stepper; here are the turns, the plans and the
+    reports.
+
+    Args:
+        weights: This process's model.
+        planner: Tells who trains on how much.
+        workers: The workers of this process.
+        epochs: Epochs to run.
+        rounds_per_epoch: Turns that make an epoch.
+        duration: In one process: virtual seconds of a worker's part of a round, from (worker,
+            epoch, round).
+        finish_round: Called at a round's end, before the reports are exchanged.
+        control: Of several processes: how they agree on what to do.
+    """
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        *,
+        planner: Planner,
+        workers: Sequence[int],
+        epochs: int,
+        rounds_per_epoch: int,
+        duration: Callable[[int, int, int], float],
+        finish_round: Callable[[], object] | None = None,
+        control: ControlGroup | None = None,
+    ) -> None:
+        self.weights = weights
+        self.outgoing = weights.vector
+        self.refused = 0  # rounds that were not finite
+        self.workers = tuple(workers)
+        self.server = None
+        self._simulated = not one_of_several()
+        self.time_s = 0.0 if self._simulated else None
+        self._plans = SharedPlans(planner)
+        self._epochs = epochs
+        self._rounds_per_epoch = rounds_per_epoch
+        self._duration = duration
+        self._finish_round = finish_round
+        self.control = control
+        self._reports: deque[RoundReport] = deque()
+        self._clock = 0  # rounds that are over
+        self._start: Tensor | None = None  # weights at the start of the round, inside one
+        self._spent_s = 0.0  # on the round that a stopped run was in
+        self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
+
+    def turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield rounds and the ends of epochs, the same in every process."""
+        while self._clock < self._epochs * self._rounds_per_epoch:
+            epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
+            self._began = time.perf_counter() - self._spent_s
+            self._spent_s = 0.0
+            yield Round(self.workers, epoch, round_)
+            self._clock += 1
+            if self._clock % self._rounds_per_epoch == 0:
+                yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
+
+    def plan(self, turn: Round) -> Segment:
+        """Return the plan in force in a turn (a collective where it may have changed)."""
+        return self._plans.at(turn.epoch, turn.round)
+
+    def pull(self, turn: Round) -> None:
+        """Keep the weights, which are here already, in case that the round is not finite."""
+        self._start = self.weights.vector.clone()
+
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """End a round: tell every process how long its workers computed and waited.
+
+        True: it was refused, and the weights are those of its start.
+        """
+        if self._finish_round:
+            self._finish_round()
+        if self._simulated:
+            durations = [self._duration(r.worker, r.epoch, r.round) for r in reports]
+            slowest = max(durations)
+            self.time_s += slowest
+            done = [
+                replace(report, compute_time_s=duration, wait_time_s=slowest - duration)
+                for report, duration in zip(reports, durations, strict=True)
+            ]
+        else:
+            spent = time.perf_counter() - self._began
+            (report,) = reports
+            wait_time_s = max(0.0, spent - report.time_s)
+            own = replace(report, compute_time_s=report.time_s, wait_time_s=wait_time_s)
+            done = exchange_reports([own], self.weights.vector.device)
+            done = self.control.with_lines(done, own)
+        refused = any(report.refused for report in done)
+        if refused:
+            self.weights.load(self._start)
+            self.refused += 1
+            done = [replace(report, refused=True) for report in done]
+        else:
+            for report in done:
+                self._plans.planner.observe(report)
+        self._reports.extend(done)
+        self._start = None
+        return refused
+
+    def reports(self) -> Iterator[RoundReport]:
+        """Yield the reports of rounds pushed since the last call."""
+        while self._reports:
+            yield self._reports.popleft()
+
+    def load(self, end: EpochEnd) -> None:
+        """The model already holds the weights of an epoch's end."""
+
+    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+        """Return what all processes do after this step: the strongest of their wishes.
+
+        They ask each other about once a second, at the same step.
+        """
+        if self.control is None:
+            return wish
+        self._steps += 1
+        if self._steps < self._ask_at:
+            return Wish.GO_ON
+        now = time.monotonic()
+        step_s = max(now - self._asked_s, 1e-6) / self._steps
+        # Rank 0's clock decides when they ask again.
+        own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if dist.get_rank() == 0 else 0
+        strongest, self._ask_at = self.control.highest(wish, own)
+        self._steps, self._asked_s = 0, now
+        return Wish(strongest)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def held(self) -> AbstractContextManager:
+        """Nothing else changes the state here."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which turn it is, to go on from in `load_state_dict`."""
+        return {
+            "clock": self._clock,
+            "refused": self.refused,
+            "time_s": self.time_s,
+            "spent_s": 0.0 if self._start is None else time.perf_counter() - self._began,
+            "start": self._start,
+            "reports": [asdict(report) for report in self._reports],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
+        self.time_s = state["time_s"]
+        self._spent_s = state["spent_s"]
+        start, device = state["start"], self.weights.vector.device
+        self._start = None if start is None else start.to(device)
+        self._reports = deque(map(report_from_plain, state["reports"]))
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on where workers of another number stopped."""
+        self._clock = handover.clock
+        self.time_s = handover.time_s if self._simulated else None
+        self._start = handover.weights.to(self.weights.vector.device) if handover.steps else None

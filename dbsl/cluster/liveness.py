@@ -1,0 +1,376 @@
+"""How processes hear of each other outside of training: who is alive, and what a launch remembers.
+
+Where all meet, it goes through the launcher's own key-value store, at MASTER_ADDR, which outlives
+the processes that torchrun and accelerate restart. A server and its worker tell each other on the
+connection that they have (`Pulse`). No port is opened here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dbsl.base.errors import SyncError
+
+_BEAT_S = 0.4
+_PATIENCE = timedelta(seconds=20)  # for the store itself
+_LOST = "lost"
+_SIOCGIFADDR = 0x8915
+
+
+def restarts() -> int:
+    """Return how often torchrun or accelerate has restarted this launch's processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def remember(key: str, value: str) -> str:
+    """Return what this launch remembers under a key: `value`, unless it was set before.
+
+    Where no launcher would restart the processes, that is `value`.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
+        return value
+    store = _connect("launch")
+    return value if store is None else store.compare_set(key, "", value).decode()
+
+
+def recall(key: str) -> str | None:
+    """Return what this launch remembers under a key, if it was restarted."""
+    store = _connect("launch") if restarts() else None
+    return store.get(key).decode() if store is not None and store.check([key]) else None
+
+
+def join_processes(timeout_s: float, *, cpu: bool) -> None:
+    """Prepare the process group of processes that a launcher started, or restarted.
+
+    Accelerate makes the group itself, but after a restart: the launcher's store still holds the
+    addresses of the processes before (torch 2.15), so that each attempt needs keys of its own.
+
+    Args:
+        timeout_s: Longest wait of one process for another.
+        cpu: Whether the processes compute on the CPU, be there an accelerator or not.
+    """
+    _bind_to_launcher()
+    # The launcher's store is there for the group as well, under other keys.
+    store = _connect(f"group/{restarts()}") if restarts() else None
+    if store is None or not (cpu or torch.cuda.is_available()):
+        return
+    dist.init_process_group(
+        chosen_backend() or ("gloo" if cpu else "nccl"),
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def chosen_backend() -> str | None:
+    """Return the backend that DBSL_BACKEND names for processes of a launcher; None: the device's.
+
+    With ``gloo`` several processes may share one GPU, which NCCL refuses; it is slower.
+
+    Raises:
+        ValueError: If it names another one.
+    """
+    name = os.environ.get("DBSL_BACKEND", "")
+    if name not in ("", "gloo"):
+        raise ValueError(f"DBSL_BACKEND must be gloo or unset, got {name!r}")
+    # Accelerate takes a named backend for a group that exists, also where no launcher is.
+    return name if name and "LOCAL_RANK" in os.environ else None
+
+
+def _bind_to_launcher() -> None:
+    """Have gloo listen only on the interface that reaches the launcher (Linux).
+
+    ``GLOO_SOCKET_IFNAME`` decides instead where it is set. Call it before there is a process group.
+    """
+    address = os.environ.get("MASTER_ADDR")
+    if not address or "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError):
+        interface = _interface_to(address)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _interface_to(address: str) -> str | None:
+    """Return the interface by which packets to an address leave this machine."""
+    family, _, _, _, peer = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)  # sends nothing
+        own = probe.getsockname()[0]
+        if family != socket.AF_INET:
+            return "lo" if own == "::1" else None
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None
+
+
+class RollCall:
+    """Each process says twice a second that it is alive, and how far it is.
+
+    When an exchange fails, that tells whose fault it is: a process that died or was stopped says
+    nothing more, one that hangs has entered fewer exchanges than the others.
+
+    Where an exchange does not fail when a peer dies (NCCL's waits on the device, for its own
+    timeout), the death is heard on connections beside it, and ends this process.
+
+    Args:
+        rank: This process.
+        world_size: Number of processes.
+        timeout_s: Silence after which a process counts as lost.
+        pairs: Connections (gloo) with rank 0, or in rank 0 with each other rank, to hear deaths on.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        pairs: Mapping[int, dist.ProcessGroup] | None = None,
+    ) -> None:
+        self.entered = 0  # exchanges with the others that this process has begun
+        self._rank = rank
+        self._others = [r for r in range(world_size) if r != rank]
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._store = _connect(f"roll/{restarts()}")
+        self._thread = threading.Thread(target=self._beat, name="roll-call", daemon=True)
+        if self._store is not None:
+            self._store.set(f"beat/{rank}", "0 0")
+            self._thread.start()
+        self._pulses = {
+            peer: Pulse(peer, pair, timeout_s, asks=rank != 0, on_lost=partial(self._gone, peer))
+            for peer, pair in (pairs if pairs and self._store else {}).items()
+        }
+
+    def enter(self) -> None:
+        """Note that this process begins an exchange with the others."""
+        self.entered += 1
+
+    @contextlib.contextmanager
+    def naming_the_missing(self) -> Iterator[None]:
+        """Turn a failed exchange into a `SyncError` that names the rank whose fault it is."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = reason_of(error)
+            peers = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket")
+            if self._store is None or not any(word in reason.lower() for word in peers):
+                raise
+            raise SyncError(self._verdict(reason)) from error
+
+    def close(self) -> None:
+        """Leave: from now on this process may be silent."""
+        self._closed.set()
+        if self._store is not None:
+            self._thread.join(_PATIENCE.total_seconds())
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"beat/{self._rank}", "done")
+        for pulse in self._pulses.values() if self._rank else ():
+            pulse.close()
+
+    def _verdict(self, reason: str) -> str:
+        """Return who is missing, as the first process to notice has found it."""
+        try:
+            before = self._beats()
+            time.sleep(5 * _BEAT_S)  # a busy machine may delay a beat or two
+            after = self._beats()
+            silent = [r for r in self._others if before[r] == after[r] != "done"]
+            behind = [r for r in self._others if _entered(after[r]) < self.entered]
+            if silent:
+                found = f"{_ranks(silent)} died or fell silent"
+            elif behind:
+                fewest = min(_entered(after[r]) for r in behind)
+                found = f"{_ranks([r for r in behind if _entered(after[r]) == fewest])} hangs"
+            else:
+                found = "an exchange between processes failed"
+            return self._store.compare_set(_LOST, "", f"{found} ({reason})").decode()
+        except RuntimeError:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            return f"rank 0 or the launcher died: nothing answers at {where} ({reason})"
+
+    def _beats(self) -> dict[int, str]:
+        values = self._store.multi_get([f"beat/{rank}" for rank in self._others])
+        return {r: value.decode() for r, value in zip(self._others, values, strict=True)}
+
+    def _beat(self) -> None:
+        """Say that this process is alive; see that those it watches are (runs in a thread)."""
+        count, seen = 0, {}
+        # All watch rank 0, which watches all.
+        watched = self._others if self._rank == 0 else [0]
+        while not self._closed.wait(_BEAT_S):
+            count += 1
+            try:
+                self._store.set(f"beat/{self._rank}", f"{count} {self.entered}")
+                if count % 5 == 0:
+                    self._watch(watched, seen)
+            except RuntimeError:  # the store is gone, and with it the launcher or rank 0
+                return  # the next exchange fails, and says so
+
+    def _watch(self, watched: list[int], seen: dict[int, tuple[str, float]]) -> None:
+        now = time.monotonic()
+        keys = [f"beat/{rank}" for rank in watched]
+        if not self._store.check(keys):
+            return  # not all have begun
+        for rank, value in zip(watched, self._store.multi_get(keys), strict=True):
+            text = value.decode()
+            if text == "done" or seen.get(rank, ("", 0.0))[0] != text:
+                seen[rank] = (text, now)
+            elif now - seen[rank][1] > self._timeout_s:
+                found = f"rank {rank} has said nothing for {self._timeout_s:g} s"
+                self._store.compare_set(_LOST, "", found)
+        if self._store.check([_LOST]):
+            self._end_soon()
+
+    def _gone(self, peer: int) -> None:
+        """Tell all processes that one has died (runs in its pulse's thread)."""
+        if self._closed.is_set():
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone with it
+            if self._store.get(f"beat/{peer}") == b"done":
+                return  # it has left in good order
+            failure = self._pulses[peer].failure
+            self._store.compare_set(_LOST, "", f"rank {peer} died or fell silent ({failure})")
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        """End this process, unless its main thread has by then."""
+        self._closed.set()
+        threading.Timer(_BEAT_S * 8, self._end).start()
+
+    def _end(self) -> None:
+        """End a process whose main thread waits in an exchange that does not come back."""
+        found = "rank 0 or the launcher died"
+        with contextlib.suppress(RuntimeError):
+            found = self._store.get(_LOST).decode()
+        print(f"error: {found}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+
+class Pulse:
+    """Two processes tell each other that they are alive, whatever else they do meanwhile.
+
+    One asks twice a second and the other answers, each in a thread, on the connection on which they
+    exchange weights: compute may take as long as it takes. When one has heard nothing of the other
+    for too long, the connection is closed, and whatever waits for it in either process fails.
+
+    Args:
+        peer: Rank of the other process.
+        pair: Process group (gloo) of the two.
+        timeout_s: Silence after which the other one counts as lost.
+        asks: Whether this process asks; else it answers.
+        on_lost: Called, in the thread, when the other one was lost.
+
+    Attributes:
+        failure: Why the other one counts as lost, or None.
+    """
+
+    _TAG = 1  # messages of any other tag are not mistaken for these
+
+    def __init__(
+        self,
+        peer: int,
+        pair: dist.ProcessGroup,
+        timeout_s: float,
+        *,
+        asks: bool,
+        on_lost: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.failure: str | None = None
+        self._peer, self._pair, self._asks = peer, pair, asks
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._closed = threading.Event()
+        self._beat = torch.zeros(1)  # 1: the last one
+        self._thread = threading.Thread(target=self._run, name=f"pulse-{peer}", daemon=True)
+        self._thread.start()
+
+    def reason(self, error: BaseException) -> str:
+        """Return why an exchange with the other process failed."""
+        if "timeout" in str(error):  # gloo's, for all that waits where the pulse has given up
+            self._thread.join(_BEAT_S)
+        return self.failure or reason_of(error)
+
+    def close(self) -> None:
+        """Say that this process is silent from now on; the one that asks does."""
+        self._closed.set()
+        self._thread.join(self._timeout_s)
+
+    def give_up(self) -> None:
+        """Tell the other process that nobody answers it any more; the one that answers does."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        try:
+            if self._asks:
+                self._ask()
+            else:
+                while not self._hear(self._timeout_s):
+                    self._say(float(self._closed.is_set()))
+        except RuntimeError as error:
+            silent = "timed out" in str(error).lower()
+            found = f"rank {self._peer} has said nothing for {self._timeout_s:g} s"
+            self.failure = self.failure or (found if silent else reason_of(error))
+            self._on_lost()
+
+    def _ask(self) -> None:
+        while not self._closed.wait(min(_BEAT_S, self._timeout_s / 4)):
+            self._say(0.0)
+            if self._hear(self._timeout_s):
+                self.failure = f"rank {self._peer} goes on without this process"
+                self._hear(0.001)  # in vain, which closes the connection
+        self._say(1.0)
+
+    def _say(self, last: float) -> None:
+        self._beat.fill_(last)
+        work = dist.isend(self._beat, self._peer, group=self._pair, tag=self._TAG)
+        work.wait(timedelta(seconds=self._timeout_s))
+
+    def _hear(self, timeout_s: float) -> bool:
+        work = dist.irecv(self._beat, self._peer, group=self._pair, tag=self._TAG)
+        work.wait(timedelta(seconds=timeout_s))
+        return bool(self._beat.item())
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what torch says of a failed exchange, in short.
+
+    That is without the place in torch's sources, and without its advice behind the first sentence.
+    """
+    words = " ".join(str(error).split()) or repr(error)
+    return re.sub(r"^\[\S+:\d+\] ", "", words).split(". ")[0]
+
+
+def _entered(beat: str) -> float:
+    return float("inf") if beat == "done" else int(beat.split()[1])
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _connect(prefix: str) -> dist.Store | None:
+    """Return a connection of one's own to the launcher's store; None: there is no launcher."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=_PATIENCE)
+    return dist.PrefixStore(f"dbsl/{prefix}", store)

@@ -1,0 +1,497 @@
+"""The owner of the global weights: merge rules, clocks and staleness. No communication in it.
+
+Workers push weights, which are merged, or weighted gradients, on which the server's own optimizer
+takes a step (`GradientServer`).
+
+Merge rules: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092); the bound on clocks is that of
+stale synchronous parallel (Ho et al., NIPS 2013).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dbsl.base.serialize import as_counts, as_numbers
+from dbsl.cluster.outer import OuterOptimizer
+
+Merge = Literal["mean", "delta", "ratio", "half"]
+Sync = Literal["bsp", "ssp", "asp", "step"]
+Push = Literal["weights", "gradients"]
+_AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
+
+
+class StepLine(NamedTuple):
+    """What a worker says of itself every so many of its optimizer steps."""
+
+    worker: int
+    epoch: int
+    round: int
+    step: int  # steps that the worker has taken in the run
+    progress: float  # of the epoch where the step began, in [0, 1)
+    loss: float  # mean over the samples since the line before
+    learning_rate: float
+    gradient_norm: float  # of the step's batch; of a joint step's the global one
+    images_per_s: float  # since the line before, time between the worker's rounds left out
+    memory_gib: float  # see `dbsl.profile.memory.memory_in_use`
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a worker says of a round beside its weights; the server adds the staleness."""
+
+    worker: int
+    epoch: int
+    round: int
+    resolution: int
+    local_batch_size: int
+    samples: int
+    steps: int
+    time_s: float  # compute alone: no pull, push or waiting
+    loss: float  # mean over the round's samples
+    merge_weight: float
+    staleness: int = 0
+    learning_rate: float = 0.0  # of the round's last step
+    predicted_time_s: float = 0.0  # of the compute, by the plan
+    # On the cluster's clock, which is virtual where the cluster is simulated: the round's compute,
+    # and the time since the worker's last round, spent waiting for others and in transfers.
+    compute_time_s: float = 0.0
+    wait_time_s: float = 0.0
+    refused: bool = False  # loss or weights were not finite: nothing of it was merged
+    # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
+    # batch of 0 where they were not measured (see dbsl.profile.noise).
+    micro_batch: int = 0
+    micro_square: float = 0.0
+    gradient_batch: int = 0
+    gradient_square: float = 0.0
+    logged: int = 0  # step lines that follow the report on its way to the main process
+    lines: tuple[StepLine, ...] = ()  # these
+
+
+def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
+    """Return the report that `asdict` was given, also where it has been a checkpoint since."""
+    lines = tuple(StepLine(*line) for line in values.get("lines", ()))
+    return RoundReport(**{**values, "lines": lines})
+
+
+@dataclass(frozen=True)
+class Round:
+    """A turn: workers of this process train on their parts of one round, from a pull to a push.
+
+    It is one worker's turn, or, where all take joint steps, that of every worker in the process.
+    """
+
+    workers: tuple[int, ...]
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """Every worker has pushed the epoch's last round: time to evaluate and to save."""
+
+    epoch: int
+    weights: Tensor = field(repr=False)  # global weights at that moment
+    ended_at: float  # the moment, by time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What workers of another number take over from those before them.
+
+    Attributes:
+        weights: The global weights.
+        version: Global updates so far.
+        clock: Rounds that every worker starts with behind it.
+        left: What is left of epochs that were begun, as places in their order; other epochs are
+            whole.
+        steps: Joint steps of the round that were taken.
+        optimizers: Optimizer state, by worker.
+        server_optimizer: Of the server, where gradients are pushed.
+        time_s: The virtual clock.
+        outer: Of the server, where it steps on what workers changed.
+    """
+
+    weights: Tensor = field(repr=False)
+    version: int
+    clock: int
+    left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    steps: int = 0
+    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
+    time_s: float = 0.0
+    outer: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+@torch.no_grad()
+def merge_one(
+    global_: Tensor, pushed: Tensor, weight: float, rule: Merge, out: Tensor | None = None
+) -> None:
+    """Merge one worker's weights w into the global weights g with factor f in (0, 1].
+
+    ``ratio`` (journal): g <- (g + f*w)/(1 + f). ``half`` (conference): g <- ((2 - f)*g + f*w)/2.
+    In place, or into `out`.
+    """
+    part = weight / (1 + weight) if rule == "ratio" else weight / 2
+    torch.lerp(global_, pushed, part, out=global_ if out is None else out)
+
+
+class Server:
+    """Global weights that workers pull and push, one round at a time.
+
+    `mean` collects the pushes of all workers and then sets g <- sum(f_i*w_i)/sum(f_i); `delta` does
+    so too, but hands g minus that mean to an outer optimizer as a gradient; `ratio` and `half`
+    merge each push as it comes. A worker may start a round while its clock (rounds it has
+    pushed) is at most `staleness` ahead of the slowest worker's.
+
+    Args:
+        weights: Initial global weights, one vector; the server keeps its own copy.
+        workers: Number of workers.
+        rule: Merge rule.
+        staleness: Clock ticks that the leader may be ahead: 0 is a barrier, None no bound.
+        rounds_per_epoch: Rounds that make an epoch.
+        observe: Called with each report, before anyone can ask for what follows from it.
+        outer: The optimizer of `delta`.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        workers: int,
+        *,
+        rule: Merge,
+        staleness: int | None,
+        rounds_per_epoch: int,
+        observe: Callable[[RoundReport], object] = lambda report: None,
+        outer: OuterOptimizer | None = None,
+    ) -> None:
+        if rule in _AT_BARRIER and staleness != 0:
+            raise ValueError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
+        assert (rule == "delta") == (outer is not None)
+        self.rule: Merge = rule
+        self._outer = outer
+        self.staleness = staleness
+        self.rounds_per_epoch = rounds_per_epoch
+        self._observe = observe
+        self.clocks = [0] * workers
+        self.active = set(range(workers))  # but for those that were lost
+        self.refused = 0  # rounds that were not merged, since they were not finite
+        self.version = 0  # global updates so far
+        self.finished: deque[EpochEnd] = deque()
+        self.reports: deque[RoundReport] = deque()
+        self._weights = weights.detach().clone()
+        self._snapshot: Tensor | None = None
+        self._readers = 0  # of the snapshot, that may still read it
+        self._pulled_version = [0] * workers
+        self._sum: Tensor | None = None
+        self._sum_weight = 0.0
+        self._collected = 0
+        self._epochs_ended = 0
+
+    def may_start(self, worker: int) -> bool:
+        """Whether the worker may start its next round now."""
+        return self.staleness is None or self.clocks[worker] <= self.latest_start()
+
+    def latest_start(self) -> float:
+        """Return the clock up to which workers may start a round now."""
+        return float("inf") if self.staleness is None else self.slowest() + self.staleness
+
+    def slowest(self) -> int:
+        """Return the clock of the slowest worker that is still there."""
+        return min(self.clocks[worker] for worker in self.active)
+
+    def drop(self, worker: int) -> None:
+        """Go on without a worker: nobody waits for it any more."""
+        round_ = self.slowest()
+        self.active.discard(worker)
+        if self._collected and self.slowest() > round_:  # the barrier waited for it alone
+            self._merge_collected()
+        self._end_epochs()
+
+    def pull(self, worker: int) -> Tensor:
+        """Return the global weights for a worker's next round, not to be written to."""
+        self._pulled_version[worker] = self.version
+        return self.snapshot()
+
+    def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
+        """Merge a worker's weights, advance its clock and return the report with its staleness."""
+        worker = report.worker
+        report = replace(report, staleness=self.version - self._pulled_version[worker])
+        if self.rule in _AT_BARRIER:
+            self._collect(weights, report)
+        elif not report.refused:
+            current = self._weights
+            out = self._writable(keep=False)  # another tensor where `current` is still read
+            merge_one(current, weights, report.merge_weight, self.rule, out)
+            self.version += 1
+        self._advance([report])
+        return report
+
+    def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
+        """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
+
+        None: all of it was refused.
+        """
+        if joined is not None:
+            self._take_mean(joined)
+        self.version += 1
+        self._advance(reports)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a later `load_state_dict` needs to go on alike."""
+        return {
+            "weights": self.snapshot(),
+            "version": self.version,
+            "clocks": list(self.clocks),
+            "active": sorted(self.active),
+            "pulled_version": list(self._pulled_version),
+            "sum": self._sum,
+            "sum_weight": self._sum_weight,
+            "collected": self._collected,
+            "epochs_ended": self._epochs_ended,
+            "refused": self.refused,
+            "finished": [asdict(end) for end in self.finished],
+            "reports": [asdict(report) for report in self.reports],
+            "outer": self._outer and self._outer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        workers = len(self.clocks)
+        single = [state[name] for name in ("version", "collected", "epochs_ended", "refused")]
+        self.version, self._collected, self._epochs_ended, self.refused = as_counts(single, 4)
+        self.clocks = as_counts(state["clocks"], workers)
+        self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
+        self._pulled_version = as_counts(state["pulled_version"], workers)
+        self._writable(keep=False).copy_(state["weights"])
+        self._sum = None
+        if state["sum"] is not None:
+            self._sum = state["sum"].to(self._weights.device)
+            if self._sum.shape != self._weights.shape:
+                raise ValueError(f"sum must be {self._weights.shape}, got {self._sum.shape}")
+        (self._sum_weight,) = as_numbers([state["sum_weight"]], 1)
+        now = {"ended_at": time.perf_counter()}  # that clock is of a process
+        self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
+        self.reports = deque(map(report_from_plain, state["reports"]))
+        self._load_outer(state.get("outer"))
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on with the weights of other workers, all workers at the same clock."""
+        self._writable(keep=False).copy_(handover.weights)
+        self.version = handover.version
+        self.clocks = [handover.clock] * len(self.clocks)
+        self._pulled_version = [handover.version] * len(self.clocks)
+        self._epochs_ended = handover.clock // self.rounds_per_epoch
+        self._load_outer(handover.outer)
+
+    def snapshot(self) -> Tensor:
+        """Return the current global weights; later merges leave the returned tensor as it is.
+
+        That lasts until it is given back with `release`, if it is.
+        """
+        # Readers share one tensor per version: pulls copy nothing until a merge has to write.
+        if self._snapshot is None:
+            self._snapshot, self._readers = self._weights, 0
+        self._readers += 1
+        return self._snapshot
+
+    def release(self, snapshot: Tensor) -> None:
+        """Note that a reader of a snapshot is done: without readers, merges write in place."""
+        if snapshot is self._snapshot:
+            self._readers -= 1
+            if self._readers == 0:
+                self._snapshot = None
+
+    def _writable(self, *, keep: bool = True) -> Tensor:
+        """Return the weights to write to; not `keep`: all of them are to be overwritten."""
+        if self._snapshot is not None:
+            self._weights = self._snapshot.clone() if keep else torch.empty_like(self._snapshot)
+            self._snapshot = None
+        return self._weights
+
+    @torch.no_grad()
+    def _collect(self, weights: Tensor, report: RoundReport) -> None:
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._weights)
+        if not report.refused:
+            self._sum.add_(weights, alpha=report.merge_weight)
+            self._sum_weight += report.merge_weight
+        self._collected += 1
+        if self._is_last(report.worker):
+            self._merge_collected()
+
+    def _is_last(self, worker: int) -> bool:
+        """Whether everyone else has pushed the round that this worker pushes."""
+        clock = self.clocks[worker]
+        return all(self.clocks[other] > clock for other in self.active if other != worker)
+
+    def _merge_collected(self) -> None:
+        """Make one update of the pushes that a barrier has collected."""
+        if self._sum_weight:  # else all were refused, and the weights stay
+            self._update(self._sum, self._sum_weight)
+        self._sum.zero_()
+        self._sum_weight, self._collected = 0.0, 0
+        self.version += 1
+
+    def _update(self, summed: Tensor, weight: float) -> None:
+        if self._outer is None:
+            torch.div(summed, weight, out=self._writable(keep=False))
+        else:
+            self._take_mean(summed / weight)
+
+    def _load_outer(self, state: Mapping[str, Any] | None) -> None:
+        if self._outer is not None and state is not None:
+            self._outer.load_state_dict(state, self._weights.device)
+
+    def _take_mean(self, mean: Tensor) -> None:
+        if self._outer is not None:
+            mean = self._outer.step(self._weights, mean)
+        self._writable(keep=False).copy_(mean)
+
+    def _advance(self, reports: Sequence[RoundReport]) -> None:
+        for report in reports:
+            self.clocks[report.worker] += 1
+            self.refused += report.refused
+            if not report.refused:
+                self._observe(report)
+            self.reports.append(report)
+        self._end_epochs()
+
+    def _end_epochs(self) -> None:
+        """Note the ends of epochs that all active workers have come to."""
+        while self.slowest() // self.rounds_per_epoch > self._epochs_ended:
+            end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
+            self.finished.append(end)
+            self._epochs_ended += 1
+
+
+class WeightsOwner(Protocol):
+    """Global weights, one vector, and the optimizer that steps on them."""
+
+    vector: Tensor
+
+    def apply(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
+        """Take a step, or a part of one, with the gradients of all parameters.
+
+        The change of the buffers follows.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the optimizer's state back."""
+
+
+class GradientServer(Server):
+    """A server that owns the optimizer: workers push weighted gradients and pull weights.
+
+    A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
+    change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
+    are summed and make one step, that of the joined batch; else each makes its part b_i/B of a step
+    as it comes, in learning rate, momentum and weight decay: those of all workers are one step.
+
+    Args:
+        owner: Has the weights and the optimizer.
+        workers: Number of workers.
+        staleness: As for `Server`.
+        rounds_per_epoch: Pushes of a worker per epoch.
+        damp: Whether a push's gradients are scaled by 1/(1 + staleness).
+        observe: As for `Server`.
+    """
+
+    def __init__(
+        self,
+        owner: WeightsOwner,
+        workers: int,
+        *,
+        staleness: int | None,
+        rounds_per_epoch: int,
+        damp: bool = False,
+        observe: Callable[[RoundReport], object] = lambda report: None,
+    ) -> None:
+        super().__init__(
+            owner.vector,
+            workers,
+            rule="mean" if staleness == 0 else "ratio",
+            staleness=staleness,
+            rounds_per_epoch=rounds_per_epoch,
+            observe=observe,
+        )
+        self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
+        self._owner = owner
+        self._damp = damp
+        self._rate = 0.0  # learning rate of what a barrier has collected
+
+    def push(self, gradients: Tensor, report: RoundReport) -> RoundReport:
+        """Take a worker's gradients in, advance its clock, return the report with its staleness."""
+        staleness = self.version - self._pulled_version[report.worker]
+        report = replace(report, staleness=staleness)
+        if self.staleness == 0:
+            if self._sum is None:
+                self._sum = torch.zeros_like(gradients)
+            if not report.refused:
+                self._sum.add_(gradients)
+                self._sum_weight += report.merge_weight
+            self._collected += 1
+            self._rate = report.learning_rate
+            if self._is_last(report.worker):
+                self._merge_collected()
+        elif not report.refused:
+            scaled = gradients / (1 + staleness) if self._damp else gradients
+            self._step(scaled, report.learning_rate, report.merge_weight)
+        self._advance([report])
+        return report
+
+    def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
+        """Take the sum of all workers' gradients, made elsewhere, as one step."""
+        if joined is not None:
+            self._step(joined, reports[0].learning_rate)
+        self._advance(reports)
+
+    def snapshot(self) -> Tensor:
+        """Return a copy of the current global weights, one for all who ask before the next step."""
+        if self._snapshot is None:
+            self._snapshot = self._weights.clone()
+        return self._snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Server.state_dict`; with the optimizer's state."""
+        return super().state_dict() | {"optimizer": self._owner.state_dict(), "rate": self._rate}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Server.load_state_dict`."""
+        self._snapshot = None
+        super().load_state_dict(state)
+        (self._rate,) = as_numbers([state.get("rate", 0.0)], 1)
+        self._owner.load_state_dict(state["optimizer"])
+
+    def take_over(self, handover: Handover) -> None:
+        """See `Server.take_over`."""
+        super().take_over(handover)
+        if handover.server_optimizer is not None:
+            self._owner.load_state_dict(handover.server_optimizer)
+
+    def release(self, snapshot: Tensor) -> None:
+        """Nothing to do: a snapshot is a copy here, which a step does not write to."""
+
+    def _writable(self, *, keep: bool = True) -> Tensor:
+        self._snapshot = None
+        return self._weights
+
+    def _merge_collected(self) -> None:
+        if self._sum_weight:  # else all were refused, and no step is taken
+            self._step(self._sum, self._rate)
+        self._sum.zero_()
+        self._sum_weight, self._collected = 0.0, 0
+
+    def _step(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
+        self._owner.apply(gradients, learning_rate, part)
+        self._snapshot = None
+        self.version += 1

@@ -1,0 +1,187 @@
+"""The simulated cluster: any number of workers in one process, on a virtual clock.
+
+A discrete-event queue says whose round ends next. That worker trains from the weights it pulled
+when its round began, pushes, and pulls again, so that asynchronous and stale synchronous runs are
+exact and come out the same every time, whatever this machine is doing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from dbsl.base.serialize import as_counts, as_numbers
+from dbsl.cluster.server import EpochEnd, Handover, Round, RoundReport, Server
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.follow import Planner, Segment
+from dbsl.run.stopping import Wish
+
+
+class SimulatedCluster:
+    """Workers that take turns on one model; `Server` decides as it does for real processes.
+
+    Args:
+        weights: The model's weights; a turn's worker has them to itself until it pushes.
+        server: The server, with the clocks of all workers.
+        planner: Tells who trains on how much.
+        epochs: Epochs that each worker runs.
+        duration: Virtual seconds of a worker's round, from (worker, epoch, round).
+        outgoing: What a push hands over; None for the weights.
+    """
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        server: Server,
+        *,
+        planner: Planner,
+        epochs: int,
+        duration: Callable[[int, int, int], float],
+        outgoing: Tensor | None = None,
+    ) -> None:
+        self.weights = weights
+        self.server = server
+        self.time_s = 0.0  # the virtual clock
+        self.workers = range(len(server.clocks))
+        self._planner = planner
+        self.outgoing = weights.vector if outgoing is None else outgoing
+        self._duration = duration
+        self._rounds = epochs * server.rounds_per_epoch
+        self._pulled: dict[int, Tensor] = {}
+        self._durations: dict[int, float] = {}  # of the round that a worker is in
+        self._waits: dict[int, float] = {}  # before it; at a barrier it is not asked for
+        self._ended = [0.0] * len(server.clocks)  # each worker's last round
+        self._queue: list[tuple[float, int]] = []
+        self._turn: int | None = None  # the worker whose turn it is
+
+    @property
+    def refused(self) -> int:
+        """Rounds that were not finite, so far."""
+        return self.server.refused
+
+    def turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield rounds in the order in which they end, and each epoch's end when it comes."""
+        while True:
+            while self.server.finished:
+                yield self.server.finished.popleft()
+            if self._turn is None:
+                for worker in self._waiting():
+                    self._start(worker)
+                if not self._queue:
+                    return
+                self.time_s, self._turn = heapq.heappop(self._queue)
+                if self._turn not in self.server.active:  # it was lost inside its round
+                    self._turn = None
+                    continue
+            yield Round((self._turn,), *self._clock(self._turn))
+            self._turn = None
+
+    def plan(self, turn: Round) -> Segment:
+        """Return the plan in force in a turn."""
+        return self._planner.at(turn.epoch, turn.round)
+
+    def pull(self, turn: Round) -> None:
+        """Load the weights that the worker's round started from into the model."""
+        (worker,) = turn.workers
+        pulled = self._pulled.pop(worker)
+        self.weights.load(pulled)
+        self.server.release(pulled)
+
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Hand the worker's weights, or gradients, to the server; True: they were refused."""
+        (report,) = reports
+        worker = report.worker
+        self._ended[worker] = self.time_s
+        wait_s = self._waits[worker]
+        if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
+            others = [end_s for end_s, other in self._queue if other in self.server.active]
+            wait_s = max(others, default=self.time_s) - self.time_s
+        report = replace(report, compute_time_s=self._durations[worker], wait_time_s=wait_s)
+        self.server.push(self.outgoing, report)
+        return report.refused
+
+    def reports(self) -> Iterator[RoundReport]:
+        """Yield the reports of rounds pushed since the last call."""
+        while self.server.reports:
+            yield self.server.reports.popleft()
+
+    def load(self, end: EpochEnd) -> None:
+        """Load the global weights of an epoch's end into the model."""
+        self.weights.load(end.weights)
+
+    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+        """Return what all processes do now: in one process, what it wishes."""
+        return wish
+
+    def close(self) -> None:
+        """Nothing to release in one process."""
+
+    def held(self) -> AbstractContextManager:
+        """Nothing else changes the state here."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where every worker is, to go on from in `load_state_dict`.
+
+        In the middle of a turn its worker's weights are the model's; they are not in here.
+        """
+        return {
+            "server": self.server.state_dict(),
+            "time_s": self.time_s,
+            "turn": self._turn,
+            "pulled": dict(self._pulled),
+            "durations": dict(self._durations),
+            "waits": dict(self._waits),
+            "ended": list(self._ended),
+            "queue": list(self._queue),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.server.load_state_dict(state["server"])
+        workers, device = len(self._ended), self.weights.vector.device
+        (self.time_s,) = as_numbers([state["time_s"]], 1)
+        turn = state["turn"]
+        self._turn = None if turn is None else as_counts([turn], 1, workers - 1)[0]
+        self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
+        self._durations, self._waits = dict(state["durations"]), dict(state["waits"])
+        self._ended = as_numbers(state["ended"], workers)
+        queue = list(state["queue"])
+        times = as_numbers([time_s for time_s, _ in queue], len(queue))
+        inside = as_counts([worker for _, worker in queue], len(queue), workers - 1)
+        if not set(inside) <= self._pulled.keys() & self._durations.keys() & self._waits.keys():
+            raise ValueError(f"state must have what the workers {inside} have pulled")
+        self._queue = list(zip(times, inside, strict=True))
+
+    def take_over(self, handover: Handover) -> None:
+        """Go on where workers of another number stopped."""
+        self.server.take_over(handover)
+        self.time_s = handover.time_s
+        self._ended = [handover.time_s] * len(self._ended)
+
+    def _waiting(self) -> list[int]:
+        """Return the workers that are in no round and may start one, in order."""
+        inside, latest = {worker for _, worker in self._queue}, self.server.latest_start()
+        return [
+            worker
+            for worker, clock in enumerate(self.server.clocks)
+            if clock < self._rounds
+            and clock <= latest
+            and worker not in inside
+            and worker in self.server.active
+        ]
+
+    def _clock(self, worker: int) -> tuple[int, int]:
+        return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
+
+    def _start(self, worker: int) -> None:
+        self._pulled[worker] = self.server.pull(worker)
+        duration = self._duration(worker, *self._clock(worker))
+        self._durations[worker] = duration
+        self._waits[worker] = self.time_s - self._ended[worker]
+        heapq.heappush(self._queue, (self.time_s + duration, worker))

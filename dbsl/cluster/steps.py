@@ -1,0 +1,461 @@
+"""What one optimizer step is: a worker's own, one of all workers together, or the server's.
+
+Each stepper has the model to call, `part` around a worker's forward and backward pass, and `step`.
+The loop that uses them is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.compiling import uncompiled
+from dbsl.cluster.server import Round
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.sampler import Part, Step
+
+# Older and newer versions of torch name it differently.
+_SYNC_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "forward_sync_buffers"
+
+_SETTINGS = ("lr", "momentum", "weight_decay")  # which a resumed run may change
+
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class _Stepper:
+    """What steppers have in common: optimizers by worker, and their state.
+
+    Attributes:
+        optimizers: Of this process's workers.
+        joint: Whether, by the time of a step, gradients are those of all workers' batches.
+        on_gradients: Called in `step` while its gradients are whole, with the weight of the mean
+            loss that they are of.
+    """
+
+    optimizers: dict[int, torch.optim.Optimizer]
+    joint = False
+    on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizers' state, and what else lasts from step to step inside a round."""
+        return {"optimizers": {w: o.state_dict() for w, o in self.optimizers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; workers that are not in it start anew."""
+        for worker, saved in state["optimizers"].items():
+            if worker in self.optimizers:
+                load_optimizer(self.optimizers[worker], saved)
+
+    def forget(self, worker: int) -> None:
+        """Clear a worker's optimizer state."""
+        if worker in self.optimizers:
+            self.optimizers[worker].state.clear()
+
+
+class OwnSteps(_Stepper):
+    """Each worker steps by itself, with an optimizer of its own; its weights are pushed later."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: ComputeClock,
+        build_optimizer: BuildOptimizer,
+        workers: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.optimizers = {worker: build_optimizer(model) for worker in workers}
+        self.clock = clock
+
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Note which epoch it is, for emulated slowness."""
+        self.clock.epoch = turn.epoch
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        with self.clock.running((part.worker,)):
+            yield part.weight
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step."""
+        (part,) = step.parts
+        self.on_gradients(part.weight)
+        with self.clock.running((part.worker,)):
+            _take(self.optimizers[part.worker], learning_rate)
+
+
+class JointSteps(_Stepper):
+    """All workers of one process step together: parts are accumulated, then one step is taken.
+
+    Each part normalises by its own statistics; the running statistics become those of the parts,
+    weighted as their losses. Gradients have one place for the whole run: what a CUDA graph returns
+    is overwritten by its next call, so that sums must not lie there.
+    """
+
+    joint = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: FlatWeights,
+        clock: ComputeClock,
+        build_optimizer: BuildOptimizer,
+        workers: Sequence[int],
+    ) -> None:
+        self.model = model
+        self.optimizers = {0: build_optimizer(model)}
+        self._buffers = weights.buffers
+        self._gradients = torch.zeros_like(weights.vector)
+        weights.attach_gradients(self._gradients)
+        self.clock = clock
+        self._workers = tuple(workers)
+
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Note the statistics that all parts of the next step start from."""
+        self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        self._start = self._buffers.clone()
+        self._mean = torch.zeros_like(self._buffers)
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        self._buffers.copy_(self._start)
+        with self.clock.running((part.worker,)):
+            yield part.weight
+        self._mean.add_(self._buffers, alpha=part.weight)
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step on the sum of all parts' gradients."""
+        self._buffers.copy_(self._mean)
+        self.on_gradients(1.0)
+        with self.clock.running(self._workers):  # in real processes each would take it
+            _take(self.optimizers[0], learning_rate, keep_gradients=True)
+            self._gradients.zero_()
+        self._note_buffers()
+
+
+class DistributedSteps(_Stepper):
+    """All processes step together: DDP sums weighted gradients while they are computed.
+
+    DDP averages, so that the loss is multiplied by the number of workers as well. The last global
+    batch of an epoch, if it has another size, goes without DDP, which waits for a backward pass of
+    every process: its gradients are summed afterwards. Running statistics are local, and averaged
+    with the parts' weights before such a step and where a round ends (their update is linear:
+    averaging later gives the same).
+    """
+
+    joint = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: FlatWeights,
+        clock: ComputeClock,
+        build_optimizer: BuildOptimizer,
+        worker: int,
+        example: Tensor,  # images that the model takes, [B, 3, R, R]
+        on_exchange: Callable[[], object] = lambda: None,
+        wire: torch.dtype | None = None,  # that gradients are rounded to on their way
+    ) -> None:
+        self._world_size = dist.get_world_size()
+        cuda = weights.vector.is_cuda
+        self.model = DistributedDataParallel(
+            model,
+            device_ids=[weights.vector.device] if cuda else None,
+            gradient_as_bucket_view=True,
+            **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
+        )
+        self.model.register_comm_hook(self, _timed_allreduce)
+        self.optimizers = {worker: build_optimizer(model)}
+        self._raw = model
+        self._buffers = weights.buffers
+        self.clock = clock
+        self.on_exchange = on_exchange
+        self.exchange = allreduce_hook if wire is None else bf16_compress_hook
+        self._wire = wire
+        self.warm = False
+        self._worker = worker
+        self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
+        self._warm_up(weights, example)
+
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Note which epoch it is, for emulated slowness."""
+        self.clock.epoch = turn.epoch
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        if step.odd:
+            self.average_buffers()
+        self._weight = part.weight
+        with self.clock.running((part.worker,)), self._no_sync(step):
+            yield part.weight if step.odd else part.weight * self._world_size
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step, the same in every process."""
+        if step.odd:
+            if not len(step.parts[0].indices):  # nothing was computed here
+                self.average_buffers()
+                self._weight = 0.0
+            self._sum_gradients()
+            self.average_buffers()
+        self.on_gradients(1.0)
+        with self.clock.running((self._worker,)):
+            _take(self.optimizers[self._worker], learning_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OwnSteps.state_dict`."""
+        return super().state_dict() | {"weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `OwnSteps.load_state_dict`."""
+        super().load_state_dict(state)
+        self._weight = state["weight"]
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Average running statistics over processes, weighted as their parts."""
+        if self._buffers.numel():
+            self._buffers.mul_(self._weight)
+            dist.all_reduce(self._buffers)
+        self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
+
+    def _warm_up(self, weights: FlatWeights, example: Tensor) -> None:
+        """Take one step's forward and backward pass and forget it.
+
+        After the first one DDP orders its buckets anew, and a sum over three ranks rounds by the
+        buckets: a resumed run would differ from an unbroken one, which has that behind it.
+        """
+        before = weights.vector.clone()
+        counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
+        counted = [counter.clone() for counter in counters]
+        devices = [before.device] if before.is_cuda else []
+        with torch.random.fork_rng(devices), uncompiled(self._raw):
+            self.model(example.to(before)).sum().backward()
+        self.warm = True
+        self._raw.zero_grad(set_to_none=True)
+        weights.load(before)
+        for counter, count in zip(counters, counted, strict=True):
+            counter.copy_(count)
+
+    def _no_sync(self, step: Step):
+        return self.model.no_sync() if step.odd else nullcontext()
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        parameters = [p for p in self._raw.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+        if self._wire is not None:
+            flat = flat.to(self._wire)
+        dist.all_reduce(flat)
+        for parameter, piece in zip(
+            parameters, flat.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad.copy_(piece.view_as(parameter))
+
+
+class PushedGradients(_Stepper):
+    """Workers sum weighted gradients; the step is taken by the server's optimizer.
+
+    `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
+    weighted alike.
+    """
+
+    def __init__(self, model: nn.Module, weights: FlatWeights, clock: ComputeClock) -> None:
+        self.model = model
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.vector = torch.zeros_like(weights.vector)
+        weights.attach_gradients(self.vector)
+        self._buffers = weights.buffers
+        self._changes = self.vector[len(self.vector) - len(self._buffers) :]
+        self._weight = 0.0  # of all mean losses whose gradients are summed
+        self.clock = clock
+
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
+        self.clock.epoch = turn.epoch
+        if anew:
+            self.vector.zero_()
+            self._weight = 0.0
+
+    @contextmanager
+    def part(self, step: Step, part: Part) -> Iterator[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        before = self._buffers.clone()
+        with self.clock.running((part.worker,)):
+            yield part.weight
+        self._changes.add_(self._buffers - before, alpha=part.weight)
+        self._weight += part.weight
+
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Leave the step to the server."""
+        if self._weight:
+            self.on_gradients(self._weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OwnSteps.state_dict`."""
+        return super().state_dict() | {"gradients": self.vector, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `OwnSteps.load_state_dict`."""
+        super().load_state_dict(state)
+        self.vector.copy_(state["gradients"])
+        self._weight = state.get("weight", 0.0)  # not in checkpoints of before
+
+
+class ServerOptimizer:
+    """The server's copy of the model and the run's only optimizer (see `GradientServer`).
+
+    Args:
+        model: The model, before `FlatWeights` or a stepper is built on it.
+        device: Where the server keeps its weights.
+        build_optimizer: Builds the optimizer on the copy.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, build_optimizer: BuildOptimizer
+    ) -> None:
+        model = copy.deepcopy(model).to(device)
+        self._weights = FlatWeights(model)
+        self.vector = self._weights.vector
+        self._optimizer = build_optimizer(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the optimizer's state back."""
+        load_optimizer(self._optimizer, state)
+
+    @torch.no_grad()
+    def apply(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
+        """Step with gradients in the layout of the weights; buffers take their change.
+
+        Where they are of a part of the global batch, weighted as that, it is this part of a step.
+        """
+        if part < 1:
+            self._weights.attach_gradients(gradients / part)
+            take_part(self._optimizer, learning_rate, part)
+        else:
+            self._weights.attach_gradients(gradients)
+            _take(self._optimizer, learning_rate)
+        buffers = self._weights.buffers
+        buffers.add_(gradients[len(gradients) - len(buffers) :])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, but not the settings that a run's config has.
+
+    Raises:
+        ValueError: If it is the state of other parameters.
+    """
+    current = optimizer.state_dict()["param_groups"]
+    if len(current) != len(saved["param_groups"]):
+        raise ValueError(
+            f"optimizer must have {len(current)} groups of parameters, "
+            f"got {len(saved['param_groups'])}"
+        )
+    groups = [
+        old | {name: value for name, value in new.items() if name in _SETTINGS}
+        for old, new in zip(saved["param_groups"], current, strict=True)
+    ]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                # In the parameter's own memory order, or other kernels would round otherwise.
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _take(
+    optimizer: torch.optim.Optimizer, learning_rate: float, *, keep_gradients: bool = False
+) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    if not keep_gradients:
+        optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: float) -> None:
+    """Take a part of an optimizer step, in (0, 1): parts that sum to 1 come to the whole step.
+
+    To rounding they do so for equal gradients without weight decay, with any momentum. Decay is
+    taken of the weights that there are at each part, so that it comes to the same but for the
+    square of what one step takes. Adam's second moment is that of the parts' own gradients.
+
+    Args:
+        optimizer: SGD, Adam or AdamW of torch, with mean gradients at its parameters.
+        learning_rate: Of the whole step.
+        part: How much of the step.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            _take_part_of_sgd(optimizer, group, learning_rate, part)
+        optimizer.zero_grad(set_to_none=True)
+        return
+    assert isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), type(optimizer)
+    # Moments forget by the same time, which steps are counted in for their bias.
+    whole = [group["betas"] for group in optimizer.param_groups]
+    for group, betas in zip(optimizer.param_groups, whole, strict=True):
+        group["betas"] = tuple(beta**part for beta in betas)
+    for state in optimizer.state.values():
+        state["step"] /= part
+    _take(optimizer, learning_rate * part)
+    for state in optimizer.state.values():
+        state["step"] *= part
+    for group, betas in zip(optimizer.param_groups, whole, strict=True):
+        group["betas"] = betas
+
+
+def _take_part_of_sgd(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], learning_rate: float, part: float
+) -> None:
+    # A step is v <- m*v + g and w <- w - lr*v (Nesterov: w - lr*(g + m*v)). Under a constant g,
+    # v - g/(1 - m) shrinks by m, which is m**part for each part; the shares of v and g in w follow.
+    momentum, decay = group["momentum"], group["weight_decay"]
+    kept = momentum**part
+    taken = (1 - kept) / (1 - momentum)
+    moved = taken * momentum ** (2 if group["nesterov"] else 1)
+    direct = (part - moved) / (1 - momentum)
+    for parameter in group["params"]:
+        gradient = parameter.grad.add(parameter, alpha=decay)
+        if momentum:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            velocity = state["momentum_buffer"]
+            parameter.add_(velocity, alpha=-learning_rate * moved)
+            velocity.mul_(kept).add_(gradient, alpha=taken)
+        parameter.add_(gradient, alpha=-learning_rate * direct)
+
+
+# Without annotations: DDP compares them with types, and here they would be strings.
+def _timed_allreduce(stepper, bucket):
+    stepper.on_exchange()
+    if stepper.warm:
+        # After the last only waiting for the others follows.
+        stepper.clock.mark(last=bucket.is_last())
+    return stepper.exchange(None, bucket)

@@ -1,0 +1,287 @@
+"""Arms of a comparison side by side: runs them with several seeds, then tables and pictures.
+
+    python -m dbsl.compare configs/mini/*.yaml --seeds 3 --baseline all_large --jobs 2
+
+Every YAML is an arm, a config of train.py. A run that is finished is not run again and one that was
+stopped goes on, so that the same command takes up where it was left. The tables are written after
+every run. Their rows count as finished runs of the same settings, so that a clone of a repository
+with committed rows goes on where another machine stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tyro.conf import Positional, UseAppendAction
+
+from dbsl.base.cores import threads_of_process
+from dbsl.base.files import write_text
+from dbsl.base.flags import parse_flags
+from dbsl.compare.report import read_runs, write_comparison, write_runs
+from dbsl.compare.statistics import Run, equal_time_epochs, read_run
+from dbsl.jobs import Launch, is_finished, launch_all
+from dbsl.run.config import config_to_yaml, in_range, read_settings, yaml_to_argv
+from dbsl.run.stopping import Stopping
+
+_OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
+
+
+@dataclass(frozen=True)
+class CompareConfig:  # every field is a flag, its comment the help
+    """Run arms (configs of train.py) with several seeds and compare them."""
+
+    arms: Positional[tuple[str, ...]]  # YAML files, each an arm
+    seeds: int = 3  # of each arm: 0, 1, ...
+    baseline: str | None = None  # the arm that others are compared with; unset: the first
+    target: float | None = None  # accuracy to time, in (0, 1]; unset: the least of the arms' means
+    equal_time: bool = False  # then all arms again, with epochs that take the baseline's time
+    # a setting of all arms, as name=value: where the data are, say; may be given again
+    set: UseAppendAction[tuple[str, ...]] = ()
+    # values of a setting, as name=value,value: every arm with each of them; may be given again
+    vary: UseAppendAction[tuple[str, ...]] = ()
+    jobs: int = 1  # runs at a time
+    runs_dir: str = "runs"  # each run in <runs_dir>/<folder of the arms>-<arm>-s<seed>
+    output_dir: str | None = None  # of tables and pictures; unset: results/<folder of the arms>
+    report_only: bool = False  # of what is finished; train nothing
+
+    def __post_init__(self) -> None:
+        in_range("seeds", self.seeds, 1)
+        in_range("jobs", self.jobs, 1)
+        if self.target is not None:
+            in_range("target", self.target, 0, 1, open_low=True)
+        names = [Path(arm).stem for arm in self.arms]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"arms must be one or more YAML files with names of their own, "
+                f"got {', '.join(names) or 'none'}"
+            )
+        for option in ("set", "vary"):
+            for setting in getattr(self, option):
+                if "=" not in setting:
+                    raise ValueError(f"{option} must be of the form name=value, got {setting}")
+        names = [name + end for name in names for end, _ in _variations(self.vary)]
+        if self.baseline is not None and self.baseline not in names:
+            raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A config to be run with several seeds.
+
+    Attributes:
+        name: Of its row in the table: the file's.
+        run: Of its runs' folders.
+        path: The file.
+        settings: All that it sets, in the file, its bases and `extra`.
+        extra: Settings that are not from the file.
+        dataset: The file's data set, or the name of `extra`'s; `settings` may name a local copy.
+    """
+
+    name: str
+    run: str
+    path: Path
+    settings: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    dataset: str = ""
+
+    def with_epochs(self, epochs: int, before: int) -> Arm:
+        """Return the arm with other epochs; milestones and warm-up move in proportion."""
+        if epochs == before:
+            return self
+        extra = {"epochs": epochs}
+        if (milestones := self.settings.get("lr_milestones")) is not None:
+            moved = {round(float(m) * epochs / before) for m in _as_list(milestones)}
+            extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
+        if (warmup := self.settings.get("warmup_epochs")) is not None:
+            extra["warmup_epochs"] = float(warmup) * epochs / before
+        return replace(
+            self,
+            run=f"{self.name}-{epochs}epochs",
+            settings={**self.settings, **extra},
+            extra={**self.extra, **extra},
+        )
+
+    @property
+    def hash(self) -> str:
+        """Tell these settings from others on any machine: where the data lie does not count."""
+        settings = {name: _as_list(v) for name, v in self.settings.items() if v is not None}
+        settings["dataset"] = self.dataset
+        text = json.dumps(settings, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
+        """Return the flags of train.py for one run of several at a time."""
+        extra = {**self.extra, "seed": seed}
+        # Many runs: what is left of each are its figures and its last weights.
+        defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
+        extra |= {n: value for n, value in defaults.items() if n not in self.settings}
+        begun = (folder / "config.yaml").exists()  # then with the threads that it began with
+        if "cpu_threads" not in self.settings and jobs > 1 and not begun:
+            extra["cpu_threads"] = threads_of_process(jobs)
+        return ("--config", str(self.path), *yaml_to_argv(extra))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is not finished, and report."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
+    command = _command(argv, config.arms)
+    group = Path(config.arms[0]).resolve().parent.name
+    shared = _shared(config.set)
+    arms = [
+        _read_arm(Path(path), end, {**shared, **values})
+        for path in config.arms
+        for end, values in _variations(config.vary)
+    ]
+    baseline = config.baseline or arms[0].name
+    output = Path(config.output_dir or f"results/{group}")
+    with Stopping(then="stopping the runs, which save") as stopping:
+        runs = _make(arms, config, group, stopping, output, "arms")
+        print(write_comparison(runs, baseline, config.target, output, command))
+        if not config.equal_time:
+            return
+        if not runs[baseline]:
+            raise ValueError(f"equal_time must have a finished run of {baseline}, got none")
+        scaled = [
+            arm.with_epochs(
+                equal_time_epochs(runs[arm.name], runs[baseline]), runs[arm.name][0].epochs
+            )
+            for arm in arms
+            if runs[arm.name]
+        ]
+        runs = _make(scaled, config, group, stopping, output, "equal_time")
+        print("\nwith epochs that take the baseline's time:")
+        print(write_comparison(runs, baseline, config.target, output, command, "equal_time"))
+
+
+def _make(
+    arms: Sequence[Arm],
+    config: CompareConfig,
+    group: str,
+    stopping: Stopping,
+    output: Path,
+    name: str,
+) -> dict[str, list[Run]]:
+    """Make the runs of arms, and return those that are finished.
+
+    Rows of the tables in `output` count as finished runs where arm, seed and settings agree.
+    """
+    recorded = read_runs(output, name)
+    done = {
+        (arm.name, run.seed): run
+        for arm in arms
+        for run in recorded.get(arm.name, ())
+        if run.settings == arm.hash
+    }
+    launches, folders = [], {}
+    for seed in range(config.seeds):  # all arms with one seed before any with the next
+        for arm in arms:
+            if (arm.name, seed) in done:
+                continue
+            folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
+            if config.report_only and not is_finished(folder):
+                continue
+            _check_same(arm, folder)
+            folders[folder] = (arm, seed)
+            flags = arm.flags(seed, folder, config.jobs)
+            launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags))
+
+    def finished() -> dict[str, list[Run]]:
+        for folder, (arm, seed) in folders.items():
+            if (arm.name, seed) not in done and is_finished(folder):
+                done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
+        of_arms = {arm.name: [] for arm in arms}
+        for (own, _), run in sorted(done.items()):
+            of_arms[own].append(run)
+        if any(of_arms.values()):  # rows of arms that this command does not name stay
+            write_runs({**recorded, **of_arms}, output, name)
+        return {own: [r for r in rows if r.seed < config.seeds] for own, rows in of_arms.items()}
+
+    if not config.report_only:
+        launch_all(launches, config.jobs, stopping, on_finished=finished)
+    return finished()
+
+
+def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
+    """Return the command as a person would type it: all of a folder's files as a pattern."""
+    folder = Path(arms[0]).parent
+    words = [word for word in argv if word not in arms]
+    if sorted(map(Path, arms)) == sorted(folder.glob("*.yaml")):
+        named = "*.yaml" if folder == Path() else f"{folder}/*.yaml"
+    else:
+        named = shlex.join(arms)
+    return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
+
+
+def _shared(settings: Sequence[str]) -> dict[str, Any]:
+    """Return name=value settings as a YAML file would have them."""
+    booleans = {"true": True, "false": False}
+    pairs = (setting.split("=", 1) for setting in settings)
+    return {name: booleans.get(value, value) for name, value in pairs}
+
+
+def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """Return the end of an arm's name and the settings of each combination of varied values."""
+    names = [setting.split("=", 1)[0] for setting in vary]
+    values = [setting.split("=", 1)[1].split(",") for setting in vary]
+    return [
+        (
+            "".join(f"-{name}{v}" for name, v in zip(names, chosen, strict=True)),
+            dict(zip(names, chosen, strict=True)),
+        )
+        for chosen in itertools.product(*values)
+    ]
+
+
+def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
+    settings = read_settings(path)
+    for name in _OWN:
+        if name in settings or name in shared:
+            raise ValueError(f"an arm must leave {name} to the comparison, got it in {path}")
+    own = path.stem + end
+    dataset = str(settings.get("dataset") or Path(str(shared.get("dataset", "digits"))).stem)
+    return Arm(own, own, path, {**settings, **shared}, shared, dataset)
+
+
+def _check_same(arm: Arm, folder: Path) -> None:
+    """Refuse a run that was begun with other settings than its arm has now, else note them."""
+    note = folder.with_name(f"{folder.name}.arm.yaml")
+    if not folder.exists() or not note.exists():
+        if folder.exists():
+            raise ValueError(f"runs_dir must have runs of comparisons alone, got {folder}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, config_to_yaml(arm.settings))
+        return
+    made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
+    now = {name: value for name, value in arm.settings.items() if value is not None}
+    for key in [*now, *(made.keys() - now.keys())]:
+        if not _is_same(made.get(key), now.get(key)):
+            raise ValueError(
+                f"{key} of arm {arm.name} must be {made.get(key)} as in {note}, or runs_dir "
+                f"another, got {now.get(key)}"
+            )
+
+
+def _is_same(made: Any, value: Any) -> bool:
+    return (made is None) == (value is None) and _as_list(made) == _as_list(value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [_as_number(str(part).strip()) for part in parts]
+
+
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.lower()

@@ -1,0 +1,185 @@
+"""What a comparison says: CSV files of arms, single runs and curves, a picture, and a table."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from dbsl.base.words import short_loss
+from dbsl.compare.statistics import MADE_ON, Run, averaged, table
+from dbsl.study.files import write_table
+
+_OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
+
+
+def write_comparison(
+    runs: Mapping[str, Sequence[Run]],
+    baseline: str,
+    target: float | None,
+    folder: Path,
+    command: str,
+    name: str = "arms",
+) -> str:
+    """Write ``<name>.csv`` and ``.png``; return a table for people.
+
+    Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
+
+    Raises:
+        ValueError: If no run is finished.
+    """
+    from dbsl.compare.plots import draw_arms  # slow to import
+
+    shown = {}
+    for arm, own in runs.items():
+        shown[arm] = own
+        if of_average := averaged(own):
+            shown[f"{arm}{_OF_AVERAGE}"] = of_average
+    rows = table(shown, baseline, target)
+    if not rows:
+        raise ValueError("arms must have a finished run at least, got none")
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {"date": date.today().isoformat(), "command": command}
+    arms = [
+        _plain(row) | {key: _common(shown[row["arm"]], key) for key in MADE_ON} | made
+        for row in rows
+    ]
+    write_table(folder / f"{name}.csv", arms)
+    draw_arms(runs, folder / f"{name}.png")
+    width = max(len(row["arm"]) for row in rows)
+    lines = [
+        f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
+        f"to {rows[0]['target']:.1f} %  s/point",
+        *(_line(row, width, len(baseline)) for row in rows),
+        "accuracy and loss at the last epoch; differences are paired by seed; s/point: worker "
+        f"seconds more than {baseline}'s for each point over it; {folder}",
+    ]
+    return "\n".join(lines)
+
+
+def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arms") -> None:
+    """Write ``<name>_runs.csv`` and ``<name>_curves.csv``: all that `read_runs` needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = {arm: own for arm, own in runs.items() if own}
+    shown |= {f"{arm}{_OF_AVERAGE}": averaged(own) for arm, own in runs.items()}
+    singles = [
+        {
+            "arm": arm,
+            "seed": run.seed,
+            "accuracy": f"{100 * run.accuracy:.3f}",
+            "loss": f"{run.loss:.4f}",
+            "train_accuracy": _optional(run.train_accuracy, 100, ".3f"),
+            "train_loss": _optional(run.train_loss, 1, ".4f"),
+            "train_time_s": f"{run.train_time_s:.2f}",
+            "total_time_s": f"{run.total_time_s:.1f}",
+            "workers": run.workers,
+            "epochs": run.epochs,
+            "samples": run.samples,
+            "settings": run.settings,
+            **{key: dict(run.made_on).get(key, "") for key in MADE_ON},
+        }
+        for arm, own in shown.items()
+        for run in own
+    ]
+    write_table(folder / f"{name}_curves.csv", _curves(runs))
+    write_table(folder / f"{name}_runs.csv", singles)
+
+
+def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
+    """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm.
+
+    Raises:
+        ValueError: If a table cannot be read.
+    """
+    singles, curves = folder / f"{name}_runs.csv", defaultdict(list)
+    if not singles.exists():
+        return {}
+    found: dict[str, list[Run]] = {}
+    try:
+        for row in _rows(folder / f"{name}_curves.csv"):
+            point = float(row["train_time_s"]), float(row["accuracy"]) / 100
+            curves[row["arm"], row["seed"]].append(point)
+        rows = _rows(singles)
+        averages = {(row["arm"], row["seed"]): row for row in rows}
+        for row in rows:
+            if row["arm"].endswith(_OF_AVERAGE):
+                continue
+            average = averages.get((row["arm"] + _OF_AVERAGE, row["seed"]))
+            run = Run(
+                seed=int(row["seed"]),
+                accuracy=float(row["accuracy"]) / 100,
+                loss=float(row["loss"]),
+                train_time_s=float(row["train_time_s"]),
+                samples=int(row["samples"]),
+                curve=tuple(curves[row["arm"], row["seed"]]),
+                epochs=int(row["epochs"]),
+                workers=int(row["workers"]),
+                ema_accuracy=float(average["accuracy"]) / 100 if average else None,
+                ema_loss=float(average["loss"]) if average else math.nan,
+                total_time_s=float(row["total_time_s"]),
+                made_on=tuple((key, row[key]) for key in MADE_ON),
+                train_accuracy=_number(row.get("train_accuracy"), 100),
+                train_loss=_number(row.get("train_loss")),
+                settings=row.get("settings", ""),
+            )
+            found.setdefault(row["arm"], []).append(run)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"output_dir must have readable tables, got {singles} ({error})") from None
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _curves(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": arm,
+            "seed": run.seed,
+            "train_time_s": f"{time_s:.2f}",
+            "accuracy": f"{100 * accuracy:.3f}",
+        }
+        for arm, own in runs.items()
+        for run in own
+        for time_s, accuracy in run.curve
+    ]
+
+
+def _number(text: str | None, divisor: float = 1.0) -> float | None:
+    """Return the number in a cell; None: the cell is empty, or the table older than its column."""
+    return float(text) / divisor if text else None
+
+
+def _optional(value: float | None, factor: float, form: str) -> str:
+    return "" if value is None else format(factor * value, form)
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+
+
+def _common(runs: Sequence[Run], key: str) -> str:
+    """Return what runs were made on: one value, or all that there are."""
+    return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
+
+
+def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
+    def number(value: float, text: str) -> str:
+        return format(value, text) if math.isfinite(value) else "-"
+
+    difference = number(row["difference"], "+.2f")
+    if math.isfinite(row["difference_ci95"]):
+        difference += f" ± {row['difference_ci95']:.2f}"
+    return (
+        f"{row['arm']:<{width}}  {row['seeds']:>5}  {row['accuracy']:>10.2f}  "
+        f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  "
+        f"{short_loss(row['loss']):>5}  "
+        f"{row['train_time_s']:>7.1f}  {number(row['time_to_target_s'], '.1f'):>9}  "
+        f"{number(row['cost_per_point_s'], '+.1f'):>7}"
+    )

@@ -1,0 +1,1 @@
+"""Images from a dataset to batches on the device."""

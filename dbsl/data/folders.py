@@ -1,0 +1,86 @@
+"""A local folder of image files: the classes that its folders name, and what it lacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dbsl.base.lazy import lazy_import
+
+datasets = lazy_import("datasets")
+logger = logging.getLogger(__name__)
+
+_TABLE = "a metadata.csv beside the images, with the columns file_name and label"
+
+
+def is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> bool:
+    """Whether the splits are image files of a folder, whose class folders would be their labels."""
+    return Path(dataset).expanduser().is_dir() and all(
+        set(table.features) <= {"image", "label"}
+        and isinstance(table.features.get("label"), datasets.ClassLabel | None)
+        and _files(table.select([0]))
+        for table in tables.values()
+    )
+
+
+def read_class_folders(
+    dataset: str, tables: dict[str, datasets.Dataset], train: str
+) -> dict[str, datasets.Dataset]:
+    """Return the splits of a folder of images, of which some may have no class folders.
+
+    `datasets` gives no split a label where one lies less deep than the others, as the unlabelled
+    ``test/`` of a competition does. The splits as deep as `train` are then read by themselves.
+
+    Raises:
+        ValueError: If the training images do not lie in two class folders or more.
+    """
+    path = Path(dataset).expanduser()
+    depth = {name: len(_files(table.select([0]))[0].parts) for name, table in tables.items()}
+    labelled = [name for name in tables if depth[name] == depth[train]]
+    if "label" not in tables[train].features and len(labelled) < len(tables):
+        patterns = datasets.data_files.get_data_patterns(str(path))
+        found = datasets.load_dataset(str(path), data_files={n: patterns[n] for n in labelled})
+        tables = tables | {name: table.with_format(None) for name, table in found.items()}
+    if "label" not in tables[train].features or None in tables[train].unique("label"):
+        raise ValueError(
+            f"dataset must have a folder of images for each of two classes or more, or {_TABLE}; "
+            f"got {_place(_files(tables[train]))}{hint_on_tables(dataset)}"
+        )
+    for name in labelled:
+        folder = _files(tables[name].select([0]))[0].parent.parent
+        labels = tables[name].features["label"]
+        used = {labels.int2str(label) for label in tables[name].unique("label")}
+        there = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+        if empty := {class_ for class_ in there - used if class_[0] not in "._"}:
+            logger.warning("class folders of %s without an image: %s", folder, listed(empty))
+    return tables
+
+
+def hint_on_tables(dataset: str) -> str:
+    """Return which CSV file of a local folder was not read as labels, and how it would be."""
+    folder = Path(dataset).expanduser()
+    files = sorted(folder.rglob("*.csv")) if folder.is_dir() else []
+    files = [file for file in files if file.name != "metadata.csv"]
+    return f"; {files[0]} is not read: labels of images go into a metadata.csv" if files else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for a message, the first five of them."""
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _files(table: datasets.Dataset) -> list[Path]:
+    """Return the files of a table of images; none, where it has the images themselves."""
+    if "image" not in table.features:
+        return []
+    rows = table.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
+    return [Path(row["path"]) for row in rows[:]["image"] if row["path"] and not row["bytes"]]
+
+
+def _place(files: list[Path]) -> str:
+    folders = sorted({file.parent for file in files})
+    if len(folders) == 1:
+        return f"all training images in {folders[0]}"
+    return f"training images in {folders[0]} and {folders[-1]}"

@@ -1,0 +1,319 @@
+"""Images by sample number: decoded once and kept, or by loader processes as they are read.
+
+The caller says which samples make a batch, so that every worker may have a batch size of its own.
+No source here may pass through `accelerator.prepare`, which would shard its batches once more.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from dbsl.base.lazy import lazy_import
+from dbsl.data.crops import cut, upright
+from dbsl.data.transforms import Transform, to_device
+
+datasets = lazy_import("datasets")
+logger = logging.getLogger(__name__)
+
+_Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
+
+
+class ImageSource(ABC):
+    """Images and labels of one split, read by sample number.
+
+    Images that cannot be decoded are missing from their batches.
+
+    Attributes:
+        labels: Class of each sample, int64 [N], on the host.
+        device: Where batches are made.
+        bad: Images that could not be decoded: their rows in the split, and why.
+    """
+
+    def __init__(self, labels: np.ndarray, device: torch.device) -> None:
+        self.labels = labels
+        self.device = device
+        self.bad: dict[int, str] = {}  # rows of images that were left out, and why
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield images, float32 [B, 3, R, R], and labels, int64 [B], on the device.
+
+        Args:
+            index_batches: Sample numbers of each batch, int64 [B]; B may differ between them.
+            transform: What the images pass.
+            epoch: Epoch that the augmentation is drawn for.
+        """
+
+
+class PixelStore(ImageSource):
+    """Small images of one size, decoded and kept on the device: a batch is one gather."""
+
+    def __init__(
+        self,
+        pixels: np.ndarray,
+        labels: np.ndarray,
+        device: torch.device,
+        bad: Mapping[int, str] | None = None,
+    ) -> None:
+        """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
+        super().__init__(labels, device)
+        self.bad = dict(bad or {})
+        self._pixels = torch.from_numpy(pixels).to(device)
+        self._labels = torch.from_numpy(labels).to(device)
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See `ImageSource.batches`."""
+        for samples in index_batches:
+            places = to_device(samples, self.device)
+            pixels = self._pixels.index_select(0, places)
+            images = transform(pixels.permute(0, 3, 1, 2), samples, epoch)
+            yield images, self._labels.index_select(0, places)
+
+
+class ImageLoader(ImageSource):
+    """Large or uneven images, decoded and cut to size in loader processes as they are needed.
+
+    The processes start with the first batch and stay until this object goes. A fork server makes
+    them, because the fork of a process that has CUDA or gloo threads may hang. Each therefore
+    imports the main script, which needs its ``if __name__ == "__main__":``.
+
+    Args:
+        split: The images.
+        device: Where batches are made.
+        loader_workers: Processes; 0: this one.
+        max_bad: Most images that may fail to be decoded before that is an error.
+    """
+
+    def __init__(
+        self, split: ImageSplit, device: torch.device, loader_workers: int, max_bad: int = 0
+    ) -> None:
+        super().__init__(split.labels, device)
+        self._split = split
+        self._max_bad = max_bad
+        self._calls = 0  # of `batches`
+        self._requests: list[_Request] = []  # of the latest call
+        self._loader = DataLoader(
+            split,
+            batch_size=None,  # a request is a whole batch, of any size
+            sampler=self._requests,
+            num_workers=loader_workers,
+            multiprocessing_context=_process_context() if loader_workers else None,
+            worker_init_fn=_end_with_parent,
+            persistent_workers=loader_workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # or each call would advance torch's own
+        )
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See `ImageSource.batches`; a new call ends an earlier one that is still under way.
+
+        Loader processes begin before the first batch is asked for.
+        """
+        self._calls += 1
+        requests = [(samples, transform, epoch) for samples in index_batches]
+        self._requests[:] = requests
+        return self._read(self._calls, requests, iter(self._loader))
+
+    def _read(
+        self, call: int, requests: Sequence[_Request], loaded: Iterator[Any]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for (wanted, transform, epoch), (images, decoded, errors) in zip(
+            requests, loaded, strict=True
+        ):
+            samples = wanted[decoded.numpy()]
+            if errors:
+                self._note_bad(errors)
+                samples, images = _without_gaps(wanted, samples, images)
+            images = images.to(self.device, non_blocking=True)
+            images = transform(images, samples, epoch, prepared=True)
+            yield images, to_device(self.labels[samples], self.device)
+            if call != self._calls:
+                raise RuntimeError("a later call of batches() took over the loader processes")
+
+    def _note_bad(self, errors: Mapping[int, str]) -> None:
+        for row, reason in errors.items():
+            if row not in self.bad:
+                self.bad[row] = reason
+                logger.warning("left out: %s", self._split.describe_bad(row, reason))
+        check_bad(self.bad, self._max_bad, self._split)
+
+
+def check_bad(bad: Mapping[int, str], most: int, split: ImageSplit) -> None:
+    """Raise ``ValueError`` if more images of a split are bad than may be."""
+    if len(bad) > most:
+        row, reason = next(reversed(bad.items()))
+        rows = ", ".join(map(str, sorted(bad)[:20])) + (", ..." if len(bad) > 20 else "")
+        raise ValueError(
+            f"max_bad_images must be at least the images that cannot be decoded, got {most} and "
+            f"{len(bad)} such in split {split.name!r} so far (rows {rows}; "
+            f"{split.describe_bad(row, reason)})"
+        )
+
+
+def _without_gaps(
+    wanted: np.ndarray, samples: np.ndarray, images: torch.Tensor
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Return what was decoded of a batch; a single image is repeated, for the sake of batch norm.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not len(samples):
+        raise ValueError(f"a batch must have an image that can be decoded, got {len(wanted)} bad")
+    if len(samples) == 1 < len(wanted):
+        return samples.repeat(2), images.repeat(2, 1, 1, 1)
+    return samples, images
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSplit:
+    """Encoded images and labels of one split; what loader processes receive.
+
+    Attributes:
+        table: Rows as `datasets` reads them, images not decoded.
+        rows: Row of each sample in `table`, int64 [N].
+        labels: Class of each sample, int64 [N].
+        image_column: Column of the images.
+        label_column: Column that the labels came from.
+        dataset: What the user called the dataset.
+        name: Name of the split.
+    """
+
+    table: datasets.Dataset
+    rows: np.ndarray
+    labels: np.ndarray
+    image_column: str
+    label_column: str
+    dataset: str
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, samples: np.ndarray) -> ImageSplit:
+        """Return the split of these samples."""
+        return replace(self, rows=self.rows[samples], labels=self.labels[samples])
+
+    def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
+        """Yield the RGB images of these samples, or why one cannot be decoded."""
+        feature = datasets.Image(mode="RGB")  # which also applies EXIF orientation
+
+        def decode(value: Mapping[str, Any]) -> Image.Image:
+            self._check_path(value)
+            return feature.decode_example(value)
+
+        for value in self._values(samples):
+            yield _attempt(decode, value)
+
+    def describe_bad(self, row: int, reason: str) -> str:
+        """Return which image cannot be decoded, and why."""
+        path = self.table[row][self.image_column]["path"]
+        file = f", {path}," if path else ""
+        where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
+        return f"{where}{file} cannot be decoded ({reason})"
+
+    def _check_path(self, value: object) -> None:
+        """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
+        if not isinstance(value, dict) or value.get("bytes") is not None:
+            return
+        path = str(value.get("path"))
+        here = Path(self.dataset).expanduser()
+        roots = [here.parent if here.is_file() else here] if here.exists() else []
+        roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
+        place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
+        if not any(place.startswith(os.path.join(os.path.abspath(r), "")) for r in roots):
+            raise ValueError(f"path must lie inside the dataset's folder, got {path}")
+
+    def __getitem__(self, request: _Request) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+        """Return a whole batch: images, uint8 [b, 3, R, R], which they are, int64 [b], the others.
+
+        The others are rows that cannot be decoded, and why. An exception would reach the trainer as
+        a loader process's traceback in a message.
+        """
+        samples, transform, epoch = request
+        opened = [_attempt(self._open, value) for value in self._values(samples)]
+        sizes = np.array([(1, 1) if isinstance(image, str) else image.size for image in opened])
+        boxes, side = transform.boxes(sizes, samples, epoch), transform.resolution
+        mirrored = transform.mirrored(samples, epoch)
+        pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
+        for place, image in enumerate(opened):
+            opened[place] = None  # or a whole batch would stay in memory, decoded
+            if not isinstance(image, str):
+                image = _attempt(cut, image, boxes[place], side, mirrored[place])
+            if isinstance(image, str):
+                errors[int(self.rows[samples[place]])] = image
+            else:
+                pixels[len(places)] = image
+                places.append(place)
+        images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
+        return images, torch.tensor(places, dtype=torch.int64), errors
+
+    def _values(self, samples: np.ndarray) -> list[Any]:
+        return self.table[self.rows[samples]][self.image_column]
+
+    def _open(self, value: Mapping[str, Any]) -> Image.Image:
+        """Return an image that is not decoded yet, where that can be."""
+        self._check_path(value)
+        content, path = value["bytes"], value["path"]
+        if content is None and path is not None and Path(path).is_file():
+            content = Path(path).read_bytes()
+        if content is None:  # inside an archive
+            return datasets.Image().decode_example(value)
+        return upright(Image.open(io.BytesIO(content)))
+
+
+def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Image | str:
+    """Return an image, or why there is none: Pillow raises OSError, SyntaxError and more."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        reason = re.sub(r" (file )?<_io.BytesIO .*?>", "", " ".join(str(error).split()))
+        return reason or type(error).__name__
+
+
+def _process_context() -> multiprocessing.context.BaseContext:
+    """Return a way to start processes that does not copy this one's threads and locks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once for all of them.
+    context.set_forkserver_preload([__name__, "datasets", "torchvision.transforms.v2"])
+    return context
+
+
+def _end_with_parent(_: int) -> None:
+    """End this loader process when the one that it serves is gone, also if that was killed.
+
+    DataLoader's own watch is on the fork server, which in turn lives as long as its processes.
+    """
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)  # sys.exit would end the thread alone
+
+    threading.Thread(target=wait, daemon=True).start()

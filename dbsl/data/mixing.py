@@ -1,0 +1,68 @@
+"""Mixup and CutMix of timm, drawn from a stream for each batch and for batches of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbsl.base.lazy import lazy_import
+from dbsl.base.seeds import stream_seed
+from dbsl.plan.sampler import Part
+
+timm = lazy_import("timm")
+
+
+class Mixing:
+    """Mixes each image of a batch with another of it, and their labels likewise.
+
+    One mixing is drawn for a batch, from (seed, epoch, the batch's first sample), so that
+    a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split
+    into batches matters, as it does not without mixing.
+
+    Args:
+        mixup_alpha: Of the Beta distribution of mixup's shares (arXiv 1710.09412); 0: none.
+        cutmix_alpha: Of CutMix's areas (arXiv 1905.04899); 0: none. With both, one is drawn.
+        num_classes: C.
+        seed: The run's seed.
+    """
+
+    def __init__(
+        self, mixup_alpha: float, cutmix_alpha: float, *, num_classes: int, seed: int
+    ) -> None:
+        self._classes, self._seed = num_classes, seed
+        self._mix = timm.data.Mixup(
+            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes
+        )
+
+    def mixed(
+        self, batches: Iterable[tuple[Tensor, Tensor]], parts: Iterable[Part], epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of these parts mixed: images [B, 3, R, R], shares of classes [B, C].
+
+        Of an odd batch the last image stays as it is: timm mixes pairs. Images are written to.
+        """
+        for (images, labels), part in zip(batches, parts, strict=True):
+            whole = len(labels) // 2 * 2
+            shares = torch.nn.functional.one_hot(labels, self._classes).to(images.dtype)
+            if whole:
+                with _NumpyStream(stream_seed(self._seed, "mixing", epoch, int(part.indices[0]))):
+                    _, shares[:whole] = self._mix(images[:whole], labels[:whole])
+            yield images, shares
+
+
+class _NumpyStream:
+    """Numpy's own random numbers, which timm draws from, seeded inside and untouched outside."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __enter__(self) -> None:
+        self._before: Any = np.random.get_state()  # noqa: NPY002
+        np.random.seed(self._seed % 2**32)  # noqa: NPY002
+
+    def __exit__(self, *_: object) -> None:
+        np.random.set_state(self._before)  # noqa: NPY002

@@ -1,0 +1,148 @@
+"""Runs of train.py as processes of one command: several at a time, all ended with it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dbsl.base.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped
+from dbsl.checkpoint.on_disk import FOLDER as CHECKPOINTS
+from dbsl.run.folder import holder_of
+from dbsl.run.stopping import Stopping
+
+SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+_END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run to be made.
+
+    Attributes:
+        title: In words, for people.
+        folder: Its run folder.
+        flags: Of train.py, without those that name the folder.
+    """
+
+    title: str
+    folder: Path
+    flags: tuple[str, ...] = field(repr=False)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run folder's run came to its end."""
+    return (folder / "summary.json").exists()
+
+
+def launch_all(
+    launches: Sequence[Launch],
+    jobs: int,
+    stopping: Stopping,
+    on_finished: Callable[[], object] = lambda: None,
+) -> None:
+    """Make runs that are not finished, `jobs` at a time; a run that was stopped goes on.
+
+    One at a time prints here; of several each writes to ``<folder>.log``. With several GPUs they
+    take turns on them. `on_finished` is called after each run that came to its end, by one thread
+    at a time.
+
+    Raises:
+        RunStopped: If this process was asked to stop, or a run was; all have saved by then.
+        ValueError: If a run failed; those under way are stopped first, and can go on.
+    """
+    waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
+    running: set[subprocess.Popen] = set()
+    asked: set[subprocess.Popen] = set()  # to stop
+    failed: list[tuple[Launch, int]] = []  # the first of them is the cause
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(jobs):
+        slots.put(slot)
+    lock, over = threading.Lock(), threading.Event()
+    devices = torch.cuda.device_count()
+
+    def end() -> None:
+        over.set()
+        with lock:
+            for process in running - asked:
+                asked.add(process)  # once: a second signal ends a run before it has saved
+                process.terminate()
+                patience = threading.Timer(_END_PATIENCE_S, process.kill)
+                patience.daemon = True
+                patience.start()
+
+    def make(number: int, launch: Launch) -> int | None:
+        slot = slots.get()
+        try:
+            with lock:
+                if over.is_set() or stopping.reason:
+                    return None
+                print(f"run {number}/{len(launches)}: {launch.title}", flush=True)
+                process = _start(launch, slot % devices if devices > 1 else None, log=jobs > 1)
+                running.add(process)
+            status = process.wait()
+            if status == EXIT_DIVERGED and is_finished(launch.folder):
+                status = 0  # a result, too
+            with lock:
+                running.discard(process)
+                stopped = status == EXIT_STOPPED or (status < 0 and process in asked)
+                if status and not stopped:
+                    failed.append((launch, status))
+                if not status:
+                    on_finished()
+            if status:
+                end()
+            return status
+        finally:
+            slots.put(slot)
+
+    stopping.on_signal = end
+    with ThreadPoolExecutor(jobs) as pool:
+        made = [pool.submit(make, number, launch) for number, launch in waiting]
+        try:
+            statuses = [future.result() for future in made]
+        finally:
+            end()
+    if failed:
+        launch, status = failed[0]
+        where = f"{launch.folder}.log" if jobs > 1 else "above"
+        raise ValueError(
+            f"every run must end well, got status {status} of {launch.folder} (see {where}); "
+            "the same command goes on"
+        )
+    if any(statuses) or None in statuses:
+        raise RunStopped("stopped; the same command goes on")
+
+
+def seeing(device: int) -> dict[str, str]:
+    """Return the environment in which a process has one of this process's CUDA devices alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)}
+
+
+def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen:
+    folder = launch.folder
+    if holder := holder_of(folder):
+        raise ValueError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
+    if folder.exists() and not any((folder / CHECKPOINTS).glob("*/*")):
+        shutil.rmtree(folder)  # it was ended before it had anything to go on from
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(SCRIPT), *launch.flags]
+    command += ["--output-dir", str(folder), "--resume", "auto"]
+    environment = os.environ | ({} if device is None else seeing(device))
+    # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
+    if not log:
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+    with open(f"{folder}.log", "a", encoding="utf-8") as out:
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=out, stderr=out
+        )

@@ -1,0 +1,1 @@
+"""What a run says: metrics, lines, pictures, trackers, model card."""

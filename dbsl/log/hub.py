@@ -1,0 +1,187 @@
+"""A run on the Hugging Face hub: its model card, and the upload of model, card and figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from dbsl.base.files import write_text
+from dbsl.base.lazy import lazy_import
+from dbsl.cluster.messages import share_text
+from dbsl.plan.dual_batch import Plan
+
+huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
+
+Config = Any  # train.py's
+
+CARD = "README.md"
+# Of a run folder; checkpoints and trackers' files stay here.
+_UPLOADED = [CARD, "model*.safetensors", "plots/*.png"]
+_UPLOADED += ["config.json", "config.yaml", "plan.json", "summary.json", "metrics.jsonl"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_hub(config: Config, accelerator: Accelerator) -> None:
+    """Make the repository that a run will be pushed to, unless it is there, before any training.
+
+    Raises:
+        ValueError: On every process, if it is not this user's to write to, or the hub cannot be
+            reached.
+    """
+    repo_id, error = config.push_to_hub, ""
+    if repo_id is None or config.plan_only:
+        return
+    if accelerator.is_main_process:
+        try:
+            hub = huggingface_hub.HfApi()
+            user = hub.whoami()
+            own = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
+            if "/" in repo_id and repo_id.partition("/")[0] not in own:
+                raise ValueError(f"this user writes to {', '.join(own)}")
+            hub.create_repo(repo_id, exist_ok=True)
+        except Exception as reason:  # of the network, the hub or the name: many types
+            error = (
+                f"push_to_hub must be a repository that can be made, got {repo_id} "
+                f"({_in_line(reason)})"
+            )
+    if error := share_text(error, accelerator):
+        raise ValueError(error)
+
+
+def push_run(config: Config, folder: Path, accelerator: Accelerator) -> None:
+    """Upload a finished run's model, card, settings and figures, if it is to be pushed.
+
+    Raises:
+        ValueError: On the main process, if it fails; the folder is as it was.
+    """
+    repo_id = config.push_to_hub
+    if repo_id is None or not accelerator.is_main_process:
+        return
+    try:
+        done = huggingface_hub.HfApi().upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            allow_patterns=_UPLOADED,
+            commit_message=f"Run {folder.name}",
+        )
+    except Exception as reason:
+        raise ValueError(
+            f"push_to_hub failed for {repo_id} ({_in_line(reason)}); the run is whole in {folder}; "
+            f"to try again: --resume {folder} --push-to-hub {repo_id}"
+        ) from reason
+    accelerator.print(f"pushed: {done.commit_url}")
+
+
+def write_card(
+    folder: Path, config: Config, plans: Mapping[int, Plan], values: Mapping[str, Any]
+) -> None:
+    """Write the model card of a finished run, with its own figures.
+
+    Args:
+        folder: The run folder.
+        config: Its settings, complete.
+        plans: Its plans by resolution.
+        values: What summary.json has.
+    """
+    data = huggingface_hub.ModelCardData(**_metadata(folder, config, values))
+    text = f"---\n{data.to_yaml()}\n---\n\n{_body(folder, config, plans, values)}"
+    write_text(folder / CARD, text)
+
+
+def _metadata(folder: Path, config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+    on_hub = bool(_HUB_ID.fullmatch(config.dataset)) and not Path(config.dataset).exists()
+    name = config.dataset if on_hub else Path(config.dataset).name
+    result = huggingface_hub.EvalResult(
+        task_type="image-classification",
+        dataset_type=name,
+        dataset_name=name,
+        metric_type="accuracy",
+        metric_name="accuracy at the last epoch",
+        metric_value=values["final_accuracy"],
+    )
+    return {
+        "library_name": "timm",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", "timm", "dbsl", "dual-batch-learning"],
+        "datasets": [config.dataset] if on_hub else None,
+        "base_model": _base_model(config),
+        "model_name": folder.name,
+        "eval_results": [result],
+    }
+
+
+def _base_model(config: Config) -> str | None:
+    """Return the hub's name of the weights that a run has started from."""
+    source, colon, place = config.model.partition(":")
+    if colon:
+        return place.partition("@")[0] if source == "hf-hub" else None
+    return (timm.get_pretrained_cfg(config.model).hf_hub_id or None) if config.pretrained else None
+
+
+def _body(
+    folder: Path, config: Config, plans: Mapping[int, Plan], values: Mapping[str, Any]
+) -> str:
+    rows = [
+        ("accuracy, last epoch", f"{values['final_accuracy']:.2%}".replace("%", " %")),
+        ("cross-entropy, last epoch", f"{values['final_loss']:.4f}"),
+        ("epochs, samples trained on", f"{values['epochs']}, {values['samples_seen']}"),
+        ("training, evaluation left out", f"{values['train_time_s']:.1f} s"),
+        ("workers, of them on small batches", f"{values['workers']}, {values['small_workers']}"),
+        ("how workers meet", values["sync"]),
+        ("seed", values["seed"]),
+        ("device, precision", f"{values['device']}, {values['precision']}"),
+        ("torch, timm", f"{values['torch']}, {values['timm']}"),
+    ]
+    if "final_ema_accuracy" in values:
+        ema = f"{values['final_ema_accuracy']:.2%}".replace("%", " %")
+        rows.insert(1, ("the same of averaged weights (`model_ema.safetensors`)", ema))
+    batches = [
+        f"| {resolution} px | {sizes} |"
+        for resolution, plan in plans.items()
+        for sizes in [_batches(plan)]
+    ]
+    lines = [
+        f"# {folder.name}",
+        "",
+        f"A timm `{config.model}` for {config.resolutions[-1]} px images, trained on "
+        f"`{config.dataset}` by workers with batch sizes of their own (dual-batch learning).",
+        "",
+        "| one run, no mean over seeds | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in rows),
+        "",
+        "| resolution | samples a step on each worker, at the start |",
+        "|---|---|",
+        *batches,
+        "",
+        "To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; else "
+        f"`timm.create_model('local-dir:{folder.name}', pretrained=True)` does, too):",
+        "",
+        "```python",
+        "from dbsl.model import load_model",
+        "",
+        f'model = load_model("{folder.name}")',
+        "```",
+        "",
+        "To train it again: `accelerate launch train.py --config config.yaml`, with the settings "
+        "beside this file.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _batches(plan: Plan) -> str:
+    sizes = [worker.local_batch_size for worker in plan.workers]
+    counts = dict.fromkeys(sizes, 0)
+    for size in sizes:
+        counts[size] += 1
+    return ", ".join(f"{count} x {size}" for size, count in counts.items())
+
+
+def _in_line(error: BaseException) -> str:
+    said = [error, error.__cause__] if error.__cause__ else [error]
+    return "; ".join(" ".join(str(one).split()) or type(one).__name__ for one in said)

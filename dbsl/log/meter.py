@@ -1,0 +1,242 @@
+"""What a worker says of itself every so many optimizer steps: the lines of `--log-every`.
+
+Nothing here waits for the device but a line itself: it reads its loss and its gradient norm in one
+transfer. Everything else is counted on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.cluster.server import Round, RoundReport, StepLine
+from dbsl.log.reports import Progress
+from dbsl.plan.sampler import Step
+from dbsl.profile.memory import GIB, memory_in_use
+
+MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
+_DIGITS = 6  # of a gradient norm, whose float64 sum may differ in the last of its own
+_KEPT_STARTS = 2  # rounds; a process that goes by itself may have saved one round late
+
+
+@dataclass
+class _Window:
+    """A worker's steps since its last line.
+
+    `loss` and `samples` are what earlier rounds add to the running sums of the round that is under
+    way, less what those sums were at the last line.
+    """
+
+    steps: int = 0  # that the worker has taken in the run
+    loss: float = 0.0
+    samples: int = 0
+    seconds: float = 0.0  # of earlier rounds
+
+
+class Stepper(Protocol):
+    """As much of `dbsl.cluster.steps` as gradients are measured by."""
+
+    model: nn.Module
+    on_gradients: Callable[[float], object]
+
+
+class StepMeter:
+    """Counts the steps of this process's workers, and makes a line of every so many of each.
+
+    Args:
+        every: Steps of a worker from one line to its next; 0: no lines.
+        tell: Takes each line at once; None: they are kept for the round's report, which brings
+            them to the main process.
+        on_step: Called after each step with its samples, epoch, learning rate, and its worker; None
+            for a joint step.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        *,
+        tell: Callable[[StepLine], object] | None = None,
+        on_step: Callable[[int, int, float, int | None], object] = lambda *_: None,
+    ) -> None:
+        self._every = every
+        self._tell = tell
+        self._on_step = on_step
+        self._windows: defaultdict[int, _Window] = defaultdict(_Window)
+        self._starts: defaultdict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
+        self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
+        self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
+        self._due: list[int] = []  # workers for which the step under way makes a line
+        self._square: Tensor | None = None  # of its gradient's norm
+        self._parameters: list[nn.Parameter] = []
+        self._scaler: torch.amp.GradScaler | None = None
+        self._began: float | None = None  # inside a round: when it was, or time was last counted
+
+    def attach(self, workers: Iterable[int], stepper: Stepper, accelerator: Accelerator) -> None:
+        """Measure the gradients of this stepper's steps, and memory from now on.
+
+        Args:
+            workers: Those of this process, all of which the state then has.
+            stepper: What a step is.
+            accelerator: Device and scaler.
+        """
+        for worker in workers:
+            self._windows[worker] = _Window()
+        self._parameters = [p for p in stepper.model.parameters() if p.requires_grad]
+        stepper.on_gradients = self.look
+        self._device, self._scaler = accelerator.device, accelerator.scaler
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
+
+    def begin(self, turn: Round, *, anew: bool) -> None:
+        """Begin a round, or, not anew, go on in the one that a stopped run was in."""
+        self._turn, self._began = turn, time.perf_counter()
+        for worker in turn.workers if anew else ():
+            starts = self._starts[worker]
+            for index, (epoch, round_, window) in enumerate(starts):
+                if (epoch, round_) == (turn.epoch, turn.round):  # this process was in it before
+                    self._windows[worker] = _Window(**window)
+                    del starts[index + 1 :]  # what follows now may begin otherwise
+                    break
+            else:
+                starts.append((turn.epoch, turn.round, asdict(self._windows[worker])))
+                del starts[:-_KEPT_STARTS]
+            self._kept[worker].clear()
+
+    @contextmanager
+    def step(self, step: Step, learning_rate: float, progress: Progress) -> Iterator[None]:
+        """Enclose an optimizer step, whose forward and backward passes `progress` has."""
+        workers = [part.worker for part in step.parts]
+        for worker in workers:
+            self._windows[worker].steps += 1
+        if self._every:
+            self._due = [w for w in workers if self._windows[w].steps % self._every == 0]
+        yield
+        if self._due:
+            self._write(step, learning_rate, progress)
+        self._due, self._square = [], None
+        samples = sum(len(part.indices) for part in step.parts)
+        worker = workers[0] if len(workers) == 1 else None
+        self._on_step(samples, self._turn.epoch, learning_rate, worker)
+
+    @torch.no_grad()
+    def look(self, weight: float) -> None:
+        """Measure the gradients if a line is due; they are there, and not applied yet.
+
+        Args:
+            weight: Of the mean loss whose gradients they are.
+        """
+        if not self._due:
+            return
+        square = gradient_square([p.grad for p in self._parameters if p.grad is not None])
+        scale = torch.full_like(square, weight)
+        if self._scaler is not None:
+            scale = self._scaler.scale(scale)
+        self._square = square / scale**2
+
+    def end(self, losses: Mapping[int, float], samples: Mapping[int, int]) -> None:
+        """End a round with the workers' losses, summed over their samples."""
+        self._count_time()
+        self._began = None
+        for worker in self._turn.workers:
+            window = self._windows[worker]
+            window.loss += losses.get(worker, 0.0)
+            window.samples += samples.get(worker, 0)
+            if not math.isfinite(window.loss):  # the round is not merged
+                self._windows[worker] = replace(window, loss=0.0, samples=0)
+
+    def take_lines(self, worker: int) -> tuple[StepLine, ...]:
+        """Return the lines that a round's report is to bring to the main process."""
+        return tuple(self._kept.pop(worker, ()))
+
+    def hear(self, report: RoundReport) -> None:
+        """Count the steps of a report: its worker may be lost, or leave the run to others."""
+        last = max((line.step for line in report.lines), default=0)  # more if it was lost before
+        self._heard[report.worker] = max(self._heard[report.worker] + report.steps, last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from, also in the middle of a round."""
+        self._count_time()
+        return {
+            "windows": {worker: asdict(window) for worker, window in self._windows.items()},
+            "starts": {worker: list(starts) for worker, starts in self._starts.items()},
+            "kept": {worker: [tuple(x) for x in lines] for worker, lines in self._kept.items()},
+            "heard": dict(self._heard),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.take_over(state)
+        for worker, window in state["windows"].items():
+            self._windows[worker] = _Window(**window)
+        for worker, starts in state["starts"].items():
+            self._starts[worker] = [tuple(start) for start in starts]
+        for worker, lines in state["kept"].items():
+            self._kept[worker] = [StepLine(*line) for line in lines]
+        self._heard.update(state.get("heard", {}))  # not in checkpoints of before
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Count on from other workers' steps: all begin where the furthest of them was."""
+        own = [window["steps"] for window in state["windows"].values()]
+        most = max([*own, *state.get("heard", {}).values()], default=0)
+        for window in self._windows.values():
+            window.steps = most
+        self._heard = defaultdict(lambda: most)
+
+    def _count_time(self) -> None:
+        """Add the time since the round began, or was last counted, to its workers' windows."""
+        if self._began is None:
+            return
+        now = time.perf_counter()
+        for worker in self._turn.workers:
+            self._windows[worker].seconds += now - self._began
+        self._began = now
+
+    def _write(self, step: Step, learning_rate: float, progress: Progress) -> None:
+        """Make a line for each worker that is due; the only wait for the device."""
+        square = torch.full((), math.nan) if self._square is None else self._square
+        zero = torch.zeros_like(square)
+        running = [progress.losses.get(worker, zero).to(square) for worker in self._due]
+        *sums, square = torch.stack([*running, square]).tolist()
+        norm = float(f"{math.sqrt(square):.{_DIGITS}g}") if square >= 0 else math.nan
+        self._count_time()
+        memory_gib = memory_in_use(self._device) / GIB
+        for worker, loss in zip(self._due, sums, strict=True):
+            window, counted = self._windows[worker], progress.samples.get(worker, 0)
+            samples = window.samples + counted
+            line = StepLine(
+                worker=worker,
+                epoch=self._turn.epoch,
+                round=self._turn.round,
+                step=window.steps,
+                progress=round(step.progress, 4),
+                loss=(window.loss + loss) / samples if samples else math.nan,
+                learning_rate=learning_rate,
+                gradient_norm=norm,
+                images_per_s=round(samples / max(window.seconds, 1e-9), 1),
+                memory_gib=round(memory_gib, 3),
+            )
+            self._windows[worker] = _Window(window.steps, -loss, -counted)
+            if self._tell is None:
+                self._kept[worker].append(line)
+            else:
+                self._tell(line)
+
+
+@torch.no_grad()
+def gradient_square(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the squared norm of all gradients together, on their device.
+
+    In float64, so that the order of its sums, which follows where memory lies, cannot be seen.
+    """
+    dtype = None if gradients[0].device.type == "mps" else torch.float64  # mps has no float64
+    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients]
+    return torch.stack(norms).square().sum()

@@ -1,0 +1,295 @@
+"""Pictures of a run, from its plan and from its metrics.jsonl alone.
+
+Figures are made without pyplot, so that drawing keeps no state and may happen in any thread.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from dbsl.base.files import write_bytes
+from dbsl.base.words import duration
+from dbsl.plan.dual_batch import Plan, WorkerPlan
+from dbsl.plan.stages import Stage
+from dbsl.plan.text import (
+    MAX_ROWS,
+    comparison,
+    epoch_spans,
+    idle_share,
+    total_times_s,
+    worker_rows,
+)
+
+DPI = 100
+SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
+_KINDS = ((SMALL, "small"), (LARGE, "large"))
+TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
+_WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl; a last line that a killed run left half is dropped.
+
+    Raises:
+        ValueError: If another line is not JSON; the message names it.
+    """
+    records = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
+    return records
+
+
+def plan_timeline(
+    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds_per_epoch: int, path: Path
+) -> None:
+    """Draw `timeline_figure` into a PNG."""
+    save_figure(timeline_figure(stages, plans, rounds_per_epoch), path)
+
+
+def accuracy_and_loss(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw `curves_figure` into a PNG."""
+    save_figure(curves_figure(metrics), path)
+
+
+def timeline_figure(
+    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds_per_epoch: int
+) -> Figure:
+    """Return what the plan predicts for one epoch: a bar per worker and round, and the idle time.
+
+    There is one panel per resolution, in the order in which the run meets them. Where there are
+    many workers, neighbours with the same plan share a row.
+
+    Args:
+        stages: All stages of the run.
+        plans: The plan of each resolution.
+        rounds_per_epoch: Rounds per epoch; they share a worker's time equally.
+    """
+    rows = {stage.resolution: worker_rows(plans[stage.resolution], MAX_ROWS) for stage in stages}
+    heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows.values()]
+    figure = Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), dpi=DPI, layout="constrained")
+    planned, all_large, equal = total_times_s(stages, plans)
+    joint = any(plan.global_batch_size for plan in plans.values())
+    others = f"with all batches large {duration(all_large)}, with one equal batch {duration(equal)}"
+    if joint:
+        others = f"with each global batch split equally {duration(equal)}"
+    figure.suptitle(
+        "Predicted time of one epoch: how long each worker computes, how long it waits\n"
+        f"all {stages[-1].end_epoch} epochs: {duration(planned)}; {others}",
+        fontsize=13,
+    )
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)
+    for axes, (resolution, own) in zip(panels[:, 0], rows.items(), strict=True):
+        plan = plans[resolution]
+        for y, (_, worker) in enumerate(own[:MAX_ROWS]):
+            _draw_worker(axes, y, plan, worker, rounds_per_epoch)
+        names = [f"worker{'s' if '-' in name else ''} {name}" for name, _ in own[:MAX_ROWS]]
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.tick_params(labelbottom=True)
+        axes.spines[["top", "right"]].set_visible(False)
+        epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
+        rest = f"  (the first {MAX_ROWS} of {len(own)} rows)" if len(own) > MAX_ROWS else ""
+        axes.set_title(
+            f"{resolution} px images, {epochs}: {comparison(plan)}{rest}", loc="left", fontsize=11
+        )
+    panels[-1, 0].set_xlabel("seconds since the epoch began")
+    small, large = (Patch(color=c, label=f"computes on {n} batches") for c, n in _KINDS)
+    part = Patch(color=LARGE, label="computes on its part of each global batch")
+    waits = Patch(fc=IDLE, ec="white", hatch="///", label="waits for the slowest worker")
+    figure.legend(
+        handles=[part, waits] if joint else [small, large, waits],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
+    return figure
+
+
+def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return accuracy and loss over epochs and over training time, sub-stages shaded.
+
+    Time is the simulated cluster's clock where all evaluations have it, else measured. It is known
+    when an epoch was evaluated, and interpolated between.
+    """
+    evaluations = [row for row in metrics if row["event"] == "eval"]
+    stages = stage_spans(metrics)
+    simulated = bool(evaluations) and all("virtual_time_s" in row for row in evaluations)
+    time_key = "virtual_time_s" if simulated else "train_time_s"
+    known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
+    times_s = [0.0, *(row[time_key] for row in evaluations)]
+    epochs, losses = _train_losses(metrics)
+
+    figure = Figure(figsize=(14, 9), dpi=DPI, layout="constrained")
+    figure.suptitle(
+        "Accuracy and loss of the run (each strip: epochs with one resolution and learning rate)",
+        fontsize=14,
+    )
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    time_label = "training time (s)" if not simulated else "training time on simulated workers (s)"
+    for (top, bottom), label, position in (
+        (panels[:, 0], "epochs completed", lambda epoch: np.asarray(epoch, dtype=float)),
+        (panels[:, 1], time_label, lambda e: np.interp(e, known, times_s, right=math.nan)),
+    ):
+        x = position(known[1:])
+        _line(top, x, [_number(row["accuracy"], 100) for row in evaluations], EVAL, "evaluation")
+        _line(bottom, position(epochs), losses, TRAIN, "training, mean of the epoch")
+        _line(bottom, x, [_number(row["loss"]) for row in evaluations], EVAL, "evaluation")
+        if any("ema_accuracy" in row for row in evaluations):
+            averages = [_number(row.get("ema_accuracy"), 100) for row in evaluations]
+            _line(top, x, averages, AVERAGED, "evaluation, averaged weights")
+            averages = [_number(row.get("ema_loss")) for row in evaluations]
+            _line(bottom, x, averages, AVERAGED, "evaluation, averaged weights")
+        drawn = [v for line in bottom.lines for v in line.get_ydata() if 0 < v < math.inf]
+        if drawn and max(drawn) > _WIDE * min(drawn):
+            bottom.set_yscale("log")
+        ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
+        end = 1.02 * max(ends, default=1.0)
+        bottom.set_xlabel(label)
+        bottom.set_xlim(0, end)
+        for axes in (top, bottom):
+            axes.grid(alpha=0.3)
+            axes.tick_params(labelbottom=True, labelleft=True)
+            if axes.lines:
+                axes.legend(loc="best", fontsize=9)
+            else:
+                axes.text(0.5, 0.5, "no evaluation yet", transform=axes.transAxes, ha="center")
+        if bottom.lines:
+            _shade(top, bottom, stages, position, end)
+    panels[1, 0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    if not evaluations:
+        panels[0, 0].set_ylim(0, 100)
+    panels[0, 0].set_ylabel("accuracy on the evaluation images (%)")
+    panels[1, 0].set_ylabel("loss")
+    return figure
+
+
+def stage_spans(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the spans of epochs with one resolution and learning rate, in order.
+
+    A later row takes the place of earlier ones: that of a run made longer, from the epoch on from
+    which it holds.
+    """
+    of_epoch: dict[int, dict[str, Any]] = {}
+    for row in metrics:
+        if row["event"] == "plan":
+            kind = {name: row[name] for name in ("resolution", "learning_rate")}
+            first = max(row["first_epoch"], row.get("from_epoch", 0))
+            of_epoch |= dict.fromkeys(range(first, row["end_epoch"]), kind)
+    spans: list[dict[str, Any]] = []
+    for epoch, kind in sorted(of_epoch.items()):
+        if spans and spans[-1] == spans[-1] | kind:
+            spans[-1]["end_epoch"] = epoch + 1
+        else:
+            spans.append({"first_epoch": epoch, "end_epoch": epoch + 1, **kind})
+    return spans
+
+
+def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_epoch: int) -> None:
+    compute_s, round_s = worker.predicted_time_s / rounds_per_epoch, plan.time_s / rounds_per_epoch
+    starts = [round_s * index for index in range(rounds_per_epoch)]
+    idle = [start + compute_s for start in starts]
+    color = SMALL if worker.small else LARGE
+    axes.barh([y] * len(starts), compute_s, left=starts, height=0.7, fc=color, ec="white")
+    axes.barh(
+        [y] * len(idle),
+        round_s - compute_s,
+        left=idle,
+        height=0.7,
+        fc=IDLE,
+        ec="white",
+        hatch="///",
+    )
+    axes.text(
+        1.01,
+        y,
+        f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
+        f"{duration(worker.predicted_time_s)}, idle {100 * idle_share(plan, worker):.1f} %",
+        transform=axes.get_yaxis_transform(),
+        va="center",
+        fontsize=9,
+    )
+
+
+def _train_losses(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return completed epochs and, for each, its rounds' loss as a mean over samples."""
+    rounds: dict[int, list[tuple[float, int]]] = {}
+    for row in metrics:
+        if row["event"] == "round":
+            rounds.setdefault(row["epoch"], []).append((_number(row["loss"]), row["samples"]))
+    epochs = sorted(rounds)
+    losses = [
+        sum(loss * samples for loss, samples in rounds[epoch])
+        / sum(samples for _, samples in rounds[epoch])
+        for epoch in epochs
+    ]
+    return [epoch + 1.0 for epoch in epochs], losses
+
+
+def _number(value: float | None, factor: float = 1.0) -> float:
+    return math.nan if value is None else factor * value
+
+
+def _line(
+    axes: Axes, x: Sequence[float] | np.ndarray, y: Sequence[float], color: str, label: str
+) -> None:
+    if np.isfinite(x).any():
+        marker = "o" if len(x) <= 40 else None
+        axes.plot(x, y, color=color, marker=marker, markersize=4, label=label)
+
+
+def _shade(
+    top: Axes,
+    bottom: Axes,
+    stages: Sequence[Mapping[str, Any]],
+    position: Callable[[float], float],
+    end: float,
+) -> None:
+    """Shade every other sub-stage in both panels; name each above the top one."""
+    spans = [
+        (float(position(stage["first_epoch"])), float(position(stage["end_epoch"])), stage)
+        for stage in stages
+    ]
+    # A sub-stage that the run has not finished ends where the axis does.
+    spans = [(a, min(b, end) if math.isfinite(b) else end, s) for a, b, s in spans if a < end]
+    narrow = any(b - a < 0.12 * end for a, b, _ in spans)
+    for index, (start, stop, stage) in enumerate(spans):
+        if index % 2:
+            for axes in (top, bottom):
+                axes.axvspan(start, stop, color="black", alpha=0.07, lw=0)
+        if stop - start < 0.02 * end:  # no room for a name
+            continue
+        top.text(
+            (start + stop) / 2,
+            1.01,
+            f"{stage['resolution']} px{', ' if narrow else chr(10)}lr {stage['learning_rate']:.3g}",
+            transform=top.get_xaxis_transform(),
+            rotation=90 if narrow else 0,
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the figure as a PNG, whole or not at all."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, png.getvalue())

@@ -1,0 +1,98 @@
+"""What a turn came to, worker by worker: the reports that are pushed with its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.server import Round, RoundReport, StepLine
+from dbsl.plan.dual_batch import Plan
+
+
+@dataclass
+class Progress:
+    """How far a process is in its round."""
+
+    steps: int = 0  # taken
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
+    samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
+    noise: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the first step (`dbsl.profile.noise_probe`)
+
+
+def read_round(progress: Progress, vector: Tensor) -> tuple[dict[int, float], bool, dict[str, Any]]:
+    """Return losses by worker, whether they and a whole vector are finite, and the noise measured.
+
+    It waits for the device, once.
+    """
+    losses, noise = progress.losses, progress.noise
+    on_device = [name for name, value in noise.items() if isinstance(value, Tensor)]
+    tensors = [*losses.values(), *(noise[name] for name in on_device)]
+    # A sum of finite weights does not overflow.
+    values = torch.stack([vector.sum(), *(tensor.to(vector) for tensor in tensors)]).tolist()
+    own, squares = values[: 1 + len(losses)], values[1 + len(losses) :]
+    noise = noise | dict(zip(on_device, squares, strict=True))
+    return dict(zip(losses, own[1:], strict=True)), all(map(math.isfinite, own)), noise
+
+
+def make_reports(
+    turn: Round,
+    plan: Plan,
+    steps: int,
+    samples: Mapping[int, int],
+    *,
+    resolution: int,
+    learning_rate: float,
+    losses: Mapping[int, float],
+    clock: ComputeClock,
+    refused: bool = False,
+    noise: Mapping[str, Any] | None = None,
+    lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
+) -> list[RoundReport]:
+    """Return one report for each worker of a turn.
+
+    Args:
+        turn: The turn.
+        plan: The plan in force in it.
+        steps: Optimizer steps that it took.
+        samples: Images that each worker trained on; none for a worker without any.
+        resolution: Image side, pixels.
+        learning_rate: Of its last step.
+        losses: Training loss by worker, summed over the samples; none for a worker without any.
+        clock: Has measured what each worker computed.
+        refused: Whether the round is not to be merged, since it is not finite.
+        noise: What was measured of the gradients; it goes with the turn's first worker.
+        lines_of: Gives a worker's step lines that the main process does not have yet.
+    """
+    reports = []
+    for worker in turn.workers:
+        mine, count = plan.workers[worker], samples.get(worker, 0)
+        lines = lines_of(worker)[:steps]  # more are refused, and a log is not worth a worker
+        reports.append(
+            RoundReport(
+                worker,
+                turn.epoch,
+                turn.round,
+                resolution=resolution,
+                local_batch_size=mine.local_batch_size,
+                samples=count,
+                steps=steps,
+                time_s=clock.seconds(worker),
+                loss=losses.get(worker, 0.0) / max(count, 1),
+                merge_weight=mine.merge_weight,
+                learning_rate=learning_rate,
+                predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
+                refused=refused,
+                logged=len(lines),
+                lines=lines,
+                **(noise or {} if worker == turn.workers[0] else {}),
+            )
+        )
+    return reports

@@ -1,0 +1,118 @@
+"""What a run shows when it begins and when it ends: trackers, log, pictures, summary.json."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from dbsl.base.lazy import lazy_import
+from dbsl.checkpoint.checkpointer import Keeper
+from dbsl.checkpoint.on_disk import reading_checkpoint
+from dbsl.checkpoint.resume import Resumed
+from dbsl.log.divergence import no_result
+from dbsl.log.hub import CARD, write_card
+from dbsl.log.log import RunLog
+from dbsl.log.trackers import start_trackers
+from dbsl.profile.cache import device_name
+from dbsl.run.prepare import print_run, profile_command
+from dbsl.run.resolved import RESOLVED
+from dbsl.run.run import Setting
+
+timm = lazy_import("timm")
+
+
+def start_log(
+    run: Setting, folder: Path, resumed: Resumed | None, accelerator: Accelerator
+) -> RunLog:
+    """Print what the run will do, start its tracker and its log; a resumed run's go on."""
+    config = run.config
+    print_run(run, folder, accelerator)
+    state = resumed.log if resumed else None
+    start_trackers(
+        accelerator,
+        config.report_to,
+        folder,
+        folder.name,
+        {name: value for name, value in asdict(config).items() if name != RESOLVED},
+        resume_id=state["tracker"] if state else None,
+    )
+    # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
+    slowed = config.slowdown or config.disturb
+    expects = run.measured and config.balance == "none" and not slowed
+    command = profile_command(run, accelerator.num_processes) if expects else None
+    alone, by_rounds = accelerator.num_processes == 1, config.dedicated_server
+    every_worker = (alone and config.sync != "step") or by_rounds
+    with reading_checkpoint(resumed and resumed.folder):
+        log = RunLog(
+            folder,
+            accelerator,
+            run.stages,
+            run.plans,
+            command,
+            pushes=config.push == "gradients",
+            log_every=config.log_every,
+            counted=range(config.workers) if every_worker else (0,),
+            by_rounds=by_rounds,
+            samples=len(run.data.train),
+            state=state,
+        )
+    if log.enabled:
+        from dbsl.log.plots import plan_timeline  # slow to import, and only one process draws
+
+        picture = folder / "plots/plan.png"
+        plan_timeline(run.stages, run.plans, config.rounds_per_epoch, picture)
+        log.images({"plots/plan": picture})
+    return log
+
+
+def sum_up(
+    run: Setting, folder: Path, log: RunLog, keeper: Keeper, accelerator: Accelerator
+) -> None:
+    """Draw what came of the run, and write summary.json."""
+    if log.enabled:
+        from dbsl.log.plots import accuracy_and_loss, read_metrics
+        from dbsl.log.worker_plots import worker_history
+
+        metrics = read_metrics(folder / "metrics.jsonl")
+        accuracy_and_loss(metrics, folder / "plots/accuracy.png")
+        worker_history(metrics, folder / "plots/workers.png")
+        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
+        config = run.config
+        names = ("epochs", "seed", "workers", "small_workers", "sync")
+        values = {
+            **log.results(),
+            "total_time_s": keeper.total_s,
+            **{name: getattr(config, name) for name in names},
+            "classes": run.data.num_classes,
+            "device": device_name(accelerator.device),
+            "precision": str(accelerator.mixed_precision),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            **_mishaps(run, log, keeper),
+        }
+        log.summary(values)
+        if no_result(values) is None:
+            write_card(
+                folder, config, {s.resolution: run.plans[s.resolution] for s in run.stages}, values
+            )
+        else:  # nor one of before the run was made longer
+            (folder / CARD).unlink(missing_ok=True)
+    keeper.clean_up()
+    log.close()
+
+
+def _mishaps(run: Setting, log: RunLog, keeper: Keeper) -> dict[str, Any]:
+    """Return what went wrong and was coped with, if anything."""
+    data = run.data
+    sources = {"train": data.train, "evaluation": data.evaluation}
+    bad = {name: sorted(source.bad) for name, source in sources.items() if source.bad}
+    found = {
+        "refused_rounds": keeper.refused,
+        "lost_workers": log.lost_workers,
+        "bad_images": bad,
+    }
+    return {name: value for name, value in found.items() if value}

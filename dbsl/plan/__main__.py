@@ -1,0 +1,75 @@
+"""Plan an epoch from the shell: ``python -m dbsl.plan``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from dbsl.base.flags import parse_flags
+from dbsl.plan.dual_batch import Rounding, UpdateFactor, plan_dual_batch
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.text import format_plan, timeline
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Plan an epoch of dual-batch training and print it; lists take commas or spaces."""
+
+    samples: int  # training samples per epoch, d
+    workers: int  # number of workers, n
+    large_batch_size: tuple[int, ...]  # samples per step of a large worker, B_L; one, or one each
+    slope: tuple[float, ...]  # seconds per sample, a; one, or one for each worker
+    intercept: tuple[float, ...]  # seconds per step, b; one, or one for each worker
+    floor: tuple[float, ...] = (
+        0.0,
+    )  # least seconds that a step takes; one, or one for each worker
+    small_workers: int = 0  # workers on the small batch, n_S; they are the first
+    time_ratio: float | None = None  # k, time allowed over that of all-large; unset: 1.05
+    small_batch_size: int | None = None  # B_S, if it is given; k and the share then follow
+    small_share: float | None = None  # share of samples in small batches; k and B_S then follow
+    min_batch_size: int = 1  # the least that a solved B_S may be
+    rounds_per_epoch: int = 1  # pushes per worker and epoch
+    update_factor: UpdateFactor = "data"  # weight of small workers: d_S/d_L, its root, or 1
+    rounding: Rounding = "round"  # as in the journal's tables; truncate: the conference's
+    json: bool = False  # print JSON instead of a table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m dbsl.plan`` and return the exit status."""
+    try:
+        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
+        slopes, floors = arguments.slope, arguments.floor
+        floors = floors * len(slopes) if len(floors) == 1 else floors
+        for name, values in (("intercept", arguments.intercept), ("floor", floors)):
+            if len(values) != len(slopes):
+                raise ValueError(
+                    f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
+                )
+        plan = plan_dual_batch(
+            arguments.samples,
+            arguments.workers,
+            arguments.small_workers,
+            arguments.large_batch_size,
+            [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
+            time_ratio=arguments.time_ratio,
+            small_batch_size=arguments.small_batch_size,
+            small_share=arguments.small_share,
+            min_batch_size=arguments.min_batch_size,
+            rounds=arguments.rounds_per_epoch,
+            factor=arguments.update_factor,
+            rounding=arguments.rounding,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""Uneven and disturbed machines on even ones: factors on compute time, the same for each seed.
+
+Pure. Real processes wait for the extra time after their own compute time; in the simulated cluster
+the factors are on the virtual clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from dbsl.base.seeds import generator
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """An undisturbed worker is slowed by `factor` with a probability per epoch, for some epochs.
+
+    The test of Ye et al. (arXiv 2007.11831): probability 0.1, 4 to 20 epochs.
+    """
+
+    probability: float
+    shortest: int  # epochs
+    longest: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """How much longer than its time model each worker takes, by epoch and round.
+
+    Attributes:
+        slowdown: Constant factors, at least 1, by worker.
+        disturbance: Factors that come and go.
+        noise: Standard deviation of a round's time, relative; lognormal with mean 1.
+        seed: The run's seed.
+    """
+
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    disturbance: Disturbance | None = None
+    noise: float = 0.0
+    seed: int = 0
+
+    def factor(self, worker: int, epoch: int) -> float:
+        """Return the factor on a worker's compute time in an epoch, without noise."""
+        factor = self.slowdown.get(worker, 1.0)
+        if self.disturbance and _disturbed(self.disturbance, self.seed, worker, epoch):
+            factor *= self.disturbance.factor
+        return factor
+
+    def noise_factor(self, worker: int, epoch: int, round_: int) -> float:
+        """Return the noise on one round's time, a factor."""
+        if not self.noise:
+            return 1.0
+        sigma = math.sqrt(math.log1p(self.noise**2))
+        stream = generator(self.seed, "time noise", worker, epoch, round_)
+        return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
+
+
+@lru_cache(maxsize=4096)
+def _disturbed(disturbance: Disturbance, seed: int, worker: int, epoch: int) -> bool:
+    """Walk the worker's epochs up to this one: slowed or not follows from those before."""
+    stream = generator(seed, "disturbance", worker)
+    left = 0
+    for _ in range(epoch + 1):
+        # Two draws an epoch whatever happens, so that an epoch's draws do not depend on the rest.
+        starts, length = stream.random(), stream.random()
+        if left:
+            left -= 1
+        if not left and starts < disturbance.probability:
+            span = disturbance.longest - disturbance.shortest + 1
+            left = disturbance.shortest + int(length * span)
+    return left > 0
+
+
+def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
+    """Return factors by worker from ``("0:2.0", "3:1.5")``.
+
+    Raises:
+        ValueError: If a value is none such, a worker does not exist or a factor is below 1.
+    """
+    factors: dict[int, float] = {}
+    for value in values:
+        worker, _, factor = str(value).partition(":")
+        if not worker.isdecimal() or not _is_number(factor):
+            raise ValueError(
+                f"slowdown must be worker:factor (in YAML in quotes), such as 0:2.0, got {value}"
+            )
+        if int(worker) >= workers:
+            raise ValueError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
+        if not 1 <= float(factor) < math.inf:
+            raise ValueError(
+                f"slowdown must be a factor of at least 1, got {factor} for worker {worker}"
+            )
+        factors[int(worker)] = float(factor)
+    return factors
+
+
+def parse_disturb(value: str) -> Disturbance:
+    """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, such as ``0.1:4-20``.
+
+    Raises:
+        ValueError: If the value is none such or a number is out of its range.
+    """
+    probability, _, rest = value.partition(":")
+    epochs, _, factor = rest.partition(":")
+    shortest, _, longest = epochs.partition("-")
+    longest, factor = longest or shortest, factor or "2"
+    numeric = _is_number(probability) and _is_number(factor)
+    if not (numeric and shortest.isdecimal() and longest.isdecimal()):
+        raise ValueError(
+            "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3, "
+            f"got {value}"
+        )
+    found = Disturbance(float(probability), int(shortest), int(longest), float(factor))
+    if not (0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest):
+        raise ValueError(
+            "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
+            f"got {value}"
+        )
+    if not 1 <= found.factor < math.inf:
+        raise ValueError(f"disturb must have a factor of at least 1, got {factor}")
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return not np.isnan(float(text))
+    except ValueError:
+        return False

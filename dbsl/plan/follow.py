@@ -1,0 +1,394 @@
+"""Batch sizes and shares that follow the machines: measured times -> smoothed speeds -> new plans.
+
+Pure. `dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part
+over time. It takes a step to cost nothing but its samples and believes each measurement. `dynamic`
+estimates both coefficients of a*x + b for each worker, over all measurements, and moves only where
+the prediction gains more than a dead band. What a first, noisy measurement has put wrong by less
+than that would stay wrong; so each doubling of the measurements gets one chance with a narrow band.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from dbsl.base.serialize import as_counts, as_numbers
+from dbsl.cluster.server import RoundReport, report_from_plain
+from dbsl.plan.dual_batch import Plan, WorkerPlan
+from dbsl.plan.machines import TimeModel
+
+Balance = Literal["none", "dynamic", "dbs"]
+
+DEAD_BAND = 0.05  # relative gain in time below which a plan stays
+REFINE = 0.01  # the same each time that the number of measurements has doubled
+NOISE = 0.10  # standard deviation of a measured time, relative
+_PRIOR = 0.5  # of a planned time model's coefficients, relative
+_DRIFT = 0.005  # of both coefficients from one measurement to the next
+_OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
+_JUMP = 4.5  # standard deviations: so does one such measurement
+_LOWEST = 1e-3
+
+
+class SpeedEstimate:
+    """How much slower a worker is than its planned time model: a Kalman filter on two factors.
+
+    A step of x samples takes ``u*a*x + v*b`` seconds with the planned a and b of its resolution,
+    so that what is learnt at one resolution holds at the next; where the floor f holds, ``v*f``.
+    With measurements at one batch size
+    only their common level moves; a second size tells u from v.
+    """
+
+    def __init__(self) -> None:
+        self.factors = np.ones(2)  # u, v
+        self._covariance = np.eye(2) * _PRIOR**2
+        self._known = False  # before the first measurement all is plan
+        self._outlier = 0.0  # the last measurement's deviation, if it was set aside
+
+    def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
+        """Take in the measured time of a step."""
+        parts = np.array([planned.slope * local_batch_size, max(planned.intercept, 0.0)])
+        if planned.floor and planned.floor * self.factors[1] > parts @ self.factors:
+            parts = np.array([0.0, planned.floor])
+        expected = parts.sum()
+        direction, measured = parts / expected, step_time_s / expected
+        scale = float(direction @ self.factors)
+        noise = (NOISE * max(scale, _LOWEST)) ** 2
+        self._covariance += np.eye(2) * (_DRIFT * scale) ** 2
+        error = measured - scale
+        variance = float(direction @ self._covariance @ direction) + noise
+        deviation = error / math.sqrt(variance)
+        before, self._outlier = self._outlier, 0.0
+        if abs(deviation) > _OUTLIER:
+            if self._known and abs(deviation) < _JUMP and before * deviation <= 0:
+                self._outlier = deviation  # wait for the next to tell
+                return
+            # No noise: forget how sure we were.
+            self._covariance += np.eye(2) * error**2 / float(direction @ direction)
+            variance = float(direction @ self._covariance @ direction) + noise
+        self._known = True
+        gain = self._covariance @ direction / variance
+        self.factors = np.maximum(self.factors + gain * error, _LOWEST)
+        self._covariance -= np.outer(gain, direction @ self._covariance)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimate in plain numbers."""
+        return {
+            "factors": self.factors.tolist(),
+            "covariance": self._covariance.tolist(),
+            "known": self._known,
+            "outlier": self._outlier,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.factors = np.array(state["factors"])
+        self._covariance = np.array(state["covariance"])
+        self._known = state["known"]
+        self._outlier = state["outlier"]
+
+    def model(self, planned: TimeModel) -> TimeModel:
+        """Return the time model as estimated, for a resolution with this planned one."""
+        u, v = self.factors
+        return TimeModel(
+            slope=float(u * planned.slope),
+            intercept=float(v * max(planned.intercept, 0.0)),
+            floor=float(v * planned.floor),
+        )
+
+
+def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.ndarray:
+    """Return the published rule's new proportions, p_i <- (p_i/t_i) / sum_j(p_j/t_j), [n]."""
+    speeds = np.asarray(parts, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)
+    return speeds / speeds.sum()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A plan in force from one round of an epoch on."""
+
+    plan: Plan
+    first_round: int = 0
+    start: int = 0  # samples of the epoch that earlier rounds took
+    # Or what earlier rounds left, where that is not all that follows: places in the epoch's order.
+    left: tuple[tuple[int, int], ...] = ()
+
+
+class Planner:
+    """The plan of each epoch: one for each resolution, or one that follows the workers' times.
+
+    The plan of a round is decided when it is first asked for, so that workers that are not in step
+    with each other still share an epoch's samples by one plan. Call it under the server's lock.
+
+    Args:
+        plans: The first plan of each resolution.
+        resolution_at: Resolution of an epoch.
+        models: Planned time models, one per worker, by resolution.
+        balance: How plans follow measured times.
+        every: Rounds from one chance to change to the next.
+        rounds_per_epoch: Rounds per epoch.
+        replan: A resolution's plan for other time models.
+        resize: A resolution's planned plan with parts in other proportions, for `dbs`.
+        split_at: Samples of the epoch that rounds of a segment take before a round.
+        without: A resolution's plan for the workers that are left.
+        samples_of: Samples of a worker in a round of a segment, from (segment, epoch, worker,
+            round).
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[int, Plan],
+        resolution_at: Callable[[int], int],
+        models: Mapping[int, Sequence[TimeModel]],
+        *,
+        balance: Balance = "none",
+        every: int = 1,
+        rounds_per_epoch: int = 1,
+        replan: Callable[[int, Sequence[TimeModel]], Plan] | None = None,
+        resize: Callable[[int, Plan, np.ndarray], Plan] | None = None,
+        split_at: Callable[[Segment, int], int] | None = None,
+        without: Callable[[int, Collection[int]], Plan] | None = None,
+        samples_of: Callable[[Segment, int, int, int], int] | None = None,
+    ) -> None:
+        self.balance: Balance = balance
+        self.current = dict(plans)
+        self.changes = 0
+        self._resolution_at = resolution_at
+        self._models = models
+        self._every = every
+        self._rounds = rounds_per_epoch
+        self._replan = replan
+        self._resize = resize
+        self._split_at = split_at
+        self._without = without
+        self._samples_of = samples_of
+        self.fixed: dict[int, list[Segment]] = {}  # by epoch; they change no more
+        self._segments: dict[int, list[Segment]] = {}  # by epoch; they may grow
+        self._asked: dict[int, int] = {}  # by epoch: the last round whose plan is decided
+        self._planned = dict(plans)  # for the planned time models, without lost workers
+        self._active = set(range(len(next(iter(plans.values())).workers)))  # but for lost workers
+        self._begun = 0  # rounds of the run that a loss left as they were planned
+        self._epochs = [0] * len(self._active)  # of each worker's last report
+        self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
+        self._measured = [0] * len(self._speeds)  # rounds of each worker
+        self._refine_at = 2  # measurements of each worker
+        self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
+
+    def at(self, epoch: int, round_: int = 0) -> Segment:
+        """Return the plan in force in a round of an epoch."""
+        resolution = self._resolution_at(epoch)
+        if epoch in self.fixed:
+            return next(s for s in reversed(self.fixed[epoch]) if s.first_round <= round_)
+        if self.balance == "none":
+            return Segment(self.current[resolution])
+        clock = epoch * self._rounds + round_
+        if epoch not in self._segments:
+            first = self._renewed(resolution, epoch * self._rounds, self.current[resolution])
+            self._segments[epoch], self._asked[epoch] = [Segment(first)], 0
+            self._forget_epochs()
+        segments = self._segments[epoch]
+        if round_ > self._asked[epoch]:  # a round that somebody has begun keeps its plan
+            self._asked[epoch] = round_
+            plan = self._renewed(resolution, clock, segments[-1].plan)
+            if plan is not segments[-1].plan:
+                segments.append(Segment(plan, round_, self._split_at(segments[-1], round_)))
+        return next(s for s in reversed(segments) if s.first_round <= round_)
+
+    def current_at(self, epoch: int) -> Plan:
+        """Return the last plan of an epoch's resolution, without asking for a new one."""
+        return self.current[self._resolution_at(epoch)]
+
+    def is_boundary(self, epoch: int, round_: int) -> bool:
+        """Whether the plan may change where this round begins."""
+        clock = epoch * self._rounds + round_
+        return self.balance != "none" and (round_ == 0 or clock % self._every == 0)
+
+    def observe(self, report: RoundReport) -> None:
+        """Take in the compute time of a worker's round."""
+        self._epochs[report.worker] = max(self._epochs[report.worker], report.epoch)
+        if self.balance == "none" or not report.steps or report.compute_time_s <= 0:
+            return
+        self._measured[report.worker] += 1
+        if self.balance == "dbs":
+            # Lines are the log's: a checkpoint need not have them twice.
+            self._since[report.worker].append(replace(report, logged=0, lines=()))
+        self._speeds[report.worker].observe(
+            self._models[report.resolution][report.worker],
+            report.samples / report.steps,
+            report.compute_time_s / report.steps,
+        )
+
+    def drop(
+        self, worker: int, clocks: Mapping[int, int], active: Collection[int], last: int
+    ) -> int:
+        """Plan without a worker from the first round on that nobody has begun.
+
+        An epoch that other workers had begun before this run's keeps its plan to its end.
+
+        Args:
+            worker: The one that was lost.
+            clocks: Rounds that each worker had pushed.
+            active: Those that are left.
+            last: Rounds of the whole run.
+
+        Returns:
+            The samples, counted once in each epoch, that nobody will train on because it was lost:
+            its part of the rounds that it had not pushed and that keep their plan.
+
+        Raises:
+            ValueError: If there is no plan without it.
+        """
+        others = {r: self._without(r, active) for r in self.current}
+        rounds, lost = self._rounds, 0
+        # Also begun: what the lost one was ahead, and what an earlier loss left as it was.
+        ahead = max(max(clocks[w] for w in active) + 1, clocks[worker])
+        begun = self._begun = max(self._begun, min(ahead, last))
+        first_epoch = min(clocks[w] for w in (*active, worker)) // rounds
+        epochs = range(first_epoch, -(-begun // rounds))
+        later = [epoch for epoch in self.fixed if epoch >= epochs.stop]  # left by other workers
+        for epoch in (*epochs, *later):
+            whole = [Segment(self.current[self._resolution_at(epoch)])]
+            segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)
+            *before, end = segments
+            first = rounds if end.left else min(max(begun - epoch * rounds, 0), rounds)
+            for round_ in range(max(clocks[worker] - epoch * rounds, 0), first):
+                segment = next(s for s in reversed(segments) if s.first_round <= round_)
+                lost += self._samples_of(segment, epoch, worker, round_)
+            if first < rounds:
+                plan = others[self._resolution_at(epoch)]
+                kept = segments if end.first_round < first else before
+                segments = [*kept, Segment(plan, first, self._split_at(end, first))]
+            self.fixed[epoch] = segments
+        self._segments.clear()  # what was decided for later epochs, nobody has begun
+        self._asked.clear()
+        self.current, self._planned = others, dict(others)
+        self._active = set(active)
+        self._since.clear()
+        return lost
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plans and estimates in plain values."""
+        return {
+            "current": {resolution: asdict(plan) for resolution, plan in self.current.items()},
+            "changes": self.changes,
+            "fixed": _segments_to_plain(self.fixed),
+            "segments": _segments_to_plain(self._segments),
+            "asked": dict(self._asked),
+            "active": sorted(self._active),
+            "begun": self._begun,
+            "speeds": [speed.state_dict() for speed in self._speeds],
+            "measured": list(self._measured),
+            "refine_at": self._refine_at,
+            "since": {w: [asdict(r) for r in reports] for w, reports in self._since.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, for as many workers."""
+        current = {r: plan_from_plain(plan) for r, plan in state["current"].items()}
+        fixed, segments = (segments_from_plain(state[name]) for name in ("fixed", "segments"))
+        plans = [*current.values()]
+        plans += [row.plan for rows in (*fixed.values(), *segments.values()) for row in rows]
+        if current.keys() != self.current.keys() or any(
+            len(plan.workers) != len(self._speeds) for plan in plans
+        ):
+            raise ValueError(f"plans must be of {len(self._speeds)} workers at each resolution")
+        self.current, self.fixed, self._segments = current, fixed, segments
+        asked = state.get("asked", {})  # older checkpoints have none of these three
+        self._asked = {e: int(asked.get(e, rows[-1].first_round)) for e, rows in segments.items()}
+        active = state.get("active", sorted(self._active))
+        self._active = set(as_counts(active, len(active), len(self._speeds) - 1))
+        (self._begun,) = as_counts([state.get("begun", 0)], 1)
+        if len(self._active) < len(self._speeds):
+            self._planned = {r: self._without(r, self._active) for r in current}
+        self.changes = state["changes"]
+        for speed, saved in zip(self._speeds, state["speeds"], strict=True):
+            speed.load_state_dict(saved)
+        self._measured = as_counts(state["measured"], len(self._speeds))
+        self._refine_at = state["refine_at"]
+        self._since.clear()
+        for worker, reports in state["since"].items():
+            self._since[worker] = [report_from_plain(report) for report in reports]
+
+    def estimates(self, resolution: int) -> list[TimeModel]:
+        """Return the workers' time models at a resolution, as estimated so far."""
+        planned = self._models[resolution]
+        return [s.model(m) for s, m in zip(self._speeds, planned, strict=True)]
+
+    def _renewed(self, resolution: int, clock: int, plan: Plan) -> Plan:
+        """Return a plan, or the one that takes its place from this round of the run on."""
+        if clock % self._every or self._least_measured() == 0:
+            return plan
+        candidate = self._candidate(resolution, plan)
+        if candidate is not plan:
+            self.changes += 1
+            self.current[resolution] = candidate
+        return candidate
+
+    def _candidate(self, resolution: int, plan: Plan) -> Plan:
+        try:
+            if self.balance == "dbs":
+                return self._proportional(resolution, plan)
+            models = self.estimates(resolution)
+            candidate = self._replan(resolution, models)
+        except ValueError:  # the estimates leave no plan
+            return plan
+        now, then = (predicted_time_s(p, models) for p in (plan, candidate))
+        band = DEAD_BAND
+        if self._least_measured() >= self._refine_at:
+            band, self._refine_at = REFINE, 2 * self._least_measured()
+        return candidate if now > (1 + band) * then else plan
+
+    def _proportional(self, resolution: int, plan: Plan) -> Plan:
+        if not self._active <= self._since.keys():  # since the last change
+            return plan
+        parts = np.zeros(len(self._speeds))  # a lost worker has none
+        active = sorted(self._active)
+        reports = [self._since[worker] for worker in active]
+        self._since.clear()
+        samples = [sum(r.samples for r in own) for own in reports]
+        times = [sum(r.compute_time_s for r in own) for own in reports]
+        parts[active] = proportional_parts(samples, times)
+        candidate = self._resize(resolution, self._planned[resolution], parts)
+        return plan if candidate.workers == plan.workers else candidate
+
+    def _least_measured(self) -> int:
+        return min(self._measured[worker] for worker in self._active)
+
+    def _forget_epochs(self) -> None:
+        """Forget the plans of epochs that every worker has left behind."""
+        slowest = min(self._epochs[worker] for worker in self._active)
+        for epoch in [e for e in self._segments if e < slowest]:
+            del self._segments[epoch], self._asked[epoch]
+
+
+def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
+    """Return the seconds of a plan's epoch for workers with these time models."""
+    return max(
+        model.time(worker.samples, worker.steps)
+        for worker, model in zip(plan.workers, models, strict=True)
+    )
+
+
+def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
+    """Return the plan of which `asdict` was taken."""
+    workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
+    for worker in workers:
+        as_counts([worker.local_batch_size, worker.samples, worker.steps], 3)
+        as_numbers([worker.merge_weight, worker.predicted_time_s], 2)
+    return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
+
+
+def segments_from_plain(segments: Mapping[int, Any]) -> dict[int, list[Segment]]:
+    """Return the segments, by epoch, that a planner's state holds."""
+    return {
+        epoch: [Segment(**{**row, "plan": plan_from_plain(row["plan"])}) for row in rows]
+        for epoch, rows in segments.items()
+    }
+
+
+def _segments_to_plain(segments: Mapping[int, Sequence[Segment]]) -> dict[int, Any]:
+    return {epoch: [asdict(segment) for segment in rows] for epoch, rows in segments.items()}

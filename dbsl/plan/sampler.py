@@ -1,0 +1,226 @@
+"""Which samples each worker takes, step by step; over all workers an epoch covers each one once.
+
+Pure. An epoch is one seeded permutation. For rounds it is cut into rounds, each round into the
+workers' parts and each part into batches; for joint steps into global batches, each into the
+workers' parts. Where a round or a step begins is known without the ones before it, so a sampler's
+state is three integers (seed, epoch, position), shares may change between rounds, and a process
+holds one permutation however many workers live in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from dbsl.base.seeds import generator
+from dbsl.plan.split import split_batch
+
+_EVALUATED = 256  # samples at once, where many are not faster
+
+
+@dataclass(frozen=True)
+class Part:
+    """One worker's samples of one step."""
+
+    worker: int
+    indices: np.ndarray  # int64 [b]; may be empty in the last, shorter global batch
+    weight: float  # of their mean loss in the loss of the step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: the parts of one worker, or of all that take it together."""
+
+    parts: tuple[Part, ...]
+    progress: float  # of the epoch where the step begins, in [0, 1)
+    odd: bool = False  # a last global batch of another size, of which a worker may have nothing
+
+
+@lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
+def _permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
+    order = generator(seed, "shuffle", epoch).permutation(samples)
+    order.flags.writeable = False
+    return order
+
+
+class EpochSampler:
+    """Index batches of every worker, round by round, for shares that sum to the number of samples.
+
+    A round of s samples in batches of at most b takes ceil(s/b) steps, whose sizes differ by at
+    most one: a leftover batch of a sample or two, on which batch norm and the learning rate would
+    be wrong, does not occur, and nothing is dropped.
+
+    Args:
+        shares: Samples per worker and epoch, each at least `rounds`; where the epoch has begun
+            with other shares, of what is left of it.
+        rounds: Rounds per epoch, or those that are left.
+        seed: The run's seed.
+        first_round: Rounds of the epoch that are over.
+        start: Samples of the epoch that they took.
+        least: Samples of a batch at least: 2 where a model cannot train on one.
+        left: What is left of the epoch, as places in its order, if that is not all from `start` on.
+    """
+
+    def __init__(
+        self,
+        shares: Sequence[int],
+        *,
+        rounds: int = 1,
+        seed: int = 0,
+        first_round: int = 0,
+        start: int = 0,
+        least: int = 1,
+        left: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._shares = np.asarray(shares, dtype=np.int64)
+        smallest = self._shares[self._shares > 0].min()  # a worker that was lost has none
+        if smallest < rounds:
+            raise ValueError(
+                f"rounds must be at most the smallest share ({smallest}), got {rounds}"
+            )
+        self._left = tuple(left)
+        self.samples = start + int(self._shares.sum())
+        self.rounds = rounds
+        self.first_round = first_round
+        self._start = start
+        self._least = least
+        self._seed = seed
+
+    def start_of(self, round_: int) -> int:
+        """Return how many samples of the epoch all workers take before a round."""
+        return self._start + int(self._before(round_).sum())
+
+    def indices(self, worker: int, epoch: int, round_: int) -> np.ndarray:
+        """Return the samples that a worker trains on in one round of an epoch, int64 [s]."""
+        before = self._before(round_)
+        taken = self._before(round_ + 1) - before
+        first = int(before.sum()) + int(taken[:worker].sum())
+        order = _permutation(self.samples, self._seed, epoch)
+        if self._left:
+            rest = np.concatenate([order[begin:end] for begin, end in self._left])
+        else:
+            rest = order[self._start :]
+        return rest[first : first + int(taken[worker])].copy()
+
+    def places(self, worker: int, round_: int) -> list[tuple[int, int]]:
+        """Return where a worker's samples of a round lie in the epoch's order, as ranges."""
+        before = self._before(round_)
+        taken = self._before(round_ + 1) - before
+        first = int(before.sum()) + int(taken[:worker].sum())
+        last = first + int(taken[worker])
+        found, offset = [], 0
+        for begin, end in self._left or ((self._start, self.samples),):
+            low, high = max(first - offset, 0), min(last - offset, end - begin)
+            if low < high:
+                found.append((begin + low, begin + high))
+            offset += end - begin
+        return found
+
+    def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
+        """Return a worker's steps of one round, each one part of at most `local_batch_size`."""
+        batches = split_evenly(self.indices(worker, epoch, round_), local_batch_size, self._least)
+        rounds = self.first_round + self.rounds
+        return [
+            Step((Part(worker, indices, 1.0),), (round_ + k / len(batches)) / rounds)
+            for k, indices in enumerate(batches)
+        ]
+
+    def _before(self, round_: int) -> np.ndarray:
+        return self._shares * (round_ - self.first_round) // self.rounds
+
+
+class StepSampler:
+    """Index batches of joint steps: global batches of B samples, cut into the workers' parts.
+
+    Which samples a global batch has does not depend on the sizes of the parts, which may change
+    from step to step.
+
+    Args:
+        samples: Training samples.
+        global_batch_size: B, samples per step over all workers.
+        seed: The run's seed.
+        drop_last: Leave out the last global batch of an epoch if it is shorter.
+        least: Samples that a part has at least in a shorter global batch, unless it is empty; fewer
+            samples than that at the end of an epoch join its last whole batch.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        global_batch_size: int,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        least: int = 1,
+    ) -> None:
+        self.samples = samples
+        self.global_batch_size = global_batch_size
+        whole, rest = divmod(samples, global_batch_size)
+        self.steps_per_epoch = whole + (rest >= least and not drop_last)
+        # Too few for a step of their own join the last whole one.
+        self._joined = rest if rest < least and not drop_last else 0
+        self._seed = seed
+        self._least = least
+
+    def step(self, epoch: int, number: int, sizes: Sequence[int]) -> Step:
+        """Return every worker's part of a step; `sizes` sum to the global batch size."""
+        first, size = number * self.global_batch_size, self.global_batch_size
+        if number == self.steps_per_epoch - 1:
+            size += self._joined
+        batch = _permutation(self.samples, self._seed, epoch)[first:][:size]
+        counts = np.array(sizes)
+        odd = len(batch) != self.global_batch_size
+        if len(batch) < self.global_batch_size:
+            counts = split_batch(len(batch), sizes, self._least)
+        else:
+            counts[counts.argmax()] += len(batch) - self.global_batch_size
+        pieces = np.split(batch.copy(), np.cumsum(counts)[:-1])
+        parts = tuple(Part(w, piece, len(piece) / len(batch)) for w, piece in enumerate(pieces))
+        return Step(parts, number / self.steps_per_epoch, odd)
+
+    def steps(
+        self, workers: Sequence[int], epoch: int, first: int, last: int, sizes: Sequence[int]
+    ) -> list[Step]:
+        """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
+        steps = (self.step(epoch, number, sizes) for number in range(first, last))
+        return [replace(step, parts=tuple(step.parts[w] for w in workers)) for step in steps]
+
+
+def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> list[np.ndarray]:
+    """Cut indices into the fewest batches of at most `local_batch_size`, sizes within one.
+
+    Where a batch would have fewer than `least`, there are fewer batches, larger by one.
+    """
+    if not len(indices):
+        return [indices]
+    steps = max(1, min(-(-len(indices) // local_batch_size), len(indices) // least))
+    return [
+        indices[len(indices) * k // steps : len(indices) * (k + 1) // steps] for k in range(steps)
+    ]
+
+
+def evaluation_batch_size(given: int | None, device_type: str, largest: int) -> int:
+    """Return the samples per step of evaluation: as given, or what suits the device.
+
+    CUDA is fast with many. Without gradients few activations are kept, so that four times the
+    largest batch of training fits where that does.
+
+    Args:
+        given: The setting; None: unset.
+        device_type: Such as ``cpu``.
+        largest: The largest batch of a training step on the device.
+    """
+    if given is not None:
+        return given
+    return min(max(_EVALUATED, 4 * largest), 2000) if device_type == "cuda" else _EVALUATED
+
+
+def evaluation_batches(
+    samples: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[np.ndarray]:
+    """Return this rank's index batches of an evaluation set; over all ranks each sample once."""
+    first, last = samples * rank // world_size, samples * (rank + 1) // world_size
+    return split_evenly(np.arange(first, last), batch_size) if last > first else []

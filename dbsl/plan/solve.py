@@ -1,0 +1,218 @@
+"""The small batch and the shares of a plan, and the bounds that they meet; pure.
+
+What `plan.plan_dual_batch` is made of. Equation numbers are those of Lu, Liu, Hong and Wu (COMPSAC
+2022); workers are the entries of `Machines`, the small ones first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from dbsl.plan.machines import Machines, NoPlanError, largest_remainder
+from dbsl.plan.split import bounded_split
+
+DEFAULT_TIME_RATIO = 1.05
+
+
+def round_half_up(value: float) -> int:
+    """Return the nearest integer, a half upwards, as the journal rounds."""
+    return math.floor(value + 0.5)
+
+
+def check_intercepts(
+    machines: Machines, samples: int, small_workers: int, min_batch_size: int
+) -> None:
+    """Raise `NoPlanError` where no small worker's time depends on its batch size."""
+    fixed = np.maximum(machines.intercepts, machines.floors)[:small_workers]
+    if (fixed <= 0).all():
+        eighth = max(min_batch_size, int(machines.limits[0]) // 8)
+        raise NoPlanError(
+            "intercept must be above 0 s for a small batch to exist, got "
+            f"{machines.intercepts[0]:g}{_nearest(machines, samples, small_workers, eighth)}"
+        )
+
+
+def wanted_ratio(
+    machines: Machines,
+    samples: int,
+    small_workers: int,
+    min_batch_size: int,
+    time_ratio: float | None,
+    small_share: float | None,
+) -> float:
+    """Return k as given, or as the share of small batches implies it, within its bounds."""
+    speeds = machines.speeds(machines.limits)
+    large_part = float(speeds[small_workers:].sum() / speeds.sum())
+    if small_share is not None:
+        if large_part == 0:
+            raise ValueError("small_share must leave some workers large, got only small ones")
+        if not 0 < small_share < 1 - large_part:
+            raise ValueError(
+                f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers would "
+                f"take in large batches), got {small_share:g}"
+            )
+        return (1 - small_share) / large_part
+    ratio = DEFAULT_TIME_RATIO if time_ratio is None else time_ratio
+    if not (math.isfinite(ratio) and ratio > 1):
+        raise ValueError(f"time_ratio must be above 1, got {ratio}")
+    if ratio * large_part >= 1:
+        raise ValueError(
+            f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take all "
+            f"samples), got {ratio}"
+            f"{_nearest(machines, samples, small_workers, min_batch_size)}"
+        )
+    return ratio
+
+
+def _nearest(machines: Machines, samples: int, small_workers: int, batch: int) -> str:
+    """Return what a plan with this small batch would be, for the end of an error."""
+    sizes = machines.limits.copy()
+    sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
+    try:
+        ratio = machines.balanced_time(samples, sizes) / machines.balanced_time(
+            samples, machines.limits
+        )
+    except NoPlanError:
+        return ""
+    return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
+
+
+def solve_small_batch(
+    machines: Machines,
+    samples: int,
+    small_workers: int,
+    ratio: float,
+    min_batch_size: int,
+    to_integer: Callable[[float], int],
+) -> tuple[int, tuple[int, int] | None]:
+    """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
+
+    B_S follows from the exact shares, and is rounded once. Both pieces of a step's time, the line
+    and the floor, bound it from below: the larger bound holds.
+    """
+    workers, large_workers = len(machines.limits), len(machines.limits) - small_workers
+    if not machines.equal:
+        time_s = ratio * machines.balanced_time(samples, machines.limits)
+        large_speeds = machines.speeds(machines.limits)[small_workers:]
+        rest = samples - time_s * float(large_speeds.sum())
+        return to_integer(machines.common_batch(small_workers, time_s, rest)), None
+    model, limit = machines.model(0), int(machines.limits[0])
+    large = to_integer(ratio * samples / workers)
+    rest = samples - large * large_workers
+    if rest < small_workers:
+        raise ValueError(
+            f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
+            f"{_nearest(machines, samples, small_workers, min_batch_size)}"
+        )
+    small = to_integer(rest / small_workers)
+    large_part = ratio * samples / workers
+    small_part = (samples - large_part * large_workers) / small_workers
+    sample_time = model.sample_time(limit) * large_part / small_part  # of the small workers
+    exact = model.intercept / (sample_time - model.slope)
+    if model.floor and sample_time > model.slope:
+        exact = max(exact, model.floor / sample_time)
+    # Whole samples may use up a ratio close to 1: then the small batch is as large as the large.
+    return (to_integer(exact) if 0 < exact <= limit else limit), (large, small)
+
+
+def published_shares(
+    published: tuple[int, int], workers: int, small: int, total: int
+) -> np.ndarray:
+    """Return d_L for every large worker, what is left over the small ones, int64 [n]."""
+    shares = np.full(workers, published[0], dtype=np.int64)
+    rest = total - published[0] * (workers - small)
+    shares[:small] = largest_remainder(np.ones(small), rest)
+    return shares
+
+
+def fit_rounds(
+    machines: Machines,
+    samples: int,
+    shares: np.ndarray,
+    sizes: np.ndarray,
+    rounds: int,
+    least: int,
+    notes: list[str],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lower batch sizes that exceed a round of their worker's share; shares follow.
+
+    A worker so slow that its round would have fewer than `least` samples gets that many.
+    """
+    lowered = np.zeros(len(sizes), dtype=bool)
+    for _ in range(32):
+        over = sizes > shares // rounds
+        if not over.any():
+            break
+        lowered |= over
+        sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
+        shares = largest_remainder(machines.speeds(sizes), samples)
+    lowest = rounds * least
+    slow = np.flatnonzero(shares < lowest)
+    if len(slow) and lowest * len(shares) <= samples:
+        shares = bounded_split(
+            samples,
+            machines.speeds(sizes),
+            np.full(len(shares), lowest),
+            np.full(len(shares), samples),
+        )
+        sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
+        notes.append(
+            f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
+            f"{lowest} samples that each takes at least (worker {slow[0]})"
+        )
+    if shares.min() < rounds or (sizes > shares // rounds).any():
+        slowest = int(shares.argmin())
+        raise ValueError(
+            f"samples must leave each worker at least one per round ({rounds} a worker and epoch), "
+            f"got {samples} over {len(shares)} workers, {shares[slowest]} for worker {slowest}"
+        )
+    if lowered.any():
+        first = int(lowered.argmax())
+        notes.append(
+            f"batches of {lowered.sum()} workers lowered to their samples of a round (worker "
+            f"{first}: {sizes[first]})"
+        )
+    return shares, sizes
+
+
+def batch_sizes(
+    limits: np.ndarray, small_workers: int, batch: int | None, notes: list[str]
+) -> np.ndarray:
+    """Return every worker's batch size, small ones held to their limits."""
+    sizes = limits.copy()
+    if small_workers:
+        highest = int(limits[:small_workers].max())
+        if not 1 <= batch <= highest:
+            raise ValueError(
+                f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
+            )
+        sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
+        held = int((limits[:small_workers] < batch).sum())
+        if held:
+            notes.append(
+                f"{held} of {small_workers} small workers hold fewer than {batch} samples and take "
+                "what they hold"
+            )
+    return sizes
+
+
+def check_fits(
+    large: int, small: int | None, shares: np.ndarray, small_workers: int, rounds: int, given: bool
+) -> None:
+    """Refuse batches above what an equal worker has in a round; a solved one is then no plan."""
+    checks = []
+    if small_workers < len(shares):
+        checks.append(("large_batch_size", large, shares[-1], ValueError))
+    if small_workers:
+        kind = ValueError if given else NoPlanError
+        checks.append(("small_batch_size", small, shares[small_workers - 1], kind))
+    for name, batch, share, kind in checks:
+        limit = int(share) // rounds
+        if batch > limit:
+            raise kind(
+                f"{name} must be at most {limit}, the samples of such a worker in a round, "
+                f"got {batch}"
+            )

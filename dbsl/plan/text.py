@@ -1,0 +1,131 @@
+"""What plans say of a run before it starts, in text: tables, timelines, seconds, comparisons."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from dbsl.base.words import duration
+from dbsl.plan.dual_batch import Plan, WorkerPlan
+from dbsl.plan.stages import Stage
+
+_BAR_WIDTH = 48  # characters
+MAX_ROWS = 16
+
+
+def worker_rows(plan: Plan, alone_up_to: int = 0) -> list[tuple[str, WorkerPlan]]:
+    """Return the plan's workers as rows of their numbers and their plan.
+
+    Neighbours with equal plans share a row where there are more than `alone_up_to` workers.
+    """
+    if len(plan.workers) <= alone_up_to:
+        return [(str(index), worker) for index, worker in enumerate(plan.workers)]
+    rows, first = [], 0
+    for worker, group in itertools.groupby(plan.workers):
+        last = first + sum(1 for _ in group) - 1
+        rows.append((str(first) if first == last else f"{first}-{last}", worker))
+        first = last + 1
+    return rows
+
+
+def idle_share(plan: Plan, worker: WorkerPlan) -> float:
+    """Return the share of an epoch, in [0, 1), in which the worker waits for the slowest."""
+    return 1.0 - worker.predicted_time_s / plan.time_s
+
+
+def epoch_spans(stages: Sequence[Stage]) -> str:
+    """Return the epochs of these stages in words, counted from 1: ``epochs 1-40, 81-100``."""
+    spans: list[list[int]] = []
+    for stage in stages:
+        if spans and spans[-1][1] == stage.first_epoch:
+            spans[-1][1] = stage.end_epoch
+        else:
+            spans.append([stage.first_epoch, stage.end_epoch])
+    texts = [str(end) if end == start + 1 else f"{start + 1}-{end}" for start, end in spans]
+    if len(texts) > 6:
+        texts[5:] = ["…"]
+    return f"epoch{'' if texts[0].isdigit() and len(texts) == 1 else 's'} {', '.join(texts)}"
+
+
+def format_plan(plan: Plan) -> str:
+    """Return the plan as a table, equal workers on one line, with what it costs below."""
+    lines = [
+        f"{'worker':>9}  {'batch':>6} {'samples':>9} {'steps':>7} {'weight':>7} {'time':>9} "
+        f"{'idle':>7}"
+    ]
+    rows = worker_rows(plan)
+    for name, w in rows[:MAX_ROWS]:
+        lines.append(
+            f"{name:>9}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7} "
+            f"{w.merge_weight:>7.4f} {duration(w.predicted_time_s):>9} "
+            f"{100 * idle_share(plan, w):>5.1f} %"
+        )
+    if len(rows) > MAX_ROWS:
+        lines.append(f"{'':>9}  ... and {len(rows) - MAX_ROWS} rows more")
+    lines.append(f"  {comparison(plan)}")
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def comparison(plan: Plan) -> str:
+    """Return one line: an epoch's seconds beside those of the all-large and equal-batch plans."""
+    if plan.global_batch_size is not None:
+        return (
+            f"{duration(plan.time_s)} an epoch of {plan.workers[0].steps} joint steps, "
+            f"{plan.global_batch_size} samples each; split equally "
+            f"{duration(plan.equal_batch_time_s)}; idle {100 * plan.idle_share:.1f} %"
+        )
+    return (
+        f"{duration(plan.time_s)} an epoch; all large {duration(plan.all_large_time_s)}, one equal "
+        f"batch {duration(plan.equal_batch_time_s)}; {100 * plan.small_share:.1f} % of the samples "
+        f"in small batches; idle {100 * plan.idle_share:.1f} %"
+    )
+
+
+def timeline(plan: Plan, rounds: int) -> str:
+    """Return an epoch as bars of text, one row per worker: S, L computing, dots waiting."""
+    width = max(1, _BAR_WIDTH // rounds)
+    lines = []
+    for name, w in worker_rows(plan)[:MAX_ROWS]:
+        busy = max(1, round(width * w.predicted_time_s / plan.time_s))
+        bar = ("S" if w.small else "L") * busy + "." * (width - busy)
+        lines.append(f"{name:>9}  |{'|'.join([bar] * rounds)}|")
+    return "\n".join(lines)
+
+
+def total_times_s(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> tuple[float, float, float]:
+    """Return the predicted seconds of a run: as planned, all large, with one equal batch."""
+    epochs = [(len(stage.epochs), plans[stage.resolution]) for stage in stages]
+    return (
+        sum(count * plan.time_s for count, plan in epochs),
+        sum(count * plan.all_large_time_s for count, plan in epochs),
+        sum(count * plan.equal_batch_time_s for count, plan in epochs),
+    )
+
+
+def format_run(
+    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds: int, *, timelines: bool = False
+) -> str:
+    """Return the plans of a run in the order in which it meets them, and what it takes in all."""
+    lines = []
+    for resolution, plan in plans.items():
+        own = [stage for stage in stages if stage.resolution == resolution]
+        if not own:
+            continue
+        rates = ", ".join(f"{s.learning_rate:g}" for s in own)
+        ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"
+        lines.append(f"{resolution} px, {epoch_spans(own)}, lr {rates}{ratio}")
+        lines.append(format_plan(plan))
+        if timelines:
+            lines.append(timeline(plan, rounds))
+        lines.append("")
+    planned, all_large, equal = map(duration, total_times_s(stages, plans))
+    joint = any(plan.global_batch_size for plan in plans.values())
+    others = (
+        f"split equally {equal}" if joint else f"all large {all_large}, one equal batch {equal}"
+    )
+    lines.append(
+        f"predicted for all {stages[-1].end_epoch} epochs, workers side by side, without "
+        f"evaluation: {planned} ({others})"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""Measure step time and memory from the shell: ``python -m dbsl.profile``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from dbsl.base.cores import threads_of_process
+from dbsl.base.flags import parse_flags
+from dbsl.model import build_model, check_optimizer
+from dbsl.plan.stages import check_resolutions
+from dbsl.profile.cache import Profiler, Setup, write_profiles
+from dbsl.profile.memory import GIB
+from dbsl.profile.step_time import NO_OPTIMIZER
+from dbsl.run.accelerator import Precision, start_accelerator
+from dbsl.run.config import in_range
+
+_TIMEOUT_S = 1800.0  # for other processes
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Measure step time and memory on this machine; lists take commas or spaces."""
+
+    model: str = "resnet18"  # a name in timm's registry
+    num_classes: int = 100  # outputs of the classifier
+    resolutions: tuple[int, ...] = (24, 32)  # image sides, ascending, pixels
+    large_batch_size: int = 128  # the largest batch to measure
+    optimizer: str = "sgd"  # as of train.py, or none: workers push gradients
+    momentum: float = 0.9  # of the optimizer; what counts is whether there is any
+    weight_decay: float = 5e-4  # likewise
+    held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
+    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
+    compile: bool = False  # measure what torch.compile makes of the model
+    cpu_threads: int | None = None  # of torch; unset: all cores, or OMP_NUM_THREADS
+    profile_seconds: float = 30.0  # at most about this long, all resolutions together
+    profile_refresh: bool = False  # measure even if the cache has it
+    memory_limit: float | None = None  # GiB that a step may use; unset: what is free
+    output: Path | None = None  # also write the profile to this file, for train.py --profile
+    json: bool = False  # print JSON instead of lines
+
+    def __post_init__(self) -> None:
+
+        check_resolutions(self.resolutions)
+        in_range("num_classes", self.num_classes, 1)
+        in_range("large_batch_size", self.large_batch_size, 2)
+        in_range("profile_seconds", self.profile_seconds, 0, open_low=True)
+        if self.optimizer != NO_OPTIMIZER:
+            check_optimizer(self.optimizer)
+        if self.memory_limit is not None:
+            in_range("memory_limit", self.memory_limit, 0, open_low=True)
+        for size in self.held_out:
+            in_range("held_out", size, 2, self.large_batch_size)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m dbsl.profile`` and return the exit status."""
+    try:
+        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
+        torch.set_num_threads(arguments.cpu_threads or threads_of_process())
+        accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
+        model = build_model(
+            arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
+        ).to(accelerator.device, memory_format=torch.channels_last)
+        setup = Setup.of(
+            arguments.model,
+            model,
+            arguments.num_classes,
+            accelerator,
+            optimizer=arguments.optimizer,
+            momentum=arguments.momentum,
+            weight_decay=arguments.weight_decay,
+            compiled=arguments.compile,
+        )
+        profiler = Profiler(
+            setup,
+            model,
+            accelerator,
+            seconds=arguments.profile_seconds / len(arguments.resolutions),
+            refresh=arguments.profile_refresh,
+        )
+        profiles = {
+            r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
+            for r in arguments.resolutions
+        }
+        if arguments.memory_limit is not None:
+            for profile in profiles.values():
+                if profile.memory is not None:
+                    profile.memory.largest_batch(arguments.memory_limit * GIB)
+        if arguments.output:
+            write_profiles(arguments.output, setup, profiles)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({f"{r} px": asdict(p) for r, p in profiles.items()}, indent=2))
+    else:
+        print(f"{arguments.model} on {setup.device}, precision {setup.precision}")
+        limit = arguments.memory_limit and arguments.memory_limit * GIB
+        print("\n".join(profile.describe(limit) for profile in profiles.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,298 @@
+"""Profiles kept between runs, each with what it was measured on, so that none is used elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dbsl.base.cores import local_processes
+from dbsl.base.files import write_text
+from dbsl.base.lazy import lazy_import
+from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
+from dbsl.profile.noise_probe import LossOf
+from dbsl.profile.step_time import (
+    StepProfile,
+    TrainingStep,
+    batch_sizes_to_measure,
+    profile_memory,
+    profile_steps,
+)
+
+timm = lazy_import("timm")
+logger = logging.getLogger(__name__)
+
+_FORMAT = 2
+_MEMORY_UP_TO = 64  # samples: enough to see the line, and no more than fits anywhere
+_CUDA_MEMORY_UP_TO = 1024
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a step's time depends on beside its resolution and its batch size.
+
+    The loss function is not in it: after a change of that, steps have to be measured anew.
+    """
+
+    device: str  # name of the device
+    model: str
+    parameters: int
+    trained: int  # parameters that are not frozen
+    num_classes: int
+    precision: str
+    optimizer: str
+    momentum: bool  # whether it has any
+    weight_decay: bool  # likewise
+    compile: bool
+    cpu_threads: int
+    local_processes: int  # that run on the machine at the same time
+    torch: str
+    timm: str
+
+    @staticmethod
+    def of(
+        name: str,
+        model: nn.Module,
+        num_classes: int,
+        accelerator: Accelerator,
+        *,
+        optimizer: str = "sgd",
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        compiled: bool = False,
+    ) -> Setup:
+        """Return the setup of this process."""
+        return Setup(
+            device=device_name(accelerator.device),
+            model=name,
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            num_classes=num_classes,
+            precision=str(accelerator.mixed_precision),
+            optimizer=optimizer,
+            momentum=momentum > 0,
+            weight_decay=weight_decay > 0,
+            compile=compiled,
+            cpu_threads=torch.get_num_threads(),
+            local_processes=local_processes(),
+            torch=torch.__version__,
+            timm=timm.__version__,
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device's hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine() or "cpu"
+
+
+class Profiler:
+    """Profiles of one model on this device: from a file, from the cache, or measured.
+
+    Every process gets profiles of its own device. They measure together or not at all, since one
+    alone would find the machine idle.
+
+    Args:
+        setup: What the profiles have to be of.
+        model: The model, on its device.
+        accelerator: Device, precision, processes.
+        seconds: About how long measuring may take for each resolution.
+        refresh: Measure even what the cache has.
+        file: Take the profiles from this file instead.
+        loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
+        reserve: Bytes that a run needs beside one worker's training, from those of an optimizer's
+            state.
+
+    Raises:
+        ValueError: If the file is of another device or setup, or is no profile.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        model: nn.Module,
+        accelerator: Accelerator,
+        *,
+        seconds: float,
+        refresh: bool = False,
+        file: Path | None = None,
+        loss_of: LossOf | None = None,
+        reserve: Callable[[float], float] = lambda state_bytes: 0.0,
+    ) -> None:
+        self.setup = setup
+        self.file = file
+        self.path = file or cache_file(setup)
+        self._model = model
+        self._accelerator = accelerator
+        self._seconds = seconds
+        self._loss_of = loss_of
+        self._reserve = reserve
+        self._known = {} if refresh and not file else _read(self.path, setup, strict=bool(file))
+        self._announced = False
+
+    def largest_batch(
+        self, resolution: int, *, limit_bytes: float | None = None, at_most: int
+    ) -> int:
+        """Return the largest batch whose training step fits into memory, at most `at_most`.
+
+        On a CUDA device one step with it confirms the prediction.
+        """
+        known = self._known.get(resolution)
+        if self._all(known is not None and known.memory is not None):
+            memory = known.memory
+        else:
+            self._accelerator.print(f"measuring memory of {self.setup.model} at {resolution} px")
+            step, largest = self._step(resolution), _MEMORY_UP_TO
+            if self._accelerator.device.type == "cuda":
+                # Seconds there, and a line of tens of thousands of samples needs a long base.
+                largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
+            memory = profile_memory(step, batch_sizes_to_measure(largest))
+        if memory is None:
+            raise ValueError(
+                "large_batch_size must be given, got auto, but batch sizes made no measurable "
+                "difference to memory here"
+            )
+        memory = self._adapted(memory)
+        batch = min(memory.largest_batch(limit_bytes), at_most)
+        if self._accelerator.device.type == "cuda":
+            batch = confirm_batch(self._step(resolution), batch)
+        self._accelerator.print(
+            f"large batch at {resolution} px: {batch} ({memory.describe()}"
+            f"{'; a larger one would leave a round too few steps' if batch == at_most else ''})"
+        )
+        return batch
+
+    def profile(
+        self, resolution: int, large_batch_size: int, held_out: Sequence[int] = ()
+    ) -> StepProfile:
+        """Return the profile of a resolution, measured with batches up to `large_batch_size`."""
+        known = self._known.get(resolution)
+        usable = known is not None and _covers(known, large_batch_size) and not held_out
+        if self.file and not usable:
+            raise ValueError(
+                f"profile must have {resolution} px with batches up to {large_batch_size}, got "
+                f"{_contents(self._known)} in {self.file}"
+            )
+        if self._all(usable):
+            if not self._announced:
+                again = "" if self.file else " (--profile-refresh measures them again)"
+                self._accelerator.print(f"step times from {self.path}{again}")
+                self._announced = True
+            return replace(known, memory=known.memory and self._adapted(known.memory))
+        self._accelerator.print(
+            f"measuring steps of {self.setup.model} at {resolution} px, {self._seconds:g} s at most"
+        )
+        profile = profile_steps(
+            self._step(resolution),
+            batch_sizes_to_measure(large_batch_size),
+            seconds=self._seconds,
+            held_out=held_out,
+        )
+        self._known[resolution] = profile
+        try:
+            write_profiles(self.path, self.setup, self._known)
+        except OSError as error:
+            logger.warning("step times are not kept for the next run (%s)", error)
+        return replace(profile, memory=profile.memory and self._adapted(profile.memory))
+
+    def _step(self, resolution: int) -> TrainingStep:
+        return TrainingStep(
+            self._model,
+            resolution,
+            self.setup.num_classes,
+            self._accelerator,
+            loss_of=self._loss_of,
+            optimizer=self.setup.optimizer,
+            momentum=self.setup.momentum,
+            weight_decay=self.setup.weight_decay,
+            compiled=self.setup.compile,
+        )
+
+    def _adapted(self, memory: MemoryModel) -> MemoryModel:
+        """Return a memory model, kept or new, for what this run holds and what is free now."""
+        capacity = PeakMemory(self._accelerator.device).capacity()
+        return memory.adapted(capacity, self._reserve(memory.state_bytes))
+
+    def _all(self, here: bool) -> bool:
+        """Whether a condition holds in every process."""
+        failing = torch.tensor([0 if here else 1], device=self._accelerator.device)
+        return self._accelerator.reduce(failing).item() == 0
+
+
+def cache_file(setup: Setup) -> Path:
+    """Return where the profiles of a setup are kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(json.dumps(asdict(setup), sort_keys=True).encode()).hexdigest()
+    return root / "dbsl" / "profiles" / f"{setup.model}-{digest[:24]}.json"
+
+
+def _covers(profile: StepProfile, large_batch_size: int) -> bool:
+    # A line that was fitted to much larger batches alone says little of small ones.
+    return profile.batch_sizes[-1] >= large_batch_size >= profile.batch_sizes[0]
+
+
+def _contents(profiles: Mapping[int, StepProfile]) -> str:
+    return ", ".join(f"{r} px up to {p.batch_sizes[-1]}" for r, p in profiles.items()) or "nothing"
+
+
+def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
+    """Return a file's profiles; without `strict` none where it is missing or of another setup."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']}")
+        found = content["setup"]
+        profiles = {int(r): _profile(row) for r, row in content["profiles"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not strict:
+            return {}
+        raise ValueError(
+            "profile must be a file that python -m dbsl.profile --output wrote, "
+            f"got {path} ({error})"
+        ) from None
+    for field in fields(Setup):
+        ours, theirs = getattr(setup, field.name), found.get(field.name)
+        if ours != theirs:
+            if strict:
+                raise ValueError(
+                    f"profile must be of this run's {field.name} {ours!r}, got {theirs!r} in {path}"
+                )
+            return {}
+    return profiles
+
+
+def _profile(row: Mapping[str, Any]) -> StepProfile:
+    memory = row.get("memory")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    values["memory"] = MemoryModel(**memory) if memory else None
+    profile = StepProfile(**values)
+    profile.time_model  # noqa: B018  # a slope out of bounds is refused here
+    return profile
+
+
+def write_profiles(path: Path, setup: Setup, profiles: Mapping[int, StepProfile]) -> None:
+    """Write profiles and what they are of, as JSON."""
+    content = {
+        "format": _FORMAT,
+        "setup": asdict(setup),
+        "profiles": {str(r): asdict(profiles[r]) for r in sorted(profiles)},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,213 @@
+"""How much memory a training step needs: ``M = p + x*q`` (eq. 9), and the largest batch that fits.
+
+On a CUDA device the caching allocator's reserved bytes are measured, elsewhere the peak of the
+process's resident memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from dbsl.base.cores import local_processes
+
+GIB = 2**30
+CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # of the capacity; beyond the host's the system kills
+# What errors say where memory is short. cuDNN and cuBLAS need some of their own, for handles and
+# workspaces, and do not raise torch.OutOfMemoryError.
+_SHORT_OF_MEMORY = (
+    "out of memory",
+    "STATUS_ALLOC_FAILED",
+    "STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "unable to find an engine to execute this computation",
+)
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of one step with x samples, ``fixed + x * per_sample`` bytes, and what there is.
+
+    Capacity and reserve are of the moment and of the run: a model that was kept is `adapted`.
+    """
+
+    fixed_bytes: float  # p: parameters, optimizer state, workspace
+    sample_bytes: float  # q: activations of a sample
+    capacity_bytes: float  # what the process may use
+    margin: float  # share of the capacity that is left free
+    reserve_bytes: float  # for what a run holds beside one worker's training
+    source: str  # what was measured
+    state_bytes: float = 0.0  # of the optimizer's state for one model; a part of p
+
+    def adapted(self, capacity_bytes: float, reserve_bytes: float) -> MemoryModel:
+        """Return the same line for another capacity, and for a run that reserves another part."""
+        return replace(self, capacity_bytes=capacity_bytes, reserve_bytes=reserve_bytes)
+
+    def largest_batch(self, limit_bytes: float | None = None) -> int:
+        """Return the largest batch that fits into the capacity, or into a lower limit.
+
+        Raises:
+            ValueError: If not even one sample fits.
+        """
+        capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
+        room = capacity * (1 - self.margin) - self.reserve_bytes - self.fixed_bytes
+        batch = int(room // self.sample_bytes)
+        if batch < 1:
+            need = (self.fixed_bytes + self.reserve_bytes + self.sample_bytes) / (1 - self.margin)
+            name = "memory_limit" if capacity == limit_bytes else "memory"
+            raise ValueError(
+                f"{name} must be at least {need / GIB:.2f} GiB for a batch of one sample "
+                f"({self.margin:.0%} stay free), got {capacity / GIB:.2f} GiB"
+            )
+        return batch
+
+    def describe(self, limit_bytes: float | None = None) -> str:
+        """Return the line and what it admits, in memory or in a lower limit."""
+        capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
+        try:
+            fits = f"batches up to {self.largest_batch(limit_bytes)} fit"
+        except ValueError:
+            fits = "no batch fits"
+        return (
+            f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
+            f"{fits} into {capacity / GIB:.1f} GiB with {self.margin:.0%} left free "
+            f"({self.source})"
+        )
+
+
+class PeakMemory:
+    """Measures the peak memory of a call: on CUDA the allocator's, elsewhere the process's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.source = "CUDA allocator, reserved" if self.cuda else "resident memory of the process"
+        self.margin = CUDA_MARGIN if self.cuda else HOST_MARGIN
+
+    def of(self, call: Callable[[], object]) -> float:
+        """Return the peak in bytes during a call; on the host, call with ascending needs.
+
+        What the host's allocator keeps of freed memory it gives back first where it can; else a
+        small step after a large one would seem to need as much.
+        """
+        if self.cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            call()
+            torch.cuda.synchronize(self.device)
+            return float(torch.cuda.max_memory_reserved(self.device))
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc
+        try:
+            _CLEAR_REFS.write_text("5")  # resets the peak (Linux)
+            call()
+            line = next(x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM"))
+            return float(line.split()[1]) * 1024
+        except (OSError, StopIteration):
+            call()
+            return float(psutil.Process().memory_info().rss)
+
+    def capacity(self) -> float:
+        """Return the bytes that this process may use: its own now, and what is free."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return float(free + torch.cuda.memory_reserved(self.device))
+        free = float(psutil.virtual_memory().available)
+        own = float(psutil.Process().memory_info().rss)
+        return min(free / local_processes() + own, _container_limit() / local_processes())
+
+
+@contextmanager
+def without_trials() -> Iterator[None]:
+    """Have cuDNN try no algorithms inside: trials take memory that training does not."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def memory_in_use(device: torch.device) -> float:
+    """Return bytes: on CUDA the most that were allocated so far, elsewhere what is resident now."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return float(psutil.Process().memory_info().rss)
+
+
+def fit_memory(
+    batch_sizes: Sequence[int],
+    peaks: Sequence[float],
+    measure: PeakMemory,
+    state_bytes: float = 0.0,
+) -> MemoryModel | None:
+    """Fit the line of peak memory; None where batch sizes make no measurable difference."""
+    if len(batch_sizes) < 2:
+        return None
+    slope, intercept = np.polyfit(batch_sizes, peaks, 1)
+    if slope * (max(batch_sizes) - min(batch_sizes)) < 2**20:  # a MiB in all is no difference
+        return None
+    return MemoryModel(
+        fixed_bytes=max(float(intercept), 0.0),
+        sample_bytes=float(slope),
+        capacity_bytes=measure.capacity(),
+        margin=measure.margin,
+        reserve_bytes=0.0,
+        source=measure.source,
+        state_bytes=float(state_bytes),
+    )
+
+
+def confirm_batch(step: Callable[[int], object], batch: int) -> int:
+    """Return the largest batch, from `batch` down in steps of 5 %, with which a step runs.
+
+    For devices whose allocator reports what it lacks; host memory would be overcommitted.
+
+    Raises:
+        ValueError: If not even one sample fits.
+    """
+    while True:
+        try:
+            step(batch)
+            return batch
+        except RuntimeError as error:
+            if not _is_short_of_memory(error):
+                raise
+            if batch == 1:
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    f"memory must hold a batch of one sample, got less ({reason})"
+                ) from None
+        # Not above: there the error still holds the failed step's tensors.
+        gc.collect()
+        torch.cuda.empty_cache()
+        batch = max(1, batch * 19 // 20)
+
+
+def _is_short_of_memory(error: RuntimeError) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in _SHORT_OF_MEMORY)
+
+
+def _container_limit() -> float:
+    """Return the memory limit of this process's control group, or infinity."""
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return float(Path(name).read_text())
+        except (OSError, ValueError):
+            continue
+    return float("inf")

@@ -1,0 +1,237 @@
+"""The gradient noise scale: about how large a batch may be before more of it is wasted.
+
+McCandlish, Kaplan, Amodei et al.: An Empirical Model of Large-Batch Training (arXiv 1812.06162).
+G is the gradient of the whole training set and Sigma the covariance of single samples' gradients;
+B_simple = tr(Sigma)/|G|^2. Training with a batch of B_simple takes about twice the fewest steps,
+and twice the fewest samples, that any batch size can do with.
+
+An epoch draws its batches without replacement: a batch of b out of N training samples has
+E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
+(`dbsl.profile.noise_probe` measures them). Augmentation makes new images of the same samples, so that the true
+term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too large, by at
+most 1/N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from dbsl.base.lazy import lazy_import
+from dbsl.cluster.server import RoundReport
+from dbsl.plan.dual_batch import Plan
+
+special = lazy_import("scipy.special")
+
+Squares = Sequence[tuple[int, float]]  # batch sizes, and the squared norms of their gradients
+
+CONFIDENCE = 0.95
+_KEPT = 0.95  # of a pair's weight, when the next one comes: about the last 40 count
+_FEW = 10  # measurements, below which nothing is advised
+_WIDE = 10.0  # ratio of an interval's ends from which on it says little
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """An estimate of B_simple, smoothed.
+
+    Attributes:
+        b_simple: tr(Sigma)/|G|^2, samples; inf where |G|^2 is not above 0.
+        low: Lower end of its 95 % interval (Fieller's, for a ratio of means).
+        high: Upper end; inf where |G|^2 cannot be told from 0.
+        gradient_square: |G|^2.
+        trace: tr(Sigma).
+        pairs: Measurements so far.
+    """
+
+    b_simple: float
+    low: float
+    high: float
+    gradient_square: float
+    trace: float
+    pairs: int
+
+
+def separate(squares: Squares, samples: int) -> tuple[float, float]:
+    """Return |G|^2 and tr(Sigma) from gradients of two or more batch sizes.
+
+    tr(Sigma) is the slope of the least-squares line of the squares over 1/b, and |G|^2 the value of
+    that line at b = N, where a batch has every sample. Either may come out negative: their means do
+    not.
+
+    Args:
+        squares: Batch sizes, and the squared norms of their gradients.
+        samples: Training samples, N, that batches are drawn from without replacement.
+
+    Raises:
+        ValueError: If there is one batch size alone.
+    """
+    inverse = np.array([1 / batch for batch, _ in squares])
+    values = np.array([square for _, square in squares])
+    if np.ptp(inverse) == 0:
+        raise ValueError(f"squares must be of two batch sizes or more, got {list(squares)}")
+    centred = inverse - inverse.mean()
+    trace = float(centred @ values / (centred @ centred))
+    return float(values.mean() - trace * (inverse.mean() - 1 / samples)), trace
+
+
+class NoiseAverage:
+    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval.
+
+    Args:
+        samples: Training samples.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._weight = self._weight_squares = 0.0
+        self._sums = [0.0] * 5  # of x, y, x*x, x*y, y*y, with x = |G|^2 and y = tr(Sigma)
+        self.pairs = 0
+
+    def add(self, gradient_square: float, trace: float) -> None:
+        """Count a measurement in; those before it count less. What is not finite is left out."""
+        x, y = gradient_square, trace
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
+        self._weight = _KEPT * self._weight + 1
+        self._weight_squares = _KEPT**2 * self._weight_squares + 1
+        new = (x, y, x * x, x * y, y * y)
+        self._sums = [_KEPT * old + value for old, value in zip(self._sums, new, strict=True)]
+        self.pairs += 1
+
+    def add_epoch(self, reports: Iterable[RoundReport]) -> None:
+        """Count in what an epoch's rounds have measured."""
+        for gradient_square, trace in pairs_of(reports, self._samples):
+            self.add(gradient_square, trace)
+
+    def estimate(self) -> NoiseScale | None:
+        """Return the noise scale, or None before the third measurement."""
+        if self.pairs < 3:
+            return None
+        x, y, xx, xy, yy = (value / self._weight for value in self._sums)
+        effective = self._weight**2 / self._weight_squares
+        share = 1 / (effective - 1)  # unbiased variance of a weighted mean
+        cov = [share * max(v, 0.0) for v in (xx - x * x, yy - y * y)]
+        cov.insert(1, share * (xy - x * y))
+        quantile = float(special.stdtrit(effective - 1, (1 + CONFIDENCE) / 2))
+        low, high = _ratio_interval(x, y, *cov, quantile)
+        return NoiseScale(max(y, 0.0) / x if x > 0 else math.inf, low, high, x, y, self.pairs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+        return {
+            "weight": self._weight,
+            "weight_squares": self._weight_squares,
+            "sums": list(self._sums),
+            "pairs": self.pairs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._weight, self._weight_squares = state["weight"], state["weight_squares"]
+        self._sums, self.pairs = list(state["sums"]), state["pairs"]
+
+
+def _ratio_interval(
+    x: float, y: float, xx: float, xy: float, yy: float, quantile: float
+) -> tuple[float, float]:
+    """Return Fieller's interval of y/x within [0, inf], from means and their covariances."""
+    if x <= 0:  # which |G|^2 is not: too few measurements for anything
+        return 0.0, math.inf
+    q = quantile**2
+    a, b, c = x * x - q * xx, x * y - q * xy, y * y - q * yy
+    root = b * b - a * c
+    if root < 0:  # every ratio fits
+        return 0.0, math.inf
+    ends = sorted(((b - math.sqrt(root)) / a, (b + math.sqrt(root)) / a)) if a else (0.0, math.inf)
+    if a > 0:
+        return max(ends[0], 0.0), max(ends[1], 0.0)
+    # The mean of x may be 0: all ratios but those between the ends fit.
+    return (max(ends[1], 0.0) if ends[0] < 0 else 0.0), math.inf
+
+
+def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, float]]:
+    """Return |G|^2 and tr(Sigma) of each measurement that an epoch's rounds have brought.
+
+    Workers that each measured a part of their own batch beside it give one each. Else a round gives
+    one altogether, because its measurements are not independent: parts of workers beside the one
+    batch that all of them share, workers' batches of unlike sizes, or those and all of them joined.
+
+    Args:
+        reports: Of one epoch.
+        samples: Training samples.
+    """
+    rounds: dict[int, list[RoundReport]] = {}
+    for report in sorted(reports, key=lambda report: (report.round, report.worker)):
+        if report.gradient_batch and not report.refused:
+            rounds.setdefault(report.round, []).append(report)
+    found = []
+    for measured in rounds.values():
+        own = [_squares(report) for report in measured]
+        shared = any(report.gradient_batch > report.local_batch_size for report in measured)
+        alone = not shared and all(len(squares) > 1 for squares in own)
+        for squares in own if alone else [list(chain(*own))]:
+            if len({batch for batch, _ in squares}) > 1:
+                found.append(separate(squares, samples))
+    return found
+
+
+def _squares(report: RoundReport) -> Squares:
+    part = [(report.micro_batch, report.micro_square)] * bool(report.micro_batch)
+    return [*part, (report.gradient_batch, report.gradient_square)]
+
+
+def noise_summary(scale: NoiseScale | None, plan: Plan) -> dict[str, Any]:
+    """Return what summary.json says of a run's noise scale and, if that is known, its batches."""
+    if scale is None:
+        return {}
+    joint = plan.global_batch_size
+    batch = joint or max(worker.local_batch_size for worker in plan.workers)
+    found = {
+        "noise_scale": scale.b_simple,
+        "noise_scale_low": scale.low,
+        "noise_scale_high": scale.high,
+    }
+    if _verdict(scale, batch) is not None:
+        found["noise_advice"] = advise(scale, batch, "the global batch" if joint else "B_L")
+    return found
+
+
+def advise(scale: NoiseScale, batch: int, name: str) -> str:
+    """Return what an estimate says about a batch size, in a line.
+
+    Args:
+        scale: The estimate.
+        batch: Samples per step, of the largest kind in the run.
+        name: What to call it: ``B_L``, or ``the global batch``.
+    """
+    verdict = _verdict(scale, batch) or "too uncertain to say which batch is worth having"
+    return f"gradient noise scale {describe(scale)}; {name} is {batch}: {verdict}"
+
+
+def _verdict(scale: NoiseScale, batch: int) -> str | None:
+    """Return what an estimate says about a batch size; None where it is not known well enough."""
+    if scale.pairs < _FEW or math.isinf(scale.b_simple):
+        return None
+    if batch < scale.low / 2:
+        return "a larger batch would save steps at few extra samples"
+    if batch > 2 * scale.high:
+        return "a smaller batch would take hardly more steps, and far fewer samples"
+    return None if scale.high > _WIDE * scale.low else "about what is worth having"
+
+
+def describe(scale: NoiseScale) -> str:
+    """Return an estimate and its interval in words."""
+    if math.isinf(scale.b_simple):
+        return "unknown"
+    upper = "or more" if math.isinf(scale.high) else f"to {_samples(scale.high)}"
+    return f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} {upper})"
+
+
+def _samples(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,1 @@
+"""From settings to all that a run trains with, its folder, and when it is to stop."""

@@ -1,0 +1,98 @@
+"""This process's Accelerator: who else was launched, on which device, in which precision."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, reduce
+
+from dbsl.cluster.liveness import chosen_backend, join_processes
+
+Precision = Literal["auto", "no", "bf16", "fp16"]
+
+_FLOAT32 = {True: "TF32", False: "float32"}
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+# Of torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert each time.
+_BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
+    """Meet the other processes, and settle on a precision that all of them compute in natively.
+
+    Args:
+        precision: ``auto`` is bf16 where every process's device has it, else float32.
+        timeout_s: Longest wait for another process.
+    """
+    # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
+    # is made before Accelerate reads what `accelerate launch --cpu` has set.
+    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    join_processes(timeout_s, cpu=cpu)
+    keep_freed_memory()
+    # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
+    torch.backends.cudnn.benchmark = not cpu
+    # NCCL's own watchdog ends a process without a name; `RollCall` has decided before.
+    timeout = timedelta(seconds=timeout_s + 60 * (not cpu))
+    group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
+    if precision == "auto":
+        state = PartialState(cpu, **group.to_kwargs())
+        native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
+        precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
+    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+    if accelerator.num_processes == 1 and _asked_for_several():
+        print(
+            "warning: accelerate launch was asked for several processes and has started one; "
+            "without GPUs, accelerate launch --multi_gpu --num_processes 2 starts two, as does "
+            "torchrun --nproc-per-node 2",
+            file=sys.stderr,
+        )
+    return accelerator
+
+
+def describe_precision(accelerator: Accelerator) -> str:
+    """Return the precision of forward passes; of float32 on CUDA, also what runs in TF32."""
+    precision = str(accelerator.mixed_precision)
+    if precision != "no" or accelerator.device.type != "cuda":
+        return precision
+    backends = torch.backends
+    both = (
+        ("convolutions", backends.cudnn.allow_tf32),
+        ("matrix products", backends.cuda.matmul.allow_tf32),
+    )
+    return f"no ({', '.join(f'{name} in {_FLOAT32[allowed]}' for name, allowed in both)})"
+
+
+def _asked_for_several() -> bool:
+    """Whether accelerate launch has got --num_processes above 1, but starts processes itself.
+
+    Its simple launcher names a meeting point where there are several, but gives no ranks.
+    """
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    return by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse the memory of large tensors instead of giving it back to the system.
+
+    By default everything above 32 MiB comes in fresh pages, which are zeroed and mapped at each
+    use: activations of a training step, over and over. Does nothing where there is no glibc.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libc.so.6")
+        library.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of bfloat16 without converting them first."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        return any(torch.cpu.get_capabilities().get(name) for name in _BF16_CPUS)
+    return device.type in ("xpu", "hpu")

@@ -1,0 +1,135 @@
+"""An exponential moving average of the global weights, evaluated beside them.
+
+Batch norm's running statistics belong to the weights that they were measured with. Averaged weights
+give other activations, so their statistics are measured anew wherever they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.base.seeds import generator, stream_seed
+from dbsl.cluster.compiling import uncompiled
+from dbsl.cluster.weights import FlatWeights
+from dbsl.data.images import ImageSource
+from dbsl.data.transforms import Transform
+
+_STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
+
+
+class WeightAverage:
+    """Averages the merged weights over epochs: a <- decay * a + (1 - decay) * g at each one's end.
+
+    Only merged weights are worth averaging: in between, each worker has its own. timm's ModelEmaV3,
+    which does this to a module, would keep a second model; here it is the one vector. What it holds
+    of batch norm's statistics is never used (see `recompute_statistics`).
+
+    Args:
+        decay: In (0, 1), per epoch: with 0.8 the last five epochs have two thirds of the weight.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self.vector: Tensor | None = None  # before the first epoch's end
+
+    @torch.no_grad()
+    def add(self, weights: Tensor) -> None:
+        """Take the weights of an epoch's end in."""
+        if self.vector is None:
+            self.vector = weights.clone()
+        else:
+            self.vector.lerp_(weights, 1 - self._decay)
+
+    @contextmanager
+    def inside(self, weights: FlatWeights, model: nn.Module) -> Iterator[None]:
+        """Have the model's weights be the average for a while; then all of it is as before."""
+        before = weights.vector.clone()
+        counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+        counted = [counter.clone() for counter in counters]
+        weights.load(self.vector)
+        try:
+            yield
+        finally:
+            weights.load(before)
+            for counter, count in zip(counters, counted, strict=True):
+                counter.copy_(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average so far."""
+        return {"vector": self.vector}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` returned."""
+        vector = state["vector"]
+        self.vector = None if vector is None else vector.to(device)
+
+
+def statistics_batches(
+    samples: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1
+) -> list[np.ndarray]:
+    """Return this rank's index batches of training images to measure batch norm's statistics on.
+
+    They are the same images at every epoch. All batches of all ranks have one size, so that their
+    plain mean is that of the images; the last ones are filled up with the first images again.
+
+    Args:
+        samples: Training images.
+        batch_size: Images of a batch; 2 at least, since one has no variance.
+        seed: The run's seed.
+        rank: This rank.
+        world_size: Ranks that share the images.
+    """
+    order = generator(seed, "batch statistics").permutation(samples)[:_STATISTICS_SAMPLES]
+    size = min(max(batch_size, 2), len(order))
+    each = -(-len(order) // (size * world_size))  # batches of a rank, equally many for a collective
+    return list(np.resize(order, (each * world_size, size))[rank::world_size])
+
+
+def recompute_statistics(
+    model: nn.Module,
+    weights: FlatWeights,
+    images: ImageSource,
+    transform: Transform,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    seed: int,
+    together: bool,
+) -> None:
+    """Set batch norm's running statistics to those of the model's present weights.
+
+    The cost is a forward pass over at most 8,192 training images. A model without running
+    statistics stays as it is, and no image is read.
+
+    Args:
+        model: The model.
+        weights: Its weights as one vector.
+        images: The training images.
+        transform: What they pass: that of evaluation, which draws nothing at random.
+        accelerator: Tells the precision and the processes.
+        batch_size: Images of a batch.
+        seed: The run's seed.
+        together: Whether all processes call this: each then passes a part of the images, and all
+            get the mean. Else this process passes all of them.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not any(norm.track_running_stats for norm in norms):
+        return
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    share = {"rank": rank, "world_size": world_size} if together else {}
+    batches = statistics_batches(len(images), batch_size, seed=seed, **share)
+    device = weights.vector.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        # Some models drop layers at random in training mode.
+        torch.manual_seed(stream_seed(seed, "batch statistics"))
+        with accelerator.autocast(), uncompiled(model):
+            torch.optim.swa_utils.update_bn(images.batches(batches, transform), model)
+    if together:
+        weights.buffers.copy_(accelerator.reduce(weights.buffers, "mean"))

@@ -1,0 +1,107 @@
+"""The largest batch that is worth having, as a study or an earlier run has found it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+
+from dbsl.cluster.messages import share_text
+from dbsl.study.files import dataset_name
+from dbsl.study.report import REPORT
+
+Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
+
+STUDIES, RUNS = Path("studies"), Path("runs")  # where evidence is looked for
+
+
+def useful_batch_size(config: Config, accelerator: Accelerator) -> int:
+    """Return the bound of ``batch_limit useful`` and print where it is from.
+
+    From a study it is the maximum useful batch, from an earlier run the gradient noise scale. The
+    main process reads it for all.
+
+    Raises:
+        ValueError: On every process, if there is no evidence of this dataset and model.
+    """
+    found = ""
+    if accelerator.is_main_process:
+        try:
+            batch, source = find_evidence(config)
+            found = f"{batch} {source}"
+        except ValueError as error:
+            found = f"error {error}"
+    first, _, rest = share_text(found, accelerator).partition(" ")
+    if first == "error":
+        raise ValueError(rest)
+    accelerator.print(f"large batches are at most {first}: {rest}")
+    return int(first)
+
+
+def find_evidence(config: Config) -> tuple[int, str]:
+    """Return the largest useful batch, and in words where it is from.
+
+    Raises:
+        ValueError: If there is none in ``batch_evidence``, or without it in ``studies/`` (first)
+            and ``runs/`` (the newest counts).
+    """
+    # A hub id's data may have been studied in a local folder.
+    names = dict.fromkeys((dataset_name(config.dataset), config.dataset.rpartition("/")[2]))
+    workload, *others = (f"{name}/{config.model}/{study_optimizer(config)}" for name in names)
+    given = config.batch_evidence
+    for folder in [Path(given)] if given else _candidates():
+        studies = (_of_study(folder, name) for name in (workload, *others))
+        found = next(filter(None, studies), None) or _of_run(folder, config)
+        if found:
+            return found
+    where = given or f"neither {STUDIES}/ nor {RUNS}/ with one"
+    raise ValueError(
+        f"batch_evidence must be the folder of a study of {workload}, or of a run of "
+        f"{config.dataset} and {config.model} with a noise scale, got {where}"
+    )
+
+
+def study_optimizer(config: Config) -> str:
+    """Return a run's optimizer by the name it has in studies."""
+    if config.optimizer in ("sgd", "nesterov", "momentum") and config.momentum == 0:
+        return "sgd"
+    return {"sgd": "nesterov"}.get(config.optimizer, config.optimizer)
+
+
+def _candidates() -> Iterator[Path]:
+    for root, name in ((STUDIES, REPORT), (RUNS, "summary.json")):
+        found = sorted(root.glob(f"*/{name}"), key=lambda path: path.stat().st_mtime)
+        yield from (path.parent for path in reversed(found))
+
+
+def _of_study(folder: Path, workload: str) -> tuple[int, str] | None:
+    useful = _read(folder / REPORT).get(workload, {}).get("useful_batch_size")
+    if not useful:
+        return None
+    return int(useful), f"the maximum useful batch of {workload} in {folder / REPORT}"
+
+
+def _of_run(folder: Path, config: Config) -> tuple[int, str] | None:
+    scale = _read(folder / "summary.json").get("noise_scale")
+    path = folder / "config.yaml"
+    if not isinstance(scale, float | int) or not math.isfinite(scale) or not path.exists():
+        return None
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if (settings.get("dataset"), settings.get("model")) != (config.dataset, config.model):
+        return None
+    return max(1, round(scale)), f"the gradient noise scale of {folder / 'summary.json'}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"batch_evidence must be readable JSON, got {path} ({error})") from None
+    return values if isinstance(values, dict) else {}

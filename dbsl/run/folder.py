@@ -1,0 +1,177 @@
+"""The run folder: made by one run, and held by it alone for as long as it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from dbsl.base.files import write_text
+from dbsl.cluster.liveness import remember
+from dbsl.cluster.messages import share_text
+from dbsl.plan.dual_batch import Plan
+from dbsl.run.config import RUN_FOLDER, config_to_yaml
+from dbsl.run.resolved import RESOLVED
+
+LOCK = ".lock"
+# Of the command, not of the run that it starts.
+_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "push_to_hub")
+_NOT_KEPT += ("profile_refresh", RESOLVED)
+
+
+class RunFolder:
+    """A run's folder, locked on the main process until `release` or the process's end.
+
+    The lock is the operating system's: a process that is killed holds none.
+
+    A folder that this run has made goes again, if the run ends before it has written anything.
+
+    Args:
+        path: Where it is.
+        accelerator: Tells the main process.
+        new: Whether it must not be there yet; else it is a run's that is resumed.
+        named: Whether somebody chose the path; else a number is added where it is taken.
+
+    Raises:
+        ValueError: On every process, if the folder exists, cannot be written or is another run's.
+    """
+
+    def __init__(
+        self, path: Path, accelerator: Accelerator, *, new: bool, named: bool = True
+    ) -> None:
+        self.path = path
+        self._lock: int | None = None
+        self._made: list[Path] = []  # folders, the innermost first
+        error = None
+        if accelerator.is_main_process:
+            try:
+                self._open(new, named)
+            except ValueError as reason:
+                error = str(reason)
+            except OSError as reason:
+                error = f"output_dir must be a folder that can be written, got {path} ({reason})"
+            if error:
+                self.release()
+        error = share_text(error or "", accelerator)
+        if error:  # the other processes must stop too, not wait for this one
+            raise ValueError(error)
+        self.path = Path(share_text(str(self.path), accelerator))
+        if new:  # a launcher that restarts the processes finds them in the folder that they were in
+            self.path = Path(remember(RUN_FOLDER, str(self.path)))
+
+    def write_settings(
+        self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
+    ) -> None:
+        """Write ``config.yaml`` and ``plan.json`` on the main process.
+
+        ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
+
+        Args:
+            given: The settings as they were given.
+            resolved: Those that the run found out.
+            plans: The run's plans, by resolution.
+        """
+        if self._lock is None:
+            return
+        rows = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
+        write_text(self.path / "plan.json", json.dumps(rows, indent=2))
+        settings = {name: v for name, v in asdict(given).items() if name not in _NOT_KEPT}
+        write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the folder; remove it, if this run has made it and left it empty."""
+        if self._lock is not None:
+            (self.path / LOCK).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+        while self._made:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                self._made.pop(0).rmdir()
+
+    def _open(self, new: bool, named: bool) -> None:
+        path, number = self.path, 1
+        while not self._make():
+            if named:
+                break
+            number += 1
+            self.path = path.with_name(f"{path.name}-{number}")
+        if not self.path.is_dir():
+            raise ValueError(f"output_dir must be a folder, got file {self.path}")
+        inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
+        if new and inside:
+            has_run = "config.yaml" in inside
+            hint = "; --resume auto goes on with the run in it" if has_run else ""
+            raise ValueError(
+                f"output_dir must be a new folder, got {self.path}, which exists{hint}"
+            )
+        self._lock = self._take_lock()
+
+    def _make(self) -> bool:
+        """Make the folder; say whether it was not there."""
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            self._made = []
+        return bool(self._made)
+
+    def _take_lock(self) -> int:
+        path = self.path / LOCK
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(lock, 200).decode(errors="replace").strip()
+                os.close(lock)
+                raise ValueError(
+                    f"output_dir must be no other run's, got {self.path}, which is in use by "
+                    f"{holder or 'another process'}"
+                ) from None
+            # Whoever held it before may have removed the file while this process opened it.
+            if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
+                break
+            os.close(lock)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.truncate(lock, 0)
+        os.write(
+            lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode()
+        )
+        return lock
+
+
+def holder_of(path: Path) -> str | None:
+    """Return which process holds a run's folder, or None."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(lock, 200).decode(errors="replace").strip() or "another process"
+    finally:
+        os.close(lock)
+    return None
+
+
+def default_folder(config: Any) -> Path:
+    """Return the run folder of a run for which none is named, under ``runs/``."""
+    dataset = Path(config.dataset).stem or "data"
+    model = Path(config.model.rpartition(":")[2]).name  # of local-dir:runs/first: first
+    return Path(f"runs/{dataset}-{model}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -1,0 +1,303 @@
+"""From a config to what its run trains with: data, stages, model and a plan per resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from dbsl.base.words import plural
+from dbsl.cluster.server import Round
+from dbsl.data.dataset import load_data
+from dbsl.data.mixing import Mixing
+from dbsl.data.transforms import Transform
+from dbsl.model import build_model, check_patches, least_batch
+from dbsl.plan.dual_batch import Plan, count_workers
+from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
+from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.joint_steps import check_parts
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.stages import (
+    Stage,
+    default_milestones,
+    default_resolutions,
+    default_warmup,
+    make_stages,
+    stage_at,
+    unused_resolutions,
+)
+from dbsl.plan.text import format_run
+from dbsl.profile.noise_probe import LossOf, choose_probe
+from dbsl.run.accelerator import describe_precision
+from dbsl.run.average import WeightAverage
+from dbsl.run.plans import Planning, know_machines, optimizer_of_worker, takes_joint_steps
+from dbsl.run.run import Setting, round_sampler, steps_of
+
+Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
+
+
+def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Setting:
+    """Load the data, build the model, measure step times unless given, and plan the run.
+
+    Args:
+        config: The run's settings.
+        accelerator: Device, precision, processes.
+        loss_of: Mean loss of a model on images and labels, a part of the steps that are measured.
+    """
+    workers, small_workers = count_workers(
+        accelerator.num_processes,
+        workers=config.workers,
+        small_ratio=config.small_ratio,
+        small_workers=config.small_workers,
+        dedicated_server=config.dedicated_server,
+    )
+    emulation = Emulation(
+        slowdown=parse_slowdown(config.slowdown or (), workers),
+        disturbance=parse_disturb(config.disturb) if config.disturb else None,
+        noise=config.time_noise,
+        seed=config.seed,
+    )
+    if emulation.noise and accelerator.num_processes > 1:
+        raise ValueError(
+            f"time_noise must be 0 with several processes, whose times are real, "
+            f"got {config.time_noise:g}"
+        )
+    if config.wire != "float32" and accelerator.num_processes == 1:
+        raise ValueError(
+            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
+        )
+    if config.sync_batch_norm and (
+        accelerator.num_processes == 1 or accelerator.device.type != "cuda"
+    ):
+        raise ValueError(
+            f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
+            f"true in {accelerator.num_processes} processes on {accelerator.device.type}"
+        )
+    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
+        data = load_data(
+            config.dataset,
+            image_column=config.image_column,
+            label_column=config.label_column,
+            train_samples=config.train_samples,
+            eval_samples=config.eval_samples,
+            holdout=config.holdout,
+            seed=config.seed,
+            loader_workers=config.loader_workers,
+            device=accelerator.device,
+            max_bad_images=config.max_bad_images,
+        )
+    milestones, warmup = config.lr_milestones, config.warmup_epochs
+    asked_for = config.resolutions is not None and "resolutions" not in config.resolved
+    config = replace(
+        config,
+        workers=workers,
+        small_workers=small_workers,
+        resolutions=tuple(config.resolutions or default_resolutions(data.image_side)),
+        lr_milestones=(
+            default_milestones(config.epochs) if milestones is None else tuple(milestones)
+        ),
+        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
+    )
+    stages = tuple(
+        make_stages(
+            config.epochs,
+            config.resolutions,
+            schedule=config.schedule,
+            dropout=config.dropout,
+            learning_rate=config.lr,
+            milestones=config.lr_milestones,
+            gamma=config.lr_gamma,
+        )
+    )
+    unused = unused_resolutions(stages, config.resolutions, config.schedule)
+    if unused and asked_for:
+        accelerator.print(f"warning: {unused}")
+    model = build_model(
+        config.model,
+        data.num_classes,
+        final_resolution=config.resolutions[-1],
+        resolutions=config.resolutions,
+        pretrained=config.pretrained,
+        seed=config.seed,
+        say=accelerator.print,
+    ).to(accelerator.device, memory_format=torch.channels_last)
+    check_patches(model, config.resolutions)
+    if model.input_statistics:  # what its weights were trained with
+        mean, std = model.input_statistics
+        data = replace(data, mean=mean, std=std)
+    least = least_batch(model, config.resolutions[0], accelerator.device)
+    _check_samples(len(data.train), config, least)
+    machines, config = know_machines(config, model, data, accelerator, loss_of)
+    planning = Planning(config, machines, len(data.train), least)
+    plans = {
+        resolution: planning.first(resolution, accelerator.print)
+        for resolution in config.resolutions
+    }
+    if config.sync_batch_norm:
+        for plan in plans.values():
+            check_parts(
+                *(len(data.train), plan.global_batch_size, workers),
+                least=least,
+                drop_last=config.drop_last,
+            )
+    rounds = rounds_of_epoch(plans, config)
+    transforms = {
+        resolution: Transform(
+            resolution, config.augment, data.mirror, data.mean, data.std, config.seed
+        )
+        for resolution in config.resolutions
+    }
+    mixing = None
+    if config.mixup or config.cutmix:
+        mixing = Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
+    return Setting(
+        config=replace(config, small_batch_size=planning.small_batch_size()),
+        data=data,
+        stages=stages,
+        model=model,
+        plans=plans,
+        planner=make_planner(
+            config, planning, plans, stages, machines.models, rounds, len(data.train)
+        ),
+        models=machines.models,
+        emulation=emulation,
+        transforms=transforms,
+        rounds=rounds,
+        least=least,
+        noise=choose_probe(
+            plans,
+            machines.models,
+            model,
+            # fp16 scales gradients, images of a mixed batch are not independent, and an extra pass
+            # of one process would wait for the others in batch norm over all of them.
+            enabled=(
+                config.noise_scale
+                and accelerator.scaler is None
+                and mixing is None
+                and not config.sync_batch_norm
+            ),
+            sync=config.sync,
+            processes=accelerator.num_processes,
+            rounds=rounds,
+            least=least,
+        ),
+        mixing=mixing,
+        loss_of=loss_of,
+        average=WeightAverage(config.ema_decay) if config.ema_decay else None,
+        measured=machines.measured,
+    )
+
+
+def _check_samples(samples: int, config: Config, least: int) -> None:
+    """Raise ``ValueError`` unless each worker can have `least` samples in each round."""
+    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
+    needed = config.workers * rounds * least
+    if samples < needed:
+        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+        raise ValueError(
+            f"dataset must have at least {needed} training images for {config.workers} workers in "
+            f"{plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
+            "(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add images"
+        )
+
+
+def make_planner(
+    config: Config,
+    planning: Planning,
+    plans: Mapping[int, Plan],
+    stages: Sequence[Stage],
+    models: Mapping[int, Sequence[TimeModel]],
+    rounds: int,
+    samples: int,
+) -> Planner:
+    """Return what gives each epoch its plan, of a run with these plans at the start."""
+
+    def split_at(segment: Segment, round_: int) -> int:
+        if segment.plan.global_batch_size is not None:
+            return 0  # which samples a joint step has does not depend on the plan
+        sampler = round_sampler(segment, rounds, samples, config.seed, planning.least)
+        return sampler.start_of(round_)
+
+    def samples_of(segment: Segment, epoch: int, worker: int, round_: int) -> int:
+        turn = Round((worker,), epoch, round_)
+        steps = steps_of(segment, turn, config, rounds, samples, planning.least)
+        return sum(len(part.indices) for step in steps for part in step.parts)
+
+    return Planner(
+        plans,
+        lambda epoch: stage_at(stages, epoch).resolution,
+        models,
+        balance=config.balance,
+        every=config.balance_every or rounds,
+        rounds_per_epoch=rounds,
+        replan=planning.replan,
+        resize=planning.resize,
+        split_at=split_at,
+        without=planning.without,
+        samples_of=samples_of,
+    )
+
+
+def rounds_of_epoch(plans: Mapping[int, Plan], config: Config) -> int:
+    """Return the rounds of an epoch: as configured, or a round for each push of gradients.
+
+    Raises:
+        ValueError: If an epoch has fewer joint steps than rounds, or resolutions differ in their
+            steps, so that pushes do not line up.
+    """
+    steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
+    if config.push != "gradients":
+        if steps and config.rounds_per_epoch > min(steps):
+            raise ValueError(
+                f"rounds_per_epoch must be at most the {min(steps)} joint steps of an epoch, "
+                f"got {config.rounds_per_epoch}"
+            )
+        return config.rounds_per_epoch
+    if len(steps) > 1:
+        sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
+        raise ValueError(
+            f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
+        )
+    return -(-steps.pop() // config.push_every)
+
+
+def profile_command(run: Setting, processes: int) -> str:
+    """Return the command that measures a run's step times anew."""
+    config = run.config
+    largest = max(w.local_batch_size for plan in run.plans.values() for w in plan.workers)
+    launch = "python" if processes == 1 else "accelerate launch (as this run)"
+    return (
+        f"{launch} -m dbsl.profile --model {config.model} --num-classes {run.data.num_classes} "
+        f"--resolutions {','.join(map(str, config.resolutions))} "
+        f"--large-batch-size {largest} "
+        f"--optimizer {optimizer_of_worker(config)} {'--momentum 0 ' * (not config.momentum)}"
+        f"{'--weight-decay 0 ' * (not config.weight_decay)}"
+        f"--mixed-precision {config.mixed_precision} {'--compile ' * config.compile}"
+        "--profile-refresh"
+    )
+
+
+def print_run(run: Setting, folder: Path | None, accelerator: Accelerator) -> None:
+    """Print what the run will do: the device, the data, each stage and each resolution's plan.
+
+    Without a folder it is the plan alone that was asked for: then with timelines.
+    """
+    config, data, processes = run.config, run.data, accelerator.num_processes
+    where = "simulated in one process" if processes == 1 else f"in {processes} processes"
+    plans = format_run(run.stages, run.plans, config.rounds_per_epoch, timelines=folder is None)
+    lines = [
+        f"{config.model} on {config.dataset}: {len(data.train)} training images, "
+        f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
+        f"{config.workers} workers {where}, {config.small_workers} on small batches, "
+        f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
+        f"precision {describe_precision(accelerator)}, {torch.get_num_threads()} CPU threads",
+        f"run folder {folder}" if folder else "plan only: nothing is trained or written",
+        "",
+        plans,
+        "",
+    ]
+    accelerator.print("\n".join(lines))

@@ -1,0 +1,183 @@
+"""What a run trains with, complete: its data, model, stages and plans; nothing is built here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from dbsl.cluster.server import Handover, Round
+from dbsl.data.dataset import Data
+from dbsl.data.mixing import Mixing
+from dbsl.data.transforms import Transform
+from dbsl.plan.dual_batch import Plan
+from dbsl.plan.emulate import Emulation
+from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.machines import TimeModel
+from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler
+from dbsl.plan.split import bounded_split
+from dbsl.plan.stages import Stage, batch_scaling, stage_at
+from dbsl.profile.noise_probe import LossOf, NoiseProbe
+from dbsl.run.average import WeightAverage
+
+Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run trains with: its config, complete, and what the config describes.
+
+    Attributes:
+        config: The config with everything that was found or measured filled in, so that it repeats
+            the run.
+        data: Training and evaluation images.
+        stages: Which epochs have which resolution and learning rate.
+        model: The model, on its device; nothing is wrapped around it.
+        plans: Every worker's batches and share at the start, by resolution.
+        planner: Gives the plan of each epoch; it may follow the machines.
+        models: Planned time models, one per worker, by resolution.
+        emulation: How much slower than these the workers are made to be.
+        transforms: Augmentation, by resolution.
+        rounds: Rounds per epoch; where gradients are pushed, pushes.
+        least: Samples of a worker in a shorter global batch, unless it has none.
+        noise: Measures what the gradient noise scale is estimated from.
+        mixing: Mixes images and labels of a batch; None: they stay as they are.
+        loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
+        average: Of the global weights over epochs; None: not kept.
+        measured: Whether the time models were measured, not given.
+    """
+
+    config: Config
+    data: Data
+    stages: tuple[Stage, ...]
+    model: nn.Module
+    plans: dict[int, Plan]
+    planner: Planner
+    models: dict[int, list[TimeModel]]
+    emulation: Emulation
+    transforms: dict[int, Transform]
+    rounds: int
+    least: int
+    noise: NoiseProbe
+    mixing: Mixing | None
+    loss_of: LossOf
+    average: WeightAverage | None
+    measured: bool
+
+    def stage_at(self, epoch: int) -> Stage:
+        """Return the stage of an epoch."""
+        return stage_at(self.stages, epoch)
+
+    def steps(self, segment: Segment, turn: Round) -> list[Step]:
+        """Return the optimizer steps of a turn: whose samples, in which batches."""
+        return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
+
+    def batches(
+        self, parts: Sequence[Part], resolution: int, epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the batches of parts of an epoch: images [B, 3, R, R] and labels [B].
+
+        With mixing the labels are shares of the classes, [B, C]. Loader processes, if there are
+        any, begin here.
+        """
+        indices = [part.indices for part in parts]
+        batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
+        return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
+
+    def rate_factor(self, segment: Segment, turn: Round) -> float:
+        """Return the factor on the learning rate of a turn's worker, by its batch size."""
+        plan = segment.plan
+        if plan.global_batch_size is not None:
+            return 1.0  # of joint steps the batch is one for all
+        sizes = [worker.local_batch_size for worker in plan.workers]
+        large = plan.large_batch_size or max(sizes)
+        return batch_scaling(self.config.lr_scaling, sizes[turn.workers[0]] / large)
+
+    def batch_sizes(self, workers: Sequence[int]) -> dict[int, set[int]]:
+        """Return the sizes of these workers' batches at the start, by resolution."""
+        sizes: dict[int, set[int]] = {}
+        joint = next(iter(self.plans.values())).global_batch_size is not None
+        for epoch in range(self.config.epochs):
+            of_resolution = sizes.setdefault(self.stage_at(epoch).resolution, set())
+            if of_resolution:
+                continue
+            # The planner decides when it is asked; this is the plan at the start.
+            segment = Segment(self.plans[self.stage_at(epoch).resolution])
+            for group in [tuple(workers)] if joint else [(worker,) for worker in workers]:
+                for round_ in range(self.rounds):
+                    turn = Round(group, epoch, round_)
+                    steps = self.steps(segment, turn)
+                    parts = [part for step in steps for part in step.parts]
+                    of_resolution |= {len(part.indices) for part in parts} - {0}
+        return sizes
+
+    def fixed_segments(self, handover: Handover) -> dict[int, list[Segment]]:
+        """Return the plans of epochs of which other workers have left a part, by epoch."""
+        fixed, samples = {}, len(self.data.train)
+        for epoch, left in handover.left.items():
+            rest = sum(end - begin for begin, end in left)
+            first_epoch, first_round = divmod(handover.clock, self.rounds)
+            if rest < samples:
+                plan = self.plans[self.stage_at(epoch).resolution]
+                begun = first_round if epoch == first_epoch else 0
+                fixed[epoch] = [Segment(plan, begun, samples - rest, left)]
+        return fixed
+
+    def duration(self, worker: int, epoch: int, round_: int) -> float:
+        """Return the seconds that a simulated worker computes in a round."""
+        turn = Round((worker,), epoch, round_)
+        steps = self.steps(self.planner.at(epoch, round_), turn)
+        samples = sum(len(part.indices) for step in steps for part in step.parts)
+        planned = self.models[self.stage_at(epoch).resolution][worker].time(samples, len(steps))
+        return (
+            planned
+            * self.emulation.factor(worker, epoch)
+            * self.emulation.noise_factor(worker, epoch, round_)
+        )
+
+
+def steps_of(
+    segment: Segment, turn: Round, config: Config, rounds: int, samples: int, least: int
+) -> list[Step]:
+    """Return the optimizer steps of a turn: whose samples, in which batches."""
+    plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
+    if plan.global_batch_size is None:
+        (worker,) = turn.workers
+        sampler = round_sampler(segment, rounds, samples, config.seed, least)
+        return sampler.steps(worker, turn.epoch, turn.round, sizes[worker])
+    sampler = StepSampler(
+        samples, plan.global_batch_size, seed=config.seed, drop_last=config.drop_last, least=least
+    )
+    count = sampler.steps_per_epoch
+    if config.push == "gradients":
+        first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
+    else:
+        first, last = (count * r // rounds for r in (turn.round, turn.round + 1))
+    return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
+
+
+def round_sampler(
+    segment: Segment, rounds: int, samples: int, seed: int, least: int = 1
+) -> EpochSampler:
+    """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+    shares = np.array([worker.samples for worker in segment.plan.workers])
+    if segment.start or segment.first_round:  # the shares of an epoch, scaled to what is left
+        left, rounds_left = samples - segment.start, rounds - segment.first_round
+        there = shares > 0  # a worker that was lost stays without
+        shares = shares.copy()
+        lowest = min(rounds_left * least, left // there.sum())
+        shares[there] = bounded_split(
+            left, shares[there], np.full(there.sum(), lowest), np.full(there.sum(), left)
+        )
+    return EpochSampler(
+        shares,
+        rounds=rounds - segment.first_round,
+        seed=seed,
+        first_round=segment.first_round,
+        start=segment.start,
+        least=least,
+        left=segment.left,
+    )

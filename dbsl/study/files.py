@@ -1,0 +1,195 @@
+"""Studies on the disk, in the layout of the measurements that Shallue et al. released.
+
+``dataset/model/optimizer/batch_size/study.json`` and, for every trial,
+``trial_id/metadata.json`` and ``trial_id/measurements.csv``
+(github.com/google-research/google-research/tree/master/batch_science). What is written here has
+more entries in ``study.json`` than those; readers of the released data ignore them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dbsl.base.files import write_text
+from dbsl.study.scaling import Study, Trial
+
+STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
+COLUMNS = ("step", "train/cross_entropy_error", "val/cross_entropy_error")
+COLUMNS += ("val/classification_error",)
+_STATES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")
+
+
+def dataset_name(dataset: str) -> str:
+    """Return what a dataset is called in a layout: a path's last part; a hub id without slashes."""
+    path = Path(dataset).expanduser()
+    return path.resolve().stem if path.exists() else dataset.replace("/", "--")
+
+
+def study_folder(root: Path, dataset: str, model: str, optimizer: str, batch_size: int) -> Path:
+    """Return where a study lies under `root`; `dataset` as the user gave it."""
+    workload = Path(dataset_name(dataset), model.replace("/", "--"), optimizer)
+    return root / workload / str(batch_size)
+
+
+def write_study(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write a study's ``study.json``, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / STUDY, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def write_trial(folder: Path, trial: Trial) -> None:
+    """Write a trial into its study's folder; without ``metadata.json`` there is no trial."""
+    own = folder / str(trial.trial_id)
+    own.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(trial.measurements)
+    for row in zip(*trial.measurements.values(), strict=True):
+        writer.writerow(f"{value:.7g}" if np.isfinite(value) else "nan" for value in row)
+    write_text(own / MEASUREMENTS, text.getvalue())
+    metadata = {
+        "parameters": dict(trial.parameters),
+        "status": trial.status,
+        "steps": trial.steps,
+        "trial_id": trial.trial_id,
+    }
+    write_text(own / METADATA, json.dumps(metadata, indent=2, sort_keys=True) + "\n")
+
+
+def find_studies(root: Path) -> list[Path]:
+    """Return the folders under `root`, itself included, that have a ``study.json``, sorted.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
+    if not found:
+        raise ValueError(f"folder must have a {STUDY} in it or below, got {root}")
+    return found
+
+
+def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
+    """Return all studies under some folders or in tar archives, by workload, sizes ascending.
+
+    Raises:
+        ValueError: If a file cannot be read, or two folders have the same study.
+    """
+    workloads: dict[str, dict[int, Study]] = {}
+    for root in roots:
+        for study in _read_root(root):
+            sizes = workloads.setdefault(study.workload, {})
+            if study.batch_size in sizes:
+                raise ValueError(
+                    f"a workload must have one study of each batch size, got {study.workload} "
+                    f"at {study.batch_size} a second time in {root}"
+                )
+            sizes[study.batch_size] = study
+    return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
+
+
+def _read_root(root: Path) -> list[Study]:
+    if not root.is_file():
+        return [read_study(folder) for folder in find_studies(root)]
+    # The released measurements come as such an archive.
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with tarfile.open(root) as archive:
+                archive.extractall(scratch, filter="data")  # nothing outside of the folder
+        except (tarfile.TarError, OSError, EOFError) as error:
+            reason = str(error).partition(":")[0]
+            raise ValueError(f"an archive must be a readable tar, got {root} ({reason})") from None
+        return [read_study(folder) for folder in find_studies(Path(scratch))]
+
+
+def read_study(folder: Path) -> Study:
+    """Return a study; trials that are being written are not there yet.
+
+    Raises:
+        ValueError: If a file is missing or cannot be read.
+    """
+    values = _read_json(folder / STUDY)
+    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    folders = [folder / str(number) for number in numbers]
+    trials = [_read_trial(own) for own in folders if (own / METADATA).exists()]
+    path = folder / STUDY
+    goal = values.get("goal_error")
+    search = _entry(values, "parameter_configs", path)
+    return Study(
+        dataset=str(_entry(values, "dataset", path)),
+        model=str(_entry(values, "model", path)),
+        optimizer=str(_entry(values, "optimizer", path)),
+        batch_size=int(_entry(values, "batch_size", path)),
+        trials=tuple(trials),
+        search=search if isinstance(search, dict) else {},
+        goal=None if goal is None else float(goal),
+        ends_at_goal=goal is not None and bool(values.get("early_stopping")),
+    )
+
+
+def _read_trial(folder: Path) -> Trial:
+    path = folder / METADATA
+    values = _read_json(path)
+    status = _entry(values, "status", path)
+    if status not in _STATES:
+        raise ValueError(f"status must be one of {', '.join(_STATES)}, got {status!r} in {path}")
+    return Trial(
+        trial_id=int(_entry(values, "trial_id", path)),
+        status=status,
+        steps=int(_entry(values, "steps", path)),
+        parameters=_entry(values, "parameters", path),
+        measurements=_read_measurements(folder / MEASUREMENTS),
+    )
+
+
+def _read_measurements(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"measurements must be readable, got {path} ({error})") from None
+    if "step" not in header:
+        raise ValueError(f"measurements must have a column step, got {header} in {path}")
+    try:
+        values = np.array([[_number(v) for v in row] for row in rows], dtype=np.float64)
+        values = values.reshape(len(rows), len(header))
+    except ValueError:
+        raise ValueError(f"measurements must be rows of {len(header)} numbers in {path}") from None
+    return dict(zip(header, values.T, strict=True))
+
+
+def _number(text: str) -> float:
+    return float(text) if text else float("nan")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"study files must be readable JSON, got {path} ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"study files must hold a JSON object, got another value in {path}")
+    return values
+
+
+def _entry(values: Mapping[str, Any], name: str, path: Path) -> Any:
+    if name not in values:
+        raise ValueError(f"study files must have an entry {name!r}, got {path} without it")
+    return values[name]
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the same keys as a CSV file, whole or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
