@@ -33,14 +33,11 @@ from dbsl.checkpoint.resume import (
     read_resumed,
     take_over_folder,
 )
-from dbsl.cluster.build import connect
-from dbsl.cluster.server import EpochEnd, Merge, Push, Round, Sync
 from dbsl.cluster.transfer import Wire
 from dbsl.data.transforms import Augment
 from dbsl.log.divergence import DivergenceWarning, check_result
 from dbsl.log.hub import check_hub, push_run
 from dbsl.log.log import Evaluation
-from dbsl.log.reports import make_reports, read_round
 from dbsl.log.summary import start_log, sum_up
 from dbsl.log.trackers import ReportTo, check_tracker
 from dbsl.model import (
@@ -51,7 +48,6 @@ from dbsl.model import (
     save_model,
     set_dropout,
 )
-from dbsl.plan.dual_batch import Rounding, UpdateFactor
 from dbsl.plan.follow import Balance
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.plan.stages import (
@@ -62,11 +58,15 @@ from dbsl.plan.stages import (
     learning_rate_at,
     resets_momentum,
 )
+from dbsl.plan.turns import EpochEnd, Merge, Push, Round, Sync
+from dbsl.plan.types import Rounding, UpdateFactor
 from dbsl.run.accelerator import Precision, start_accelerator
 from dbsl.run.average import recompute_statistics
+from dbsl.run.cluster import connect
 from dbsl.run.config import check_run, parse_config
 from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.prepare import prepare, print_run
+from dbsl.run.progress import make_reports, read_round
 from dbsl.run.resolved import Found, found_by, with_resolved
 from dbsl.run.stopping import Stopping, deadline_of
 

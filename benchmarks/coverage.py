@@ -32,14 +32,14 @@ from torch import nn
 
 from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.resume import with_lost_workers
-from dbsl.cluster.build import connect
-from dbsl.cluster.server import EpochEnd
-from dbsl.log.reports import make_reports
 from dbsl.plan.emulate import Emulation, parse_disturb
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.stages import make_stages
+from dbsl.plan.turns import EpochEnd
+from dbsl.plan.types import TimeModel
+from dbsl.run.cluster import connect
 from dbsl.run.plans import Knowledge, Planning
 from dbsl.run.prepare import make_planner, rounds_of_epoch
+from dbsl.run.progress import make_reports
 from dbsl.run.run import Setting
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -46,10 +46,10 @@ from dbsl.cluster.messages import (
     message_kind,
     message_numbers,
 )
-from dbsl.cluster.server import RoundReport
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.turns import RoundReport
 from dbsl.run.config import parse_config
 
 LIMIT_S = 60
@@ -269,12 +269,12 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
     fast = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(100, 3, 1, 10, fast, time_ratio=1.05)
     report = RoundReport(1, 2, 0, 32, 10, 100, 10, 1.5, 0.7, 0.9)
-    from dbsl.plan.follow import Segment
+    from dbsl.plan.types import CurrentPlan
 
     odd = (float("nan"), float("inf"), -1.0, 0.5, 1e300, 2.0**60, 5.0)
     while True:
         head = message(rng.choice((PUSH, PLAN, 0, 2, 4)), report)
-        rows = encode_plan(Segment(plan), torch.device("cpu"))
+        rows = encode_plan(CurrentPlan(plan), torch.device("cpu"))
         for tensor in (head, rows):
             flat = tensor.view(-1)
             for _ in range(rng.randint(1, 3)):

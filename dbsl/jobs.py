@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dbsl.base.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped
-from dbsl.checkpoint.on_disk import FOLDER as CHECKPOINTS
+from dbsl.run.config import CHECKPOINTS
 from dbsl.run.folder import holder_of
 from dbsl.run.stopping import Stopping
 

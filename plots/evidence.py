@@ -20,10 +20,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from dbsl.base.files import write_table
 from dbsl.compare.statistics import interval
-from dbsl.plan.dual_batch import Plan, TimeModel, plan_dual_batch
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import EpochSampler
-from dbsl.study.files import write_table
+from dbsl.plan.types import Plan
 
 Rows = list[dict[str, str]]
 

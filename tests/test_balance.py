@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dbsl.base.serialize import pack, unpack
-from dbsl.cluster.server import RoundReport, StepLine
-from dbsl.plan.dual_batch import WorkerPlan, plan_dual_batch
+from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner, SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.sampler import EpochSampler
+from dbsl.plan.turns import RoundReport, StepLine
+from dbsl.plan.types import TimeModel, WorkerPlan
 from dbsl.run.run import round_sampler
 
 SAMPLES = 6400

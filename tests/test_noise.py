@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from dbsl.cluster.server import Round, RoundReport
 from dbsl.plan.dual_batch import plan_dual_batch
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.sampler import Part, Step
+from dbsl.plan.turns import Round, RoundReport
+from dbsl.plan.types import TimeModel
 from dbsl.profile.noise import (
     NoiseAverage,
     NoiseScale,

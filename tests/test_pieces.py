@@ -9,8 +9,8 @@ from dbsl.checkpoint.on_disk import CheckpointError
 from dbsl.checkpoint.restart import make_handover
 from dbsl.checkpoint.resume import Found, epochs_under_way, with_lost_workers
 from dbsl.plan.dual_batch import plan_dual_batch
-from dbsl.plan.follow import Planner, Segment
-from dbsl.plan.machines import TimeModel
+from dbsl.plan.follow import Planner
+from dbsl.plan.types import CurrentPlan, TimeModel
 from dbsl.run.run import round_sampler
 
 
@@ -113,7 +113,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     before = {"sync": "asp", "push": "weights", "rounds_per_epoch": 2, "workers": 3}
     handover = make_handover(state, {}, run, before)
     assert handover.clock == (5 if lost else 4)
-    sampler = round_sampler(Segment(plan), 2, 60, 3)
+    sampler = round_sampler(CurrentPlan(plan), 2, 60, 3)
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
     (left,) = handover.left.values()

@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dbsl.log import plots
-from dbsl.plan.dual_batch import Plan, TimeModel, WorkerPlan, plan_dual_batch
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.stages import default_milestones, make_stages
+from dbsl.plan.types import Plan, WorkerPlan
 
 STAGES = make_stages(4, [24, 32], milestones=(2,), learning_rate=0.1, gamma=0.5)
 

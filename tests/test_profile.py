@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 
 import train
 from dbsl.model import build_model
-from dbsl.plan.machines import TimeModel
+from dbsl.plan.types import TimeModel
 from dbsl.profile import step_time as profile
 from dbsl.profile.cache import Profiler, Setup, cache_file, write_profiles
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory

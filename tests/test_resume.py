@@ -27,8 +27,9 @@ from dbsl.cluster.steps import OwnSteps
 from dbsl.log.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
-from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler
+from dbsl.plan.types import CurrentPlan
 from dbsl.run.folder import RunFolder
 from dbsl.run.resolved import with_resolved
 from dbsl.run.run import round_sampler
@@ -470,7 +471,7 @@ def test_what_workers_had_left_and_what_they_had_done_is_the_whole_epoch(seed):
     left = left_of_epochs(planner.state_dict(), clocks, _Run(samples, plan), rounds)
     for epoch in range(3):
         done = [
-            round_sampler(Segment(plan), rounds, samples, 3).indices(worker, epoch, round_)
+            round_sampler(CurrentPlan(plan), rounds, samples, 3).indices(worker, epoch, round_)
             for worker in range(workers)
             for round_ in range(rounds)
             if clocks[worker] > epoch * rounds + round_

@@ -14,15 +14,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dbsl.base.serialize import pack, unpack
 from dbsl.base.words import short_loss
-from dbsl.cluster.server import Round, RoundReport, StepLine
 from dbsl.log import log as runlog
 from dbsl.log.log import Evaluation, RunLog, _Alarm, _times
 from dbsl.log.plots import read_metrics, stage_spans
-from dbsl.log.reports import Progress
 from dbsl.log.trackers import start_trackers
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import make_stages, stage_at
+from dbsl.plan.turns import Round, RoundReport, StepLine
+from dbsl.run.progress import Progress
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
 ROUND_KEYS = {

@@ -12,15 +12,16 @@ from dbsl.cluster.barrier import BarrierSync
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.joint import Lockstep
 from dbsl.cluster.messages import ControlGroup
-from dbsl.cluster.server import EpochEnd, GradientServer, RoundReport
+from dbsl.cluster.server import GradientServer
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
 from dbsl.cluster.through_server import ServerSync
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.sampler import StepSampler
+from dbsl.plan.turns import EpochEnd, RoundReport
+from dbsl.plan.types import CurrentPlan, TimeModel
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -465,4 +466,4 @@ def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(lost):
 
 def test_a_segment_says_where_a_plan_begins():
     planner, plan = make_planner((3, 5), 40)
-    assert planner.at(7) == Segment(plan, 0, 0)
+    assert planner.at(7) == CurrentPlan(plan, 0, 0)

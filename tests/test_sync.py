@@ -15,12 +15,13 @@ import torch
 from dbsl.base.errors import SyncError
 from dbsl.cluster.barrier import BarrierSync
 from dbsl.cluster.messages import ControlGroup, message
-from dbsl.cluster.server import EpochEnd, RoundReport, Server
+from dbsl.cluster.server import Server
 from dbsl.cluster.through_server import ServerSync
 from dbsl.cluster.transfer import send
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
+from dbsl.plan.turns import EpochEnd, RoundReport
 
 FAST = TimeModel(0.001, 0.01)
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import dbsl.cluster.transfer
 from dbsl.cluster.messages import FusedSum
-from dbsl.cluster.server import RoundReport
 from dbsl.cluster.transfer import Transfer
+from dbsl.plan.turns import RoundReport
 
 
 def exchange(rank, dtype, length, poisoned):

@@ -25,11 +25,11 @@ from dbsl.cluster.messages import (
     read_answer,
     with_lines,
 )
-from dbsl.cluster.server import RoundReport, StepLine
 from dbsl.plan.dual_batch import plan_dual_batch
-from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.machines import TimeModel
+from dbsl.plan.turns import RoundReport, StepLine
+from dbsl.plan.types import CurrentPlan, TimeModel
 
 MODEL = TimeModel(0.001, 0.01)
 REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1.25, 0.5)
@@ -64,8 +64,8 @@ def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_worker
     ids=["rounds", "steps"],
 )
 def test_a_plan_comes_back_with_every_worker_and_its_place(plan):
-    rows = encode_plan(Segment(plan, 2, 345), CPU)
-    assert decode_plan(rows, plan) == Segment(plan, 2, 345)
+    rows = encode_plan(CurrentPlan(plan, 2, 345), CPU)
+    assert decode_plan(rows, plan) == CurrentPlan(plan, 2, 345)
 
 
 def meeting_rank(rank):

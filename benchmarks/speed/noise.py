@@ -21,10 +21,10 @@ from benchmarks.speed.arms import (
     _start,
     _synchronize,
 )
-from dbsl.cluster.server import Round
 from dbsl.model import build_optimizer
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.sampler import Part, Step
+from dbsl.plan.turns import Round
+from dbsl.plan.types import TimeModel
 from dbsl.profile.noise_probe import NoiseProbe, probe_interval
 
 ROUND, TURNS, WORKERS = 2000, 16, 4  # images of a round

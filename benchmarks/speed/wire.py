@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsl.cluster.server import Round, RoundReport, Server
+from dbsl.cluster.server import Server
 from dbsl.cluster.through_server import ServerSync
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
+from dbsl.plan.turns import Round, RoundReport
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURNS, TRANSFERS = 15, 8

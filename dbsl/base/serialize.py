@@ -6,7 +6,6 @@ bit; a tensor that occurs more than once is kept once.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -72,31 +71,6 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(f"state must be a tree as it was packed ({error})") from None
     return {key: unpack(item, tensors) for key, item in tree.items()}
-
-
-def as_counts(values: Any, length: int, highest: int = 2**53) -> list[int]:
-    """Return a list of so many whole numbers in [0, highest].
-
-    Raises:
-        ValueError: If it is none.
-    """
-    good = isinstance(values, list) and len(values) == length
-    if not good or not all(type(v) is int and 0 <= v <= highest for v in values):
-        raise ValueError(f"state must have {length} whole numbers up to {highest}, got {values!r}")
-    return list(values)
-
-
-def as_numbers(values: Any, length: int) -> list[float]:
-    """Return a list of so many finite numbers, at least 0.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    good = isinstance(values, list) and len(values) == length
-    kinds = (int, float)
-    if not good or not all(type(v) in kinds and math.isfinite(v) and v >= 0 for v in values):
-        raise ValueError(f"state must have {length} finite numbers, got {values!r}")
-    return [float(value) for value in values]
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from dbsl.base.errors import RunStopped, SaveError
 from dbsl.base.files import link_or_copy
 from dbsl.base.serialize import pack
 from dbsl.checkpoint.on_disk import (
-    FOLDER,
     CheckpointError,
     describe,
     piece_names,
@@ -38,16 +37,16 @@ from dbsl.checkpoint.on_disk import (
 )
 from dbsl.checkpoint.resume import Resumed
 from dbsl.cluster.messages import SERVER_RANK
-from dbsl.cluster.server import EpochEnd
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import load_optimizer
 from dbsl.log.log import RunLog
 from dbsl.log.meter import StepMeter
-from dbsl.log.reports import Progress
 from dbsl.model import BEST, copy_model_state, save_model
-from dbsl.run.config import parse_interval
+from dbsl.plan.turns import Action, EpochEnd
+from dbsl.run.config import CHECKPOINTS, parse_interval
+from dbsl.run.progress import Progress
 from dbsl.run.run import Setting
-from dbsl.run.stopping import Stopping, Wish
+from dbsl.run.stopping import Stopping
 
 _BEST_FILE = f"{BEST}.safetensors"
 _LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
@@ -191,9 +190,9 @@ class Keeper:
         self._check_refused()
         self._tell_losses()
         wish = self._cluster.common_wish(self._wish(), round_over=round_over)
-        if wish == Wish.SAVE:
+        if wish == Action.SAVE:
             self._save()
-        elif wish == Wish.STOP:
+        elif wish == Action.STOP:
             self._stop()
 
     def round_over(self) -> None:
@@ -246,16 +245,16 @@ class Keeper:
         while losses:
             self.log.lost(losses.popleft())
 
-    def _wish(self) -> Wish:
+    def _wish(self) -> Action:
         if self._stopping.reason:
-            return Wish.STOP
+            return Action.STOP
         announced = getattr(self._cluster, "announced", (0, -1))[0]
         minutes = self._interval.minutes
         due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
         # Of several processes the clock of rank 0 counts. The last save may still be under way.
         idle = self._writer is None or not self._writer.is_alive()
         wanted = due and idle and self._rank == SERVER_RANK
-        return Wish.SAVE if wanted or announced > self._sequence else Wish.GO_ON
+        return Action.SAVE if wanted or announced > self._sequence else Action.GO_ON
 
     def _idle(self) -> None:
         """Take a dedicated server's part in what the workers do at the end of their steps."""
@@ -275,9 +274,9 @@ class Keeper:
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
         copy = self._copy(name, with_model=end is not None)
         try:
-            self._link_best(self._folder / FOLDER / name)
+            self._link_best(self._folder / CHECKPOINTS / name)
         except OSError as error:
-            self._failed(self._folder / FOLDER / name, error)
+            self._failed(self._folder / CHECKPOINTS / name, error)
             self._raise_failure()
         self._saved_at = time.monotonic()
         self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
@@ -294,7 +293,7 @@ class Keeper:
         self._save(stop=True)
         self._join_writer()
         raise RunStopped(
-            f"stopped ({why}) and saved as {self._folder / FOLDER / self._last_good}; "
+            f"stopped ({why}) and saved as {self._folder / CHECKPOINTS / self._last_good}; "
             f"to go on: --resume {self._folder}"
         )
 
@@ -406,7 +405,7 @@ class Keeper:
 
     def _write(self, copy: _Copy) -> None:
         """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
-        target, began = self._folder / FOLDER / copy.name, time.perf_counter()
+        target, began = self._folder / CHECKPOINTS / copy.name, time.perf_counter()
         with suppress(OSError, AttributeError):  # Linux: of this thread alone; training goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
@@ -480,7 +479,7 @@ class Keeper:
         """Return in words which checkpoint there is."""
         if self._last_good is None:
             return "there is no checkpoint"
-        return f"the last good checkpoint is {self._folder / FOLDER / self._last_good}"
+        return f"the last good checkpoint is {self._folder / CHECKPOINTS / self._last_good}"
 
 
 def integer_buffers(model: nn.Module) -> list[Tensor]:

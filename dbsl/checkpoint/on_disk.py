@@ -27,9 +27,9 @@ from torch import Tensor
 
 from dbsl.base.files import write_text, write_with
 from dbsl.base.serialize import unpack
+from dbsl.run.config import CHECKPOINTS
 
 FORMAT = 1
-FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _ABANDONED = ".old"
@@ -318,7 +318,7 @@ def _scan(run_folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _folders(run_folder: Path) -> list[Path]:
-    parent = run_folder / FOLDER
+    parent = run_folder / CHECKPOINTS
     if not parent.is_dir():
         return []
     # A link may lead out of the run folder.

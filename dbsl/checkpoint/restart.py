@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dbsl.cluster.server import Handover
-from dbsl.plan.follow import Segment, plan_from_plain, segments_from_plain
+from dbsl.plan.turns import Restart
+from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
 from dbsl.run.run import Setting, round_sampler
 
 Ranges = tuple[tuple[int, int], ...]
@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 def make_handover(
     state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Setting, before: Mapping[str, Any]
-) -> Handover:
+) -> Restart:
     """Return what a run takes over from another one's state.
 
     Args:
@@ -37,7 +37,7 @@ def make_handover(
     if joint:
         progress = state["progress"]
         any_worker = next(iter(optimizers.values()), None)
-        return Handover(
+        return Restart(
             weights=state["model"]["weights"],
             version=0,
             clock=cluster["clock"],
@@ -60,7 +60,7 @@ def make_handover(
                 f"{before['sync']}, got {run.config.workers}: pushes of single batches do not add "
                 "up to an epoch's beginning"
             )
-        return Handover(
+        return Restart(
             weights=server["weights"],
             version=server["version"],
             clock=lowest,
@@ -73,7 +73,7 @@ def make_handover(
     epoch, round_ = divmod(lowest, before["rounds_per_epoch"])
     if before["rounds_per_epoch"] != rounds:
         round_ = 0
-    return Handover(
+    return Restart(
         weights=server["weights"],
         version=server["version"],
         clock=epoch * rounds + round_,
@@ -100,7 +100,7 @@ def left_of_epochs(
     samples = len(run.data.train)
     left = {}
     for epoch in range(min(clocks) // rounds, -(-max(clocks) // rounds)):
-        whole = [Segment(current[run.stage_at(epoch).resolution])]
+        whole = [CurrentPlan(current[run.stage_at(epoch).resolution])]
         ranges = []
         for round_ in range(rounds):
             segments = known.get(epoch, whole)

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
 from dbsl.checkpoint.on_disk import (
-    FOLDER,
     CheckpointError,
     Manifest,
     check_files,
@@ -28,11 +27,11 @@ from dbsl.checkpoint.on_disk import (
 )
 from dbsl.checkpoint.restart import make_handover
 from dbsl.cluster.messages import SERVER_RANK, share_text
-from dbsl.cluster.server import Handover
-from dbsl.log.log import check_metrics
 from dbsl.model import BEST
 from dbsl.plan.stages import Schedule, make_stages
-from dbsl.run.config import in_todays_words, run_folder_of
+from dbsl.plan.turns import Restart
+from dbsl.run.config import CHECKPOINTS, in_todays_words, run_folder_of
+from dbsl.run.folder import check_metrics
 from dbsl.run.resolved import PROCESSES, RESOLVED, SOURCES
 from dbsl.run.run import Setting
 
@@ -82,7 +81,7 @@ class Resumed:
     folder: Path
     sequence: int
     state: Mapping[str, Any]
-    handover: Handover | None
+    handover: Restart | None
 
     @property
     def log(self) -> Mapping[str, Any] | None:
@@ -114,12 +113,12 @@ def find_checkpoint(config: Config, accelerator: Accelerator) -> Found | None:
     name = share_text(name, accelerator)
     if not name:
         return Found(run_folder)
-    folder = run_folder / FOLDER / name
+    folder = run_folder / CHECKPOINTS / name
     return Found(run_folder, folder, read_manifest(folder))
 
 
 def _choose(resume: Path, run_folder: Path, accelerator: Accelerator) -> str:
-    if resume.parent.name == FOLDER:
+    if resume.parent.name == CHECKPOINTS:
         check_files(resume, read_manifest(resume))
         return resume.name
     found = newest(run_folder, lambda line: accelerator.print(f"warning: {line}"))

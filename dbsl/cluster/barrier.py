@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.serialize import as_counts
+from dbsl.base.numbers import as_counts
 from dbsl.cluster.messages import SERVER_RANK, ControlGroup, FusedSum, SharedPlans
-from dbsl.cluster.server import EpochEnd, Handover, Round, RoundReport, Server
+from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner, Segment
-from dbsl.run.stopping import Wish
+from dbsl.plan.follow import Planner
+from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
+from dbsl.plan.types import CurrentPlan
 
 
 class BarrierSync:
@@ -94,7 +95,7 @@ class BarrierSync:
                 self._receive()
                 yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
 
-    def plan(self, turn: Round) -> Segment:
+    def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn (a collective where it may have changed)."""
         return self._plans.at(turn.epoch, turn.round)
 
@@ -121,15 +122,15 @@ class BarrierSync:
     def load(self, end: EpochEnd) -> None:
         """The model already holds the global weights when an epoch ends."""
 
-    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
 
         They ask each other where a round's steps are over, or where one of them is to stop: the
         others are in the same round, and hear of it when they come to its end.
         """
-        if not round_over and wish != Wish.STOP:
-            return Wish.GO_ON
-        return Wish(*self.control.highest(wish))
+        if not round_over and wish != Action.STOP:
+            return Action.GO_ON
+        return Action(*self.control.highest(wish))
 
     def close(self) -> None:
         """Nothing to release: the process group is Accelerate's."""
@@ -211,7 +212,7 @@ class BarrierSync:
         self._has_global = True
         self._waited_s += time.perf_counter() - began
 
-    def take_over(self, handover: Handover) -> None:
+    def take_over(self, handover: Restart) -> None:
         """Go on where workers of another number stopped."""
         self._clock = handover.clock
         if self.server is not None:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import one_of_several
-from dbsl.base.serialize import as_counts
+from dbsl.base.numbers import as_counts
 from dbsl.cluster.messages import ControlGroup, SharedPlans, exchange_reports
-from dbsl.cluster.server import EpochEnd, Handover, Round, RoundReport, report_from_plain
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner, Segment
-from dbsl.run.stopping import Wish
+from dbsl.plan.follow import Planner
+from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
+from dbsl.plan.types import CurrentPlan
 
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 
@@ -83,7 +83,7 @@ class Lockstep:
             if self._clock % self._rounds_per_epoch == 0:
                 yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
 
-    def plan(self, turn: Round) -> Segment:
+    def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn (a collective where it may have changed)."""
         return self._plans.at(turn.epoch, turn.round)
 
@@ -133,7 +133,7 @@ class Lockstep:
     def load(self, end: EpochEnd) -> None:
         """The model already holds the weights of an epoch's end."""
 
-    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
 
         They ask each other about once a second, at the same step.
@@ -142,14 +142,14 @@ class Lockstep:
             return wish
         self._steps += 1
         if self._steps < self._ask_at:
-            return Wish.GO_ON
+            return Action.GO_ON
         now = time.monotonic()
         step_s = max(now - self._asked_s, 1e-6) / self._steps
         # Rank 0's clock decides when they ask again.
         own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if dist.get_rank() == 0 else 0
         strongest, self._ask_at = self.control.highest(wish, own)
         self._steps, self._asked_s = 0, now
-        return Wish(strongest)
+        return Action(strongest)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -178,7 +178,7 @@ class Lockstep:
         self._start = None if start is None else start.to(device)
         self._reports = deque(map(report_from_plain, state["reports"]))
 
-    def take_over(self, handover: Handover) -> None:
+    def take_over(self, handover: Restart) -> None:
         """Go on where workers of another number stopped."""
         self._clock = handover.clock
         self.time_s = handover.time_s if self._simulated else None

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.liveness import RollCall
-from dbsl.cluster.server import RoundReport, StepLine
-from dbsl.plan.dual_batch import Plan, WorkerPlan
-from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.follow import Planner
+from dbsl.plan.turns import RoundReport, StepLine
+from dbsl.plan.types import CurrentPlan, Plan, WorkerPlan
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def plan_tensor(workers: int, device: torch.device) -> Tensor:
     return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64, device=device)
 
 
-def encode_plan(segment: Segment, device: torch.device) -> Tensor:
+def encode_plan(segment: CurrentPlan, device: torch.device) -> Tensor:
     """Return where a plan begins, in the first row, and each worker's part, in the others."""
     rows = plan_tensor(len(segment.plan.workers), device)
     rows[0, :2] = torch.tensor([segment.first_round, segment.start])
@@ -223,7 +223,7 @@ def encode_plan(segment: Segment, device: torch.device) -> Tensor:
     return rows
 
 
-def decode_plan(rows: Tensor, like: Plan) -> Segment:
+def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
     """Return the segment that `encode_plan` was given; what is the run's is taken from `like`.
 
     Raises:
@@ -236,7 +236,7 @@ def decode_plan(rows: Tensor, like: Plan) -> Segment:
         WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))
         for row in rows[1:].tolist()
     )
-    return Segment(replace(like, workers=workers), first_round, start)
+    return CurrentPlan(replace(like, workers=workers), first_round, start)
 
 
 def _row(worker: WorkerPlan) -> list[float]:
@@ -323,9 +323,9 @@ class SharedPlans:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self._segments: dict[tuple[int, int], Segment] = {}
+        self._segments: dict[tuple[int, int], CurrentPlan] = {}
 
-    def at(self, epoch: int, round_: int) -> Segment:
+    def at(self, epoch: int, round_: int) -> CurrentPlan:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
         if self.planner.balance == "none" or not one_of_several():
             return self.planner.at(epoch, round_)
@@ -336,7 +336,7 @@ class SharedPlans:
             self._segments = {(epoch, round_): last}
         return self._segments[epoch, round_]
 
-    def _shared(self, epoch: int, round_: int) -> Segment:
+    def _shared(self, epoch: int, round_: int) -> CurrentPlan:
         like = self.planner.current_at(epoch)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else CPU
         rows = plan_tensor(len(like.workers), device)

@@ -12,121 +12,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dbsl.base.serialize import as_counts, as_numbers
+from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.outer import OuterOptimizer
+from dbsl.plan.turns import EpochEnd, Merge, RoundReport, report_from_plain
+from dbsl.plan.turns import Restart as Restart
 
-Merge = Literal["mean", "delta", "ratio", "half"]
-Sync = Literal["bsp", "ssp", "asp", "step"]
-Push = Literal["weights", "gradients"]
 _AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
-
-
-class StepLine(NamedTuple):
-    """What a worker says of itself every so many of its optimizer steps."""
-
-    worker: int
-    epoch: int
-    round: int
-    step: int  # steps that the worker has taken in the run
-    progress: float  # of the epoch where the step began, in [0, 1)
-    loss: float  # mean over the samples since the line before
-    learning_rate: float
-    gradient_norm: float  # of the step's batch; of a joint step's the global one
-    images_per_s: float  # since the line before, time between the worker's rounds left out
-    memory_gib: float  # see `dbsl.profile.memory.memory_in_use`
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What a worker says of a round beside its weights; the server adds the staleness."""
-
-    worker: int
-    epoch: int
-    round: int
-    resolution: int
-    local_batch_size: int
-    samples: int
-    steps: int
-    time_s: float  # compute alone: no pull, push or waiting
-    loss: float  # mean over the round's samples
-    merge_weight: float
-    staleness: int = 0
-    learning_rate: float = 0.0  # of the round's last step
-    predicted_time_s: float = 0.0  # of the compute, by the plan
-    # On the cluster's clock, which is virtual where the cluster is simulated: the round's compute,
-    # and the time since the worker's last round, spent waiting for others and in transfers.
-    compute_time_s: float = 0.0
-    wait_time_s: float = 0.0
-    refused: bool = False  # loss or weights were not finite: nothing of it was merged
-    # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
-    # batch of 0 where they were not measured (see dbsl.profile.noise).
-    micro_batch: int = 0
-    micro_square: float = 0.0
-    gradient_batch: int = 0
-    gradient_square: float = 0.0
-    logged: int = 0  # step lines that follow the report on its way to the main process
-    lines: tuple[StepLine, ...] = ()  # these
-
-
-def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
-    """Return the report that `asdict` was given, also where it has been a checkpoint since."""
-    lines = tuple(StepLine(*line) for line in values.get("lines", ()))
-    return RoundReport(**{**values, "lines": lines})
-
-
-@dataclass(frozen=True)
-class Round:
-    """A turn: workers of this process train on their parts of one round, from a pull to a push.
-
-    It is one worker's turn, or, where all take joint steps, that of every worker in the process.
-    """
-
-    workers: tuple[int, ...]
-    epoch: int
-    round: int
-
-
-@dataclass(frozen=True)
-class EpochEnd:
-    """Every worker has pushed the epoch's last round: time to evaluate and to save."""
-
-    epoch: int
-    weights: Tensor = field(repr=False)  # global weights at that moment
-    ended_at: float  # the moment, by time.perf_counter()
-
-
-@dataclass(frozen=True)
-class Handover:
-    """What workers of another number take over from those before them.
-
-    Attributes:
-        weights: The global weights.
-        version: Global updates so far.
-        clock: Rounds that every worker starts with behind it.
-        left: What is left of epochs that were begun, as places in their order; other epochs are
-            whole.
-        steps: Joint steps of the round that were taken.
-        optimizers: Optimizer state, by worker.
-        server_optimizer: Of the server, where gradients are pushed.
-        time_s: The virtual clock.
-        outer: Of the server, where it steps on what workers changed.
-    """
-
-    weights: Tensor = field(repr=False)
-    version: int
-    clock: int
-    left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    steps: int = 0
-    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
-    server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
-    time_s: float = 0.0
-    outer: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @torch.no_grad()
@@ -281,7 +178,7 @@ class Server:
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_outer(state.get("outer"))
 
-    def take_over(self, handover: Handover) -> None:
+    def take_over(self, handover: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
         self._writable(keep=False).copy_(handover.weights)
         self.version = handover.version
@@ -472,7 +369,7 @@ class GradientServer(Server):
         (self._rate,) = as_numbers([state.get("rate", 0.0)], 1)
         self._owner.load_state_dict(state["optimizer"])
 
-    def take_over(self, handover: Handover) -> None:
+    def take_over(self, handover: Restart) -> None:
         """See `Server.take_over`."""
         super().take_over(handover)
         if handover.server_optimizer is not None:

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dbsl.base.serialize import as_counts, as_numbers
-from dbsl.cluster.server import EpochEnd, Handover, Round, RoundReport, Server
+from dbsl.base.numbers import as_counts, as_numbers
+from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner, Segment
-from dbsl.run.stopping import Wish
+from dbsl.plan.follow import Planner
+from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
+from dbsl.plan.types import CurrentPlan
 
 
 class SimulatedCluster:
@@ -81,7 +82,7 @@ class SimulatedCluster:
             yield Round((self._turn,), *self._clock(self._turn))
             self._turn = None
 
-    def plan(self, turn: Round) -> Segment:
+    def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn."""
         return self._planner.at(turn.epoch, turn.round)
 
@@ -114,7 +115,7 @@ class SimulatedCluster:
         """Load the global weights of an epoch's end into the model."""
         self.weights.load(end.weights)
 
-    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
         """Return what all processes do now: in one process, what it wishes."""
         return wish
 
@@ -158,7 +159,7 @@ class SimulatedCluster:
             raise ValueError(f"state must have what the workers {inside} have pulled")
         self._queue = list(zip(times, inside, strict=True))
 
-    def take_over(self, handover: Handover) -> None:
+    def take_over(self, handover: Restart) -> None:
         """Go on where workers of another number stopped."""
         self.server.take_over(handover)
         self.time_s = handover.time_s

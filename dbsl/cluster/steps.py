@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import uncompiled
-from dbsl.cluster.server import Round
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.sampler import Part, Step
+from dbsl.plan.turns import Round
 
 # Older and newer versions of torch name it differently.
 _SYNC_BUFFERS = "broadcast_buffers"

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SyncError
-from dbsl.base.serialize import as_counts
+from dbsl.base.numbers import as_counts
 from dbsl.cluster.liveness import Pulse
 from dbsl.cluster.messages import (
     CPU,
@@ -48,26 +48,17 @@ from dbsl.cluster.messages import (
     read_answer,
     with_lines,
 )
-from dbsl.cluster.server import EpochEnd, Handover, Round, RoundReport, Server
+from dbsl.cluster.server import Server
 from dbsl.cluster.transfer import Transfer, receive, send
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner, Segment
-from dbsl.run.stopping import Wish
+from dbsl.plan.follow import Planner
+from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
+from dbsl.plan.turns import LostWorker as LostWorker
+from dbsl.plan.types import CurrentPlan
 
 _GRACE_S = 5.0
 _START_S = 60.0  # that processes may come to their start apart, at least
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A worker that the others go on without."""
-
-    rank: int
-    worker: int
-    rounds: int  # that it had pushed
-    samples: int  # of epochs under way that nobody trains on any more
-    reason: str
 
 
 class ServerSync:
@@ -120,7 +111,7 @@ class ServerSync:
         pairs = pairs_with_server(patience)
         self.announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
         self.on_stop: Callable[[], object] = lambda: None  # called where the run is stopping
-        self.losses: deque[Loss] = deque()  # workers that were lost, until they are told of
+        self.losses: deque[LostWorker] = deque()  # workers that were lost, until they are told of
         self._stopping = False
         self._interrupted = False
         self._changed = threading.Condition()  # guards the server
@@ -162,7 +153,7 @@ class ServerSync:
                 yield from self._finished(wait=False)
         yield from self._finished(wait=True)
 
-    def plan(self, turn: Round) -> Segment:
+    def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn, asking the server, which may have changed it."""
         if self.server is not None:
             with self._changed:
@@ -233,9 +224,9 @@ class ServerSync:
         """Load the global weights of an epoch's end into the model."""
         self.weights.load(end.weights)
 
-    def common_wish(self, wish: Wish, *, round_over: bool) -> Wish:
+    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
         """Return what this process does: what it wishes, or what the server has asked for."""
-        return Wish.STOP if self._interrupted else wish
+        return Action.STOP if self._interrupted else wish
 
     def announce(self, sequence: int, epoch: int) -> None:
         """Ask every worker to take part in a save, when it pulls next (on rank 0)."""
@@ -305,7 +296,7 @@ class ServerSync:
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
-    def take_over(self, handover: Handover) -> None:
+    def take_over(self, handover: Restart) -> None:
         """Go on where workers of another number stopped."""
         self._clock = handover.clock
         if self.server is not None:
@@ -454,4 +445,4 @@ class ServerSync:
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
             return
-        self.losses.append(Loss(rank, worker, clocks[worker], samples, reason))
+        self.losses.append(LostWorker(rank, worker, clocks[worker], samples, reason))

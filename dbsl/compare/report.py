@@ -10,9 +10,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from dbsl.base.files import write_table
 from dbsl.base.words import short_loss
 from dbsl.compare.statistics import MADE_ON, Run, averaged, table
-from dbsl.study.files import write_table
 
 _OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
 

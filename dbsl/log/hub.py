@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.cluster.messages import share_text
-from dbsl.plan.dual_batch import Plan
+from dbsl.plan.types import Plan
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 

@@ -27,14 +27,13 @@ from tqdm import tqdm
 from dbsl.base.errors import SaveError
 from dbsl.base.files import write_text
 from dbsl.base.words import plural, short_loss
-from dbsl.cluster.server import RoundReport, StepLine, report_from_plain
-from dbsl.cluster.through_server import Loss
 from dbsl.log.meter import StepMeter
 from dbsl.log.trackers import tracker_id
-from dbsl.plan.dual_batch import Plan
-from dbsl.plan.follow import plan_from_plain
 from dbsl.plan.stages import Stage, stage_at
+from dbsl.plan.turns import LostWorker, RoundReport, StepLine, report_from_plain
+from dbsl.plan.types import Plan, plan_from_plain
 from dbsl.profile.noise import NoiseAverage, noise_summary
+from dbsl.run.folder import check_metrics
 
 MAX_PRINTED_WORKERS = 8
 PREDICTION_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
@@ -360,7 +359,7 @@ class RunLog:
                 report.samples, report.epoch, report.learning_rate, report.worker, report.steps
             )
 
-    def lost(self, loss: Loss) -> None:
+    def lost(self, loss: LostWorker) -> None:
         """Record that a worker was lost, and that the others go on."""
         if not self.enabled:
             return
@@ -574,16 +573,6 @@ class RunLog:
     def _step(self, tracker: Any) -> int | None:
         # W&B would hold a step back until a later one comes; its axis is the record's epoch.
         return None if tracker.name == "wandb" else self._epoch
-
-
-def check_metrics(path: Path, keep_bytes: int) -> None:
-    """Raise ``ValueError`` unless metrics.jsonl has the bytes that a run goes on behind."""
-    size = path.stat().st_size if path.exists() else 0
-    if size < keep_bytes:
-        raise ValueError(
-            f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
-            f"got {size} in {path}"
-        )
 
 
 def _open_metrics(path: Path, keep_bytes: int) -> TextIO:

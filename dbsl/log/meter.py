@@ -18,10 +18,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.cluster.server import Round, RoundReport, StepLine
-from dbsl.log.reports import Progress
 from dbsl.plan.sampler import Step
+from dbsl.plan.turns import Round, RoundReport, StepLine
 from dbsl.profile.memory import GIB, memory_in_use
+from dbsl.run.progress import Progress
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
 _DIGITS = 6  # of a gradient norm, whose float64 sum may differ in the last of its own

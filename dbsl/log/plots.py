@@ -20,7 +20,6 @@ from matplotlib.ticker import MaxNLocator
 
 from dbsl.base.files import write_bytes
 from dbsl.base.words import duration
-from dbsl.plan.dual_batch import Plan, WorkerPlan
 from dbsl.plan.stages import Stage
 from dbsl.plan.text import (
     MAX_ROWS,
@@ -30,6 +29,7 @@ from dbsl.plan.text import (
     total_times_s,
     worker_rows,
 )
+from dbsl.plan.types import Plan, WorkerPlan
 
 DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from dbsl.base.flags import parse_flags
-from dbsl.plan.dual_batch import Rounding, UpdateFactor, plan_dual_batch
-from dbsl.plan.machines import TimeModel
+from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
+from dbsl.plan.types import Rounding, TimeModel, UpdateFactor
 
 
 @dataclass(frozen=True)

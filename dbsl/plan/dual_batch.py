@@ -13,12 +13,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from dbsl.plan.machines import Machines, NoPlanError, TimeModel, largest_remainder, steps_in_shares
+from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
 from dbsl.plan.solve import (
     batch_sizes,
     check_fits,
@@ -29,65 +28,10 @@ from dbsl.plan.solve import (
     solve_small_batch,
     wanted_ratio,
 )
+from dbsl.plan.types import NoPlanError, Plan, Rounding, TimeModel, UpdateFactor, WorkerPlan
 
 # Share of the large batch above which a solved small batch is as good as large.
 NEARLY_LARGE = 0.75
-
-Rounding = Literal["round", "truncate"]
-UpdateFactor = Literal["data", "sqrt", "none"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """One worker's part of an epoch."""
-
-    local_batch_size: int
-    samples: int  # its share of the epoch
-    steps: int
-    merge_weight: float  # the model-update factor f, in (0, 1]
-    predicted_time_s: float  # every begun step counted whole
-    simplified_time_s: float  # (a + b/x) * samples, eq. 3: steps counted in fractions
-    small: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A dual-batch plan of one epoch: the solved quantities and one `WorkerPlan` per worker.
-
-    Small workers come first. The workers' samples sum to `samples` exactly. `large_samples` and
-    `small_samples` are the solved shares, of which a worker's own may differ by one sample. Where
-    workers differ in speed or in their largest batch, no one value holds: those two, the update
-    factor and `large_batch_size` are None.
-    """
-
-    samples: int
-    time_ratio: float  # k: time over that of an all-large plan
-    large_batch_size: int | None
-    small_batch_size: int | None
-    large_samples: int | None
-    small_samples: int | None
-    update_factor: float | None
-    all_large_time_s: float  # predicted, were all batches large and the shares balanced
-    equal_batch_time_s: float  # predicted, had all the smallest large batch and equal shares
-    notes: tuple[str, ...]  # bounds that were met, and what was done
-    workers: tuple[WorkerPlan, ...]
-    global_batch_size: int | None = None  # B of joint steps; None where workers have rounds
-
-    @property
-    def time_s(self) -> float:
-        """Predicted seconds of an epoch, those of the slowest worker."""
-        return max(w.predicted_time_s for w in self.workers)
-
-    @property
-    def idle_share(self) -> float:
-        """Share of all workers' time, in [0, 1), spent waiting for the slowest."""
-        busy = sum(w.predicted_time_s for w in self.workers)
-        return 1.0 - busy / (self.time_s * len(self.workers))
-
-    @property
-    def small_share(self) -> float:
-        """Share of the samples, in [0, 1], that are trained on in small batches."""
-        return sum(w.samples for w in self.workers if w.small) / self.samples
 
 
 def update_factor(small_samples: float, large_samples: float, rule: UpdateFactor) -> float:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from dbsl.base.serialize import as_counts, as_numbers
-from dbsl.cluster.server import RoundReport, report_from_plain
-from dbsl.plan.dual_batch import Plan, WorkerPlan
-from dbsl.plan.machines import TimeModel
+from dbsl.base.numbers import as_counts
+from dbsl.plan.turns import RoundReport, report_from_plain
+from dbsl.plan.types import CurrentPlan as CurrentPlan
+from dbsl.plan.types import Plan, TimeModel, plan_from_plain, segments_from_plain
+from dbsl.plan.types import segments_to_plain as segments_to_plain
 
 Balance = Literal["none", "dynamic", "dbs"]
 
@@ -107,17 +108,6 @@ def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.n
     return speeds / speeds.sum()
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A plan in force from one round of an epoch on."""
-
-    plan: Plan
-    first_round: int = 0
-    start: int = 0  # samples of the epoch that earlier rounds took
-    # Or what earlier rounds left, where that is not all that follows: places in the epoch's order.
-    left: tuple[tuple[int, int], ...] = ()
-
-
 class Planner:
     """The plan of each epoch: one for each resolution, or one that follows the workers' times.
 
@@ -150,9 +140,9 @@ class Planner:
         rounds_per_epoch: int = 1,
         replan: Callable[[int, Sequence[TimeModel]], Plan] | None = None,
         resize: Callable[[int, Plan, np.ndarray], Plan] | None = None,
-        split_at: Callable[[Segment, int], int] | None = None,
+        split_at: Callable[[CurrentPlan, int], int] | None = None,
         without: Callable[[int, Collection[int]], Plan] | None = None,
-        samples_of: Callable[[Segment, int, int, int], int] | None = None,
+        samples_of: Callable[[CurrentPlan, int, int, int], int] | None = None,
     ) -> None:
         self.balance: Balance = balance
         self.current = dict(plans)
@@ -166,8 +156,8 @@ class Planner:
         self._split_at = split_at
         self._without = without
         self._samples_of = samples_of
-        self.fixed: dict[int, list[Segment]] = {}  # by epoch; they change no more
-        self._segments: dict[int, list[Segment]] = {}  # by epoch; they may grow
+        self.fixed: dict[int, list[CurrentPlan]] = {}  # by epoch; they change no more
+        self._segments: dict[int, list[CurrentPlan]] = {}  # by epoch; they may grow
         self._asked: dict[int, int] = {}  # by epoch: the last round whose plan is decided
         self._planned = dict(plans)  # for the planned time models, without lost workers
         self._active = set(range(len(next(iter(plans.values())).workers)))  # but for lost workers
@@ -178,24 +168,24 @@ class Planner:
         self._refine_at = 2  # measurements of each worker
         self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
 
-    def at(self, epoch: int, round_: int = 0) -> Segment:
+    def at(self, epoch: int, round_: int = 0) -> CurrentPlan:
         """Return the plan in force in a round of an epoch."""
         resolution = self._resolution_at(epoch)
         if epoch in self.fixed:
             return next(s for s in reversed(self.fixed[epoch]) if s.first_round <= round_)
         if self.balance == "none":
-            return Segment(self.current[resolution])
+            return CurrentPlan(self.current[resolution])
         clock = epoch * self._rounds + round_
         if epoch not in self._segments:
             first = self._renewed(resolution, epoch * self._rounds, self.current[resolution])
-            self._segments[epoch], self._asked[epoch] = [Segment(first)], 0
+            self._segments[epoch], self._asked[epoch] = [CurrentPlan(first)], 0
             self._forget_epochs()
         segments = self._segments[epoch]
         if round_ > self._asked[epoch]:  # a round that somebody has begun keeps its plan
             self._asked[epoch] = round_
             plan = self._renewed(resolution, clock, segments[-1].plan)
             if plan is not segments[-1].plan:
-                segments.append(Segment(plan, round_, self._split_at(segments[-1], round_)))
+                segments.append(CurrentPlan(plan, round_, self._split_at(segments[-1], round_)))
         return next(s for s in reversed(segments) if s.first_round <= round_)
 
     def current_at(self, epoch: int) -> Plan:
@@ -251,7 +241,7 @@ class Planner:
         epochs = range(first_epoch, -(-begun // rounds))
         later = [epoch for epoch in self.fixed if epoch >= epochs.stop]  # left by other workers
         for epoch in (*epochs, *later):
-            whole = [Segment(self.current[self._resolution_at(epoch)])]
+            whole = [CurrentPlan(self.current[self._resolution_at(epoch)])]
             segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)
             *before, end = segments
             first = rounds if end.left else min(max(begun - epoch * rounds, 0), rounds)
@@ -261,7 +251,7 @@ class Planner:
             if first < rounds:
                 plan = others[self._resolution_at(epoch)]
                 kept = segments if end.first_round < first else before
-                segments = [*kept, Segment(plan, first, self._split_at(end, first))]
+                segments = [*kept, CurrentPlan(plan, first, self._split_at(end, first))]
             self.fixed[epoch] = segments
         self._segments.clear()  # what was decided for later epochs, nobody has begun
         self._asked.clear()
@@ -275,8 +265,8 @@ class Planner:
         return {
             "current": {resolution: asdict(plan) for resolution, plan in self.current.items()},
             "changes": self.changes,
-            "fixed": _segments_to_plain(self.fixed),
-            "segments": _segments_to_plain(self._segments),
+            "fixed": segments_to_plain(self.fixed),
+            "segments": segments_to_plain(self._segments),
             "asked": dict(self._asked),
             "active": sorted(self._active),
             "begun": self._begun,
@@ -371,24 +361,3 @@ def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
         model.time(worker.samples, worker.steps)
         for worker, model in zip(plan.workers, models, strict=True)
     )
-
-
-def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
-    """Return the plan of which `asdict` was taken."""
-    workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
-    for worker in workers:
-        as_counts([worker.local_batch_size, worker.samples, worker.steps], 3)
-        as_numbers([worker.merge_weight, worker.predicted_time_s], 2)
-    return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
-
-
-def segments_from_plain(segments: Mapping[int, Any]) -> dict[int, list[Segment]]:
-    """Return the segments, by epoch, that a planner's state holds."""
-    return {
-        epoch: [Segment(**{**row, "plan": plan_from_plain(row["plan"])}) for row in rows]
-        for epoch, rows in segments.items()
-    }
-
-
-def _segments_to_plain(segments: Mapping[int, Sequence[Segment]]) -> dict[int, Any]:
-    return {epoch: [asdict(segment) for segment in rows] for epoch, rows in segments.items()}

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from dbsl.plan.dual_batch import Plan, UpdateFactor, WorkerPlan, merge_weights
-from dbsl.plan.machines import Machines, TimeModel, largest_remainder, steps_in_shares
+from dbsl.plan.dual_batch import merge_weights
+from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
 from dbsl.plan.sampler import StepSampler
 from dbsl.plan.split import balanced_sizes, bounded_split
+from dbsl.plan.types import Plan, TimeModel, UpdateFactor, WorkerPlan
 
 
 def plan_steps(

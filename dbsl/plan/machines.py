@@ -5,55 +5,15 @@ Pure functions on arrays, one entry per worker, so that 100,000 workers cost mil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dbsl.base.lazy import lazy_import
+from dbsl.plan.types import NoPlanError, TimeModel
 
 optimize = lazy_import("scipy.optimize")
-
-
-class NoPlanError(ValueError):
-    """The settings are sound, but the time model admits no plan under them."""
-
-
-@dataclass(frozen=True)
-class TimeModel:
-    """Time of one training step with x samples, ``slope * x + intercept`` seconds (eq. 2).
-
-    A fast device waits for its host in steps with few samples. Such a step takes `floor` seconds,
-    whatever its batch.
-    """
-
-    slope: float  # a, seconds per sample
-    intercept: float  # b, seconds per step
-    floor: float = 0.0  # the least that a step takes, seconds
-
-    def __post_init__(self) -> None:
-        for name in ("slope", "intercept", "floor"):
-            value = getattr(self, name)
-            if not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number of seconds, got {value}")
-        if self.floor < 0:
-            raise ValueError(f"floor must be at least 0 seconds per step, got {self.floor}")
-        if self.slope <= 0:
-            raise ValueError(f"slope must be above 0 seconds per sample, got {self.slope}")
-
-    def sample_time(self, local_batch_size: float) -> float:
-        """Return seconds per sample in full batches, ``a + b/x`` (the bracket of eq. 3)."""
-        line = self.slope + self.intercept / local_batch_size
-        return max(self.floor / local_batch_size, line) if self.floor else line
-
-    def time(self, samples: int, steps: int) -> float:
-        """Return the seconds that `steps` steps over `samples` samples take together.
-
-        A last, smaller batch counts as if all were of one size, which is wrong by less than a step.
-        """
-        line = self.slope * samples + self.intercept * steps
-        return max(self.floor * steps, line) if self.floor else line
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dbsl.plan.machines import Machines, NoPlanError, largest_remainder
+from dbsl.plan.machines import Machines, largest_remainder
 from dbsl.plan.split import bounded_split
+from dbsl.plan.types import NoPlanError
 
 DEFAULT_TIME_RATIO = 1.05
 

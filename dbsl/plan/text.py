@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from dbsl.base.words import duration
-from dbsl.plan.dual_batch import Plan, WorkerPlan
 from dbsl.plan.stages import Stage
+from dbsl.plan.types import Plan, WorkerPlan
 
 _BAR_WIDTH = 48  # characters
 MAX_ROWS = 16

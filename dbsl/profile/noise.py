@@ -7,9 +7,9 @@ and twice the fewest samples, that any batch size can do with.
 
 An epoch draws its batches without replacement: a batch of b out of N training samples has
 E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
-(`dbsl.profile.noise_probe` measures them). Augmentation makes new images of the same samples, so that the true
-term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too large, by at
-most 1/N.
+(`dbsl.profile.noise_probe` measures them). Augmentation makes new images of the same samples, so
+that the true term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too
+large, by at most 1/N.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from dbsl.base.lazy import lazy_import
-from dbsl.cluster.server import RoundReport
-from dbsl.plan.dual_batch import Plan
+from dbsl.plan.turns import RoundReport
+from dbsl.plan.types import Plan
 
 special = lazy_import("scipy.special")
 

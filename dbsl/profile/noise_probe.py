@@ -1,4 +1,4 @@
-"""Measures squared gradient norms while a run trains, for its gradient noise scale (`dbsl.profile.noise`).
+"""Measures squared gradient norms while a run trains, for its noise scale (`dbsl.profile.noise`).
 
 It is done at the first step of a round, when a worker has just pulled its weights.
 """
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dbsl.cluster.compiling import uncompiled
-from dbsl.cluster.server import Round
-from dbsl.plan.dual_batch import Plan
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.sampler import Step
+from dbsl.plan.turns import Round
+from dbsl.plan.types import Plan, TimeModel
 
 Kind = Literal["micro", "sizes", "joined"]
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]

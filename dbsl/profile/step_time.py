@@ -25,7 +25,7 @@ from torch import nn
 
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.model import build_optimizer
-from dbsl.plan.machines import TimeModel
+from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.profile.noise_probe import LossOf
 

@@ -14,10 +14,12 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from dbsl.base.flags import parse_flags
-from dbsl.checkpoint.on_disk import FOLDER as CHECKPOINTS
 from dbsl.cluster.liveness import recall
 from dbsl.plan.stages import check_resolutions
 from dbsl.run.resolved import PROCESSES, RESOLVED, check_names, still_true
+
+CHECKPOINTS = "checkpoints"
+
 
 T = TypeVar("T")
 

@@ -12,8 +12,9 @@ import yaml
 from accelerate import Accelerator
 
 from dbsl.cluster.messages import share_text
-from dbsl.study.files import dataset_name
-from dbsl.study.report import REPORT
+
+REPORT = "report.json"  # of a study
+
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
@@ -105,3 +106,9 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"batch_evidence must be readable JSON, got {path} ({error})") from None
     return values if isinstance(values, dict) else {}
+
+
+def dataset_name(dataset: str) -> str:
+    """Return what a dataset is called in a layout: a path's last part; a hub id without slashes."""
+    path = Path(dataset).expanduser()
+    return path.resolve().stem if path.exists() else dataset.replace("/", "--")

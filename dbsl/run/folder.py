@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from dbsl.base.files import write_text
 from dbsl.cluster.liveness import remember
 from dbsl.cluster.messages import share_text
-from dbsl.plan.dual_batch import Plan
+from dbsl.plan.types import Plan
 from dbsl.run.config import RUN_FOLDER, config_to_yaml
 from dbsl.run.resolved import RESOLVED
 
@@ -175,3 +175,13 @@ def default_folder(config: Any) -> Path:
     dataset = Path(config.dataset).stem or "data"
     model = Path(config.model.rpartition(":")[2]).name  # of local-dir:runs/first: first
     return Path(f"runs/{dataset}-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def check_metrics(path: Path, keep_bytes: int) -> None:
+    """Raise ``ValueError`` unless metrics.jsonl has the bytes that a run goes on behind."""
+    size = path.stat().st_size if path.exists() else 0
+    if size < keep_bytes:
+        raise ValueError(
+            f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
+            f"got {size} in {path}"
+        )

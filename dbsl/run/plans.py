@@ -15,10 +15,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.data.dataset import Data
-from dbsl.plan.dual_batch import Plan, WorkerPlan, plan_with_fallback
+from dbsl.plan.dual_batch import plan_with_fallback
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
-from dbsl.plan.machines import Machines, TimeModel, largest_remainder
+from dbsl.plan.machines import Machines, largest_remainder
 from dbsl.plan.split import balanced_sizes, check_global_batch
+from dbsl.plan.types import Plan, TimeModel, WorkerPlan
 from dbsl.profile.cache import Profiler, Setup
 from dbsl.profile.memory import GIB
 from dbsl.profile.noise_probe import LossOf

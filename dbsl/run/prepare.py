@@ -11,16 +11,14 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.base.words import plural
-from dbsl.cluster.server import Round
 from dbsl.data.dataset import load_data
 from dbsl.data.mixing import Mixing
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, check_patches, least_batch
-from dbsl.plan.dual_batch import Plan, count_workers
+from dbsl.plan.dual_batch import count_workers
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
-from dbsl.plan.follow import Planner, Segment
+from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import check_parts
-from dbsl.plan.machines import TimeModel
 from dbsl.plan.stages import (
     Stage,
     default_milestones,
@@ -31,6 +29,8 @@ from dbsl.plan.stages import (
     unused_resolutions,
 )
 from dbsl.plan.text import format_run
+from dbsl.plan.turns import Round
+from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
@@ -216,13 +216,13 @@ def make_planner(
 ) -> Planner:
     """Return what gives each epoch its plan, of a run with these plans at the start."""
 
-    def split_at(segment: Segment, round_: int) -> int:
+    def split_at(segment: CurrentPlan, round_: int) -> int:
         if segment.plan.global_batch_size is not None:
             return 0  # which samples a joint step has does not depend on the plan
         sampler = round_sampler(segment, rounds, samples, config.seed, planning.least)
         return sampler.start_of(round_)
 
-    def samples_of(segment: Segment, epoch: int, worker: int, round_: int) -> int:
+    def samples_of(segment: CurrentPlan, epoch: int, worker: int, round_: int) -> int:
         turn = Round((worker,), epoch, round_)
         steps = steps_of(segment, turn, config, rounds, samples, planning.least)
         return sum(len(part.indices) for step in steps for part in step.parts)

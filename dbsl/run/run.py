@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from dbsl.cluster.server import Handover, Round
 from dbsl.data.dataset import Data
 from dbsl.data.mixing import Mixing
 from dbsl.data.transforms import Transform
-from dbsl.plan.dual_batch import Plan
 from dbsl.plan.emulate import Emulation
-from dbsl.plan.follow import Planner, Segment
-from dbsl.plan.machines import TimeModel
+from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler
 from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
+from dbsl.plan.turns import Restart, Round
+from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, NoiseProbe
 from dbsl.run.average import WeightAverage
 
@@ -71,7 +70,7 @@ class Setting:
         """Return the stage of an epoch."""
         return stage_at(self.stages, epoch)
 
-    def steps(self, segment: Segment, turn: Round) -> list[Step]:
+    def steps(self, segment: CurrentPlan, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
         return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
 
@@ -87,7 +86,7 @@ class Setting:
         batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
         return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
 
-    def rate_factor(self, segment: Segment, turn: Round) -> float:
+    def rate_factor(self, segment: CurrentPlan, turn: Round) -> float:
         """Return the factor on the learning rate of a turn's worker, by its batch size."""
         plan = segment.plan
         if plan.global_batch_size is not None:
@@ -105,7 +104,7 @@ class Setting:
             if of_resolution:
                 continue
             # The planner decides when it is asked; this is the plan at the start.
-            segment = Segment(self.plans[self.stage_at(epoch).resolution])
+            segment = CurrentPlan(self.plans[self.stage_at(epoch).resolution])
             for group in [tuple(workers)] if joint else [(worker,) for worker in workers]:
                 for round_ in range(self.rounds):
                     turn = Round(group, epoch, round_)
@@ -114,7 +113,7 @@ class Setting:
                     of_resolution |= {len(part.indices) for part in parts} - {0}
         return sizes
 
-    def fixed_segments(self, handover: Handover) -> dict[int, list[Segment]]:
+    def fixed_segments(self, handover: Restart) -> dict[int, list[CurrentPlan]]:
         """Return the plans of epochs of which other workers have left a part, by epoch."""
         fixed, samples = {}, len(self.data.train)
         for epoch, left in handover.left.items():
@@ -123,7 +122,7 @@ class Setting:
             if rest < samples:
                 plan = self.plans[self.stage_at(epoch).resolution]
                 begun = first_round if epoch == first_epoch else 0
-                fixed[epoch] = [Segment(plan, begun, samples - rest, left)]
+                fixed[epoch] = [CurrentPlan(plan, begun, samples - rest, left)]
         return fixed
 
     def duration(self, worker: int, epoch: int, round_: int) -> float:
@@ -140,7 +139,7 @@ class Setting:
 
 
 def steps_of(
-    segment: Segment, turn: Round, config: Config, rounds: int, samples: int, least: int
+    segment: CurrentPlan, turn: Round, config: Config, rounds: int, samples: int, least: int
 ) -> list[Step]:
     """Return the optimizer steps of a turn: whose samples, in which batches."""
     plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
@@ -160,7 +159,7 @@ def steps_of(
 
 
 def round_sampler(
-    segment: Segment, rounds: int, samples: int, seed: int, least: int = 1
+    segment: CurrentPlan, rounds: int, samples: int, seed: int, least: int = 1
 ) -> EpochSampler:
     """Return the sampler of a plan of rounds, from the round on in which it came into force."""
     shares = np.array([worker.samples for worker in segment.plan.workers])

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from types import FrameType
 
 from dbsl.cluster.liveness import remember
@@ -27,14 +26,6 @@ def deadline_of(max_minutes: float | None) -> float | None:
         return None
     ends = float(remember("deadline", repr(time.time() + 60 * max_minutes)))
     return time.monotonic() + ends - time.time()
-
-
-class Wish(IntEnum):
-    """What a process would do after a step; of several processes the strongest wish counts."""
-
-    GO_ON = 0
-    SAVE = 1
-    STOP = 2
 
 
 class Stopping:

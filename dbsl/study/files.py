@@ -13,25 +13,20 @@ import io
 import json
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dbsl.base.files import write_text
+from dbsl.run.evidence import dataset_name
 from dbsl.study.scaling import Study, Trial
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ("step", "train/cross_entropy_error", "val/cross_entropy_error")
 COLUMNS += ("val/classification_error",)
 _STATES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")
-
-
-def dataset_name(dataset: str) -> str:
-    """Return what a dataset is called in a layout: a path's last part; a hub id without slashes."""
-    path = Path(dataset).expanduser()
-    return path.resolve().stem if path.exists() else dataset.replace("/", "--")
 
 
 def study_folder(root: Path, dataset: str, model: str, optimizer: str, batch_size: int) -> Path:
@@ -184,12 +179,3 @@ def _entry(values: Mapping[str, Any], name: str, path: Path) -> Any:
     if name not in values:
         raise ValueError(f"study files must have an entry {name!r}, got {path} without it")
     return values[name]
-
-
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with the same keys as a CSV file, whole or not at all."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())

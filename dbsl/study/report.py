@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dbsl.base.files import write_text
-from dbsl.study.files import write_table
+from dbsl.base.files import write_table, write_text
+from dbsl.run.evidence import REPORT
 from dbsl.study.scaling import (
     CRITICAL_RULE,
     EDGE_RULE,
@@ -25,8 +25,7 @@ from dbsl.study.scaling import (
     steps_to_result,
 )
 
-REPORT, TABLE = "report.json", "results.csv"
-
+TABLE = "results.csv"
 Budgets = tuple[int | None, int | None]  # steps, examples
 
 

@@ -36,15 +36,10 @@ from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.config import config_to_yaml, in_range
+from dbsl.run.evidence import dataset_name
 from dbsl.run.stopping import Stopping
 from dbsl.study.config import StudyConfig
-from dbsl.study.files import (
-    dataset_name,
-    read_workloads,
-    study_folder,
-    write_study,
-    write_trial,
-)
+from dbsl.study.files import read_workloads, study_folder, write_study, write_trial
 from dbsl.study.report import write_report
 from dbsl.study.scaling import OBJECTIVE
 from dbsl.study.search import Claim, TrialStore

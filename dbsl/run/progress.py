@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dbsl.cluster.clock import ComputeClock
-from dbsl.cluster.server import Round, RoundReport, StepLine
-from dbsl.plan.dual_batch import Plan
+from dbsl.plan.turns import Round, RoundReport, StepLine
+from dbsl.plan.types import Plan
 
 
 @dataclass

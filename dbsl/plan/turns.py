@@ -1,0 +1,133 @@
+"""What workers do and say in turn: rounds, their reports, ends of epochs, restarts, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+Merge = Literal["mean", "delta", "ratio", "half"]
+Sync = Literal["bsp", "ssp", "asp", "step"]
+Push = Literal["weights", "gradients"]
+
+
+class StepLine(NamedTuple):
+    """What a worker says of itself every so many of its optimizer steps."""
+
+    worker: int
+    epoch: int
+    round: int
+    step: int  # steps that the worker has taken in the run
+    progress: float  # of the epoch where the step began, in [0, 1)
+    loss: float  # mean over the samples since the line before
+    learning_rate: float
+    gradient_norm: float  # of the step's batch; of a joint step's the global one
+    images_per_s: float  # since the line before, time between the worker's rounds left out
+    memory_gib: float  # see `dbsl.profile.memory.memory_in_use`
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a worker says of a round beside its weights; the server adds the staleness."""
+
+    worker: int
+    epoch: int
+    round: int
+    resolution: int
+    local_batch_size: int
+    samples: int
+    steps: int
+    time_s: float  # compute alone: no pull, push or waiting
+    loss: float  # mean over the round's samples
+    merge_weight: float
+    staleness: int = 0
+    learning_rate: float = 0.0  # of the round's last step
+    predicted_time_s: float = 0.0  # of the compute, by the plan
+    # On the cluster's clock, which is virtual where the cluster is simulated: the round's compute,
+    # and the time since the worker's last round, spent waiting for others and in transfers.
+    compute_time_s: float = 0.0
+    wait_time_s: float = 0.0
+    refused: bool = False  # loss or weights were not finite: nothing of it was merged
+    # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
+    # batch of 0 where they were not measured (see dbsl.profile.noise).
+    micro_batch: int = 0
+    micro_square: float = 0.0
+    gradient_batch: int = 0
+    gradient_square: float = 0.0
+    logged: int = 0  # step lines that follow the report on its way to the main process
+    lines: tuple[StepLine, ...] = ()  # these
+
+
+def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
+    """Return the report that `asdict` was given, also where it has been a checkpoint since."""
+    lines = tuple(StepLine(*line) for line in values.get("lines", ()))
+    return RoundReport(**{**values, "lines": lines})
+
+
+@dataclass(frozen=True)
+class Round:
+    """A turn: workers of this process train on their parts of one round, from a pull to a push.
+
+    It is one worker's turn, or, where all take joint steps, that of every worker in the process.
+    """
+
+    workers: tuple[int, ...]
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """Every worker has pushed the epoch's last round: time to evaluate and to save."""
+
+    epoch: int
+    weights: Any = field(repr=False)  # global weights at that moment: a tensor
+    ended_at: float  # the moment, by time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What workers of another number take over from those before them.
+
+    Attributes:
+        weights: The global weights, a tensor.
+        version: Global updates so far.
+        clock: Rounds that every worker starts with behind it.
+        left: What is left of epochs that were begun, as places in their order; other epochs are
+            whole.
+        steps: Joint steps of the round that were taken.
+        optimizers: Optimizer state, by worker.
+        server_optimizer: Of the server, where gradients are pushed.
+        time_s: The virtual clock.
+        outer: Of the server, where it steps on what workers changed.
+    """
+
+    weights: Any = field(repr=False)
+    version: int
+    clock: int
+    left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    steps: int = 0
+    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
+    time_s: float = 0.0
+    outer: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A worker that the others go on without."""
+
+    rank: int
+    worker: int
+    rounds: int  # that it had pushed
+    samples: int  # of epochs under way that nobody trains on any more
+    reason: str
+
+
+class Action(IntEnum):
+    """What a process would do after a step; of several processes the strongest wish counts."""
+
+    GO_ON = 0
+    SAVE = 1
+    STOP = 2
