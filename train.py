@@ -12,6 +12,14 @@ process all workers live in it (a simulated cluster); with several, each process
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":  # Ctrl-C while the rest is imported: no traceback of half an import
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if on_interrupt is signal.default_int_handler:  # not ignored, as in a background job
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -147,9 +155,10 @@ class Config:
     balance: Balance = "none"
     balance_every: int | None = None  # rounds between two changes of the plan; unset: an epoch
     # --- how workers meet
-    # way that workers meet: at a barrier each round (bsp), with a bounded lead (ssp), without
-    # waiting (asp), or at every step (step); ssp and asp outlive a dead process where each process
-    # has a launch of its own
+    # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
+    # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
+    # every step (step). With ssp and asp the run goes on when a process dies, if each process was
+    # launched on its own
     sync: Sync = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
     push: Push = "weights"
@@ -497,4 +506,5 @@ def train(run, folder, cluster, stepper, keeper, accelerator) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
+        signal.signal(signal.SIGINT, on_interrupt)
         main(parse_config(Config))

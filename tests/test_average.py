@@ -1,6 +1,7 @@
 import json
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -102,9 +103,15 @@ def test_processes_share_the_images_and_agree_on_the_statistics(run_ranks):
 
 def test_without_batch_norm_no_image_is_read():
     model = nn.LayerNorm(3)
+    weights, images, accelerator = FlatWeights(model), MagicMock(), MagicMock()
+    images.__len__.return_value = 8
+    before = weights.vector.clone()
     recompute_statistics(
-        model, FlatWeights(model), None, None, None, batch_size=4, seed=0, together=True
+        model, weights, images, None, accelerator, batch_size=4, seed=0, together=True
     )
+    assert not images.batches.called
+    assert not accelerator.reduce.called  # nor is anybody waited for
+    assert torch.equal(weights.vector, before)
 
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):

@@ -184,9 +184,12 @@ def test_a_stage_ends_when_its_runner_is_killed(stub, tmp_path):
     arguments = json.dumps([stages, str(tmp_path / "out"), []])
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, arguments], cwd=ROOT)
     wait_until(lambda: file.exists() and file.read_text())
+    process = int(file.read_text())
+    assert alive(process)
     runner.kill()
     runner.wait()
-    wait_until(lambda: not alive(int(file.read_text())))
+    wait_until(lambda: not alive(process))
+    assert not alive(process)
 
 
 def test_stages_have_names_of_their_own_and_each_is_in_a_row_of_the_table():

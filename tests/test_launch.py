@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import dbsl.cluster.liveness
 import dbsl.run.accelerator
-from dbsl.base.errors import one_line_errors
+from dbsl.base.errors import EXIT_INTERRUPTED, one_line_errors
 from dbsl.base.lazy import lazy_import
 from dbsl.cluster.liveness import chosen_backend, remember
 from dbsl.run.accelerator import computes_bf16, describe_precision, start_accelerator
@@ -19,6 +19,13 @@ from dbsl.run.config import parse_config
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
+# With the handler that a terminal's process has; that of a background job is ignored.
+RUN_TRAIN = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, sys.argv.pop())
+runpy.run_path("train.py", run_name="__main__")
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +103,15 @@ def test_train_is_imported_without_what_is_slow_to_import():
     modules = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     slow = {"torchvision", "timm.models", "pandas", "matplotlib", "wandb", "torch._dynamo"}
     assert not slow & set(modules.split())
+
+
+def test_ctrl_c_during_the_imports_ends_quietly(tmp_path):
+    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
+    (tmp_path / "torch.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_TRAIN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_INTERRUPTED, "", "")
 
 
 def test_a_lazy_module_runs_when_it_is_used_and_a_missing_one_is_named(tmp_path, monkeypatch):

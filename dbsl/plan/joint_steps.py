@@ -47,7 +47,7 @@ def plan_steps(
     if len(sizes) != len(time_models):
         raise ValueError(
             f"local_batch_sizes must have one value per worker ({len(time_models)}), "
-            f"got {len(sizes)}"
+            f"got {len(sizes)} values"
         )
     if sizes.min() < least:
         why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
@@ -55,7 +55,7 @@ def plan_steps(
     if global_batch_size > samples:
         raise ValueError(
             f"local_batch_sizes must sum to at most the {samples} training samples, "
-            f"got {global_batch_size}"
+            f"got {global_batch_size} in all"
         )
     sampler = StepSampler(samples, global_batch_size, drop_last=drop_last, least=least)
     steps = sampler.steps_per_epoch

@@ -99,7 +99,7 @@ def make_stages(
     if len(dropout) not in (1, len(resolutions)):
         raise ValueError(
             f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
-            f"got {len(dropout)}"
+            f"got {len(dropout)} values"
         )
     rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
     used = resolutions[-1:] if schedule == "fixed" else resolutions

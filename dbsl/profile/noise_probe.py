@@ -90,9 +90,7 @@ class NoiseProbe:
             if size >= batch:
                 return {}
             found = _named("micro", size, self._pass(images[:size], labels[:size], loss_of))
-            return found | _named(
-                "gradient", round(batch / part.weight) if joint else batch, square
-            )
+            return found | _named("gradient", whole, square)
         if self.kind == "joined" and self._join(turn, batch, part.weight):
             total = sum(self._joined.values())
             joined = _square(self._sum) / total**2

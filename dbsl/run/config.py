@@ -407,7 +407,7 @@ def for_workers(
     if len(values) not in (1, rows, rows * workers):
         raise ValueError(
             f"{name} must have 1 value, one per resolution ({rows}) or one per resolution and "
-            f"worker ({rows * workers}), got {len(values)}"
+            f"worker ({rows * workers}), got {len(values)} values"
         )
     if len(values) == rows * workers:
         return [values[r * workers : (r + 1) * workers] for r in range(rows)]

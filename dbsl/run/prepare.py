@@ -294,7 +294,8 @@ def print_run(run: Setting, folder: Path | None, accelerator: Accelerator) -> No
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{config.workers} workers {where}, {config.small_workers} on small batches, "
         f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
-        f"precision {describe_precision(accelerator)}, {torch.get_num_threads()} CPU threads",
+        f"precision {describe_precision(accelerator)}, "
+        f"{plural(torch.get_num_threads(), 'CPU thread')}",
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
