@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from benchmarks import operators
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, build_optimizer
@@ -141,6 +142,18 @@ def test_a_round_waits_once_copies_the_weights_once_and_adds_few_operators_to_a_
     for one, other in zip(few, many, strict=True):
         a_step = (other.operators.total() - one.operators.total()) / 3
         assert a_step <= parts * (bare_step().total() + 35)
+
+
+def test_the_benchmark_of_operators_counts_those_of_a_step_and_views_apart():
+    found = operators.count("test_resnet", 16, "no", "digits")
+    model = build_model("test_resnet", 10, final_resolution=16)
+    convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in model.modules())
+    a_step = {name: n / operators.STEPS for name, n in found.computing.items()}
+    assert a_step["convolution"] == a_step["convolution_backward"] == convolutions
+    assert a_step["_fused_sgd_"] <= 2  # groups with and without weight decay
+    assert not {"detach", "view", "t", "empty_like"} & set(found.computing)
+    bare = sum(n for name, n in bare_step().items() if name in found.computing)
+    assert bare <= sum(a_step.values()) <= bare + 35
 
 
 def test_each_step_line_waits_once_more(tmp_path, monkeypatch):
