@@ -68,7 +68,7 @@ def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
         elif round_ == 3:  # and where workers of another number go on
             state = s.state_dict()
             s = new()
-            s.take_over(Restart(state["weights"], 3, 3, outer=state["outer"]))
+            s.restart(Restart(state["weights"], 3, 3, outer=state["outer"]))
         for worker, (pushed, factor) in enumerate(pushes):
             s.push(torch.tensor(pushed), report(worker, factor))
         mean = (torch.tensor([3.0, 2.0, 1.0]) + 0.5 * torch.tensor([0.0, 5.0, 4.0])) / 1.5
@@ -230,7 +230,7 @@ def test_a_state_that_is_none_is_refused(change):
 
 def test_other_workers_take_over_at_one_clock():
     s = server("ratio", workers=3, rounds_per_epoch=2)
-    s.take_over(Restart(torch.tensor([7.0, 8.0]), version=9, clock=5))
+    s.restart(Restart(torch.tensor([7.0, 8.0]), version=9, clock=5))
     assert s.snapshot().tolist() == [7.0, 8.0]
     assert (s.clocks, s.version) == ([5, 5, 5], 9)
     for worker in range(3):

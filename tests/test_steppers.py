@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsl.cluster.barrier import BarrierSync
+from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clock import ComputeClock
-from dbsl.cluster.joint import Lockstep
+from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import ControlGroup
 from dbsl.cluster.server import GradientServer
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
-from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
@@ -120,7 +120,7 @@ def one_process(model, how, sizes, samples, weighted=True):
     if how == "step":
         weights = FlatWeights(model)
         stepper = JointSteps(model, weights, clock, build, workers)
-        cluster = Lockstep(weights, workers=workers, rounds_per_epoch=1, **common)
+        cluster = JointCluster(weights, workers=workers, rounds_per_epoch=1, **common)
     else:
         owner = ServerOptimizer(model, CPU, build)
         server = GradientServer(
@@ -143,7 +143,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
         weights = FlatWeights(model)
         example = torch.zeros(2, 3, 8, 8)
         stepper = DistributedSteps(model, weights, clock, build, rank, example, wire=wire)
-        cluster = Lockstep(
+        cluster = JointCluster(
             weights,
             workers=[rank],
             rounds_per_epoch=1,
@@ -165,7 +165,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
             )
         weights = FlatWeights(model)
         stepper = PushedGradients(model, weights, clock)
-        cluster = BarrierSync(
+        cluster = BarrierCluster(
             weights,
             server,
             outgoing=stepper.vector,
@@ -297,7 +297,7 @@ def server_rank(rank, model, sync, damp):
         )
     weights = FlatWeights(model)
     stepper = PushedGradients(model, weights, ComputeClock(CPU))
-    cluster = ServerSync(
+    cluster = ServerCluster(
         weights,
         server,
         planner=planner,
@@ -403,7 +403,7 @@ def decayed(rank, sync, sizes=(1, 3), rounds=60):
         cluster = SimulatedCluster(weights, server, duration=lambda w, *_: durations[w], **common)
     else:
         common |= {"worker": rank, "rounds_per_epoch": rounds, "timeout_s": 20.0}
-        cluster = ServerSync(weights, None if rank else server, **common)
+        cluster = ServerCluster(weights, None if rank else server, **common)
     for turn in cluster.turns():
         if not isinstance(turn, EpochEnd):
             cluster.plan(turn)

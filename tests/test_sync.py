@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dbsl.base.errors import SyncError
-from dbsl.cluster.barrier import BarrierSync
+from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.messages import ControlGroup, message
 from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.transfer import send
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
@@ -56,9 +56,9 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
         "rounds_per_epoch": rounds,
     }
     if sync == "bsp":
-        cluster = BarrierSync(weights, server, control=ControlGroup(timeout_s), **common)
+        cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **common)
     else:
-        cluster = ServerSync(weights, server, timeout_s=timeout_s, **common)
+        cluster = ServerCluster(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan
 
 
@@ -173,7 +173,7 @@ def pausing_rank(rank, sync, pause, timeout_s):
         cluster.close()
     except SyncError as error:
         return str(error)
-    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.losses]
+    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.lost()]
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])
@@ -232,7 +232,7 @@ def babbling_rank(rank):
         cluster.push(make_reports(turn, plan))
     cluster.close()
     time.sleep(1.5)  # the process lasts until the other one is told
-    return [loss.reason for loss in cluster.losses]
+    return [loss.reason for loss in cluster.lost()]
 
 
 def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
@@ -255,7 +255,7 @@ def dying_rank(rank, sync, world_size=3):
         time.sleep(0.01)
         cluster.push(make_reports(turn, plan))
     cluster.close()
-    return ends, [loss.rank for loss in cluster.losses]
+    return ends, [loss.rank for loss in cluster.lost()]
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])

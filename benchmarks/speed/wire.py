@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
@@ -76,7 +76,7 @@ def measure(wire: str) -> dict[str, Any]:
     if rank == 0:
         options = {"rule": "ratio", "staleness": None, "rounds_per_epoch": rounds}
         server = Server(weights.vector, workers, **options)
-    sync = ServerSync(
+    sync = ServerCluster(
         weights,
         server,
         planner=planner,

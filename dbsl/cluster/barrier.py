@@ -1,13 +1,9 @@
-"""How real processes meet at a barrier each round, on Accelerate's process group.
-
-It offers what `cluster.SimulatedCluster` offers in one process.
-"""
+"""How real processes meet at a barrier each round, on Accelerate's process group."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +13,7 @@ from torch import Tensor
 
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.messages import SERVER_RANK, ControlGroup, FusedSum, SharedPlans
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
@@ -24,7 +21,7 @@ from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
 from dbsl.plan.types import CurrentPlan
 
 
-class BarrierSync:
+class BarrierCluster(Cluster):
     """Bulk synchronous rounds: one weighted sum over all ranks, with their reports in it.
 
     The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
@@ -77,7 +74,6 @@ class BarrierSync:
         changes = self._averages and self._sum.vector.dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
         self.refused = 0  # rounds that were not finite
-        self.idle: Callable[[], object] = lambda: None  # called in place of a round's steps
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
@@ -114,30 +110,15 @@ class BarrierSync:
         self._meet(report.epoch, report.round, report)
         return report.refused
 
-    def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call (on the server rank)."""
-        while self.server is not None and self.server.reports:
-            yield self.server.reports.popleft()
-
-    def load(self, end: EpochEnd) -> None:
-        """The model already holds the global weights when an epoch ends."""
-
-    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
+    def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
 
         They ask each other where a round's steps are over, or where one of them is to stop: the
         others are in the same round, and hear of it when they come to its end.
         """
-        if not round_over and wish != Action.STOP:
+        if not round_over and action != Action.STOP:
             return Action.GO_ON
-        return Action(*self.control.highest(wish))
-
-    def close(self) -> None:
-        """Nothing to release: the process group is Accelerate's."""
-
-    def held(self) -> AbstractContextManager:
-        """Nothing else changes the state here."""
-        return nullcontext()
+        return Action(*self.control.highest(action))
 
     def state_dict(self) -> dict[str, Any]:
         """Return which round it is and, on the server rank, the server's state.
@@ -212,8 +193,8 @@ class BarrierSync:
         self._has_global = True
         self._waited_s += time.perf_counter() - began
 
-    def take_over(self, handover: Restart) -> None:
+    def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self._clock = handover.clock
+        self._clock = start.clock
         if self.server is not None:
-            self.server.take_over(handover)
+            self.server.restart(start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from dbsl.base.errors import one_of_several
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.messages import ControlGroup, SharedPlans, exchange_reports
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
 from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
@@ -23,7 +23,7 @@ from dbsl.plan.types import CurrentPlan
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 
 
-class Lockstep:
+class JointCluster(Cluster):
     """Turns of all workers together, in one process on a virtual clock or in several on real ones.
 
     The gradients are exchanged inside a turn, by the stepper; here are the turns, the plans and the
@@ -57,7 +57,6 @@ class Lockstep:
         self.outgoing = weights.vector
         self.refused = 0  # rounds that were not finite
         self.workers = tuple(workers)
-        self.server = None
         self._simulated = not one_of_several()
         self.time_s = 0.0 if self._simulated else None
         self._plans = SharedPlans(planner)
@@ -130,16 +129,13 @@ class Lockstep:
         while self._reports:
             yield self._reports.popleft()
 
-    def load(self, end: EpochEnd) -> None:
-        """The model already holds the weights of an epoch's end."""
-
-    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
+    def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what all processes do after this step: the strongest of their wishes.
 
         They ask each other about once a second, at the same step.
         """
         if self.control is None:
-            return wish
+            return action
         self._steps += 1
         if self._steps < self._ask_at:
             return Action.GO_ON
@@ -147,16 +143,9 @@ class Lockstep:
         step_s = max(now - self._asked_s, 1e-6) / self._steps
         # Rank 0's clock decides when they ask again.
         own = round(min(max(_ASK_EVERY_S / step_s, 1.0), 1000.0)) if dist.get_rank() == 0 else 0
-        strongest, self._ask_at = self.control.highest(wish, own)
+        strongest, self._ask_at = self.control.highest(action, own)
         self._steps, self._asked_s = 0, now
         return Action(strongest)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def held(self) -> AbstractContextManager:
-        """Nothing else changes the state here."""
-        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which turn it is, to go on from in `load_state_dict`."""
@@ -178,8 +167,8 @@ class Lockstep:
         self._start = None if start is None else start.to(device)
         self._reports = deque(map(report_from_plain, state["reports"]))
 
-    def take_over(self, handover: Restart) -> None:
+    def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self._clock = handover.clock
-        self.time_s = handover.time_s if self._simulated else None
-        self._start = handover.weights.to(self.weights.vector.device) if handover.steps else None
+        self._clock = start.clock
+        self.time_s = start.time_s if self._simulated else None
+        self._start = start.weights.to(self.weights.vector.device) if start.steps else None

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.outer import OuterOptimizer
-from dbsl.plan.turns import EpochEnd, Merge, RoundReport, report_from_plain
-from dbsl.plan.turns import Restart as Restart
+from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
 
 _AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
 
@@ -178,14 +177,14 @@ class Server:
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_outer(state.get("outer"))
 
-    def take_over(self, handover: Restart) -> None:
+    def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
-        self._writable(keep=False).copy_(handover.weights)
-        self.version = handover.version
-        self.clocks = [handover.clock] * len(self.clocks)
-        self._pulled_version = [handover.version] * len(self.clocks)
-        self._epochs_ended = handover.clock // self.rounds_per_epoch
-        self._load_outer(handover.outer)
+        self._writable(keep=False).copy_(start.weights)
+        self.version = start.version
+        self.clocks = [start.clock] * len(self.clocks)
+        self._pulled_version = [start.version] * len(self.clocks)
+        self._epochs_ended = start.clock // self.rounds_per_epoch
+        self._load_outer(start.outer)
 
     def snapshot(self) -> Tensor:
         """Return the current global weights; later merges leave the returned tensor as it is.
@@ -369,11 +368,11 @@ class GradientServer(Server):
         (self._rate,) = as_numbers([state.get("rate", 0.0)], 1)
         self._owner.load_state_dict(state["optimizer"])
 
-    def take_over(self, handover: Restart) -> None:
-        """See `Server.take_over`."""
-        super().take_over(handover)
-        if handover.server_optimizer is not None:
-            self._owner.load_state_dict(handover.server_optimizer)
+    def restart(self, start: Restart) -> None:
+        """See `Server.restart`."""
+        super().restart(start)
+        if start.server_optimizer is not None:
+            self._owner.load_state_dict(start.server_optimizer)
 
     def release(self, snapshot: Tensor) -> None:
         """Nothing to do: a snapshot is a copy here, which a step does not write to."""

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from dbsl.base.numbers import as_counts, as_numbers
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
+from dbsl.plan.turns import EpochEnd, Restart, Round, RoundReport
 from dbsl.plan.types import CurrentPlan
 
 
-class SimulatedCluster:
+class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
 
     Args:
@@ -34,6 +34,8 @@ class SimulatedCluster:
         duration: Virtual seconds of a worker's round, from (worker, epoch, round).
         outgoing: What a push hands over; None for the weights.
     """
+
+    holds_weights = False  # the next turn pulls others
 
     def __init__(
         self,
@@ -106,26 +108,6 @@ class SimulatedCluster:
         self.server.push(self.outgoing, report)
         return report.refused
 
-    def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call."""
-        while self.server.reports:
-            yield self.server.reports.popleft()
-
-    def load(self, end: EpochEnd) -> None:
-        """Load the global weights of an epoch's end into the model."""
-        self.weights.load(end.weights)
-
-    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
-        """Return what all processes do now: in one process, what it wishes."""
-        return wish
-
-    def close(self) -> None:
-        """Nothing to release in one process."""
-
-    def held(self) -> AbstractContextManager:
-        """Nothing else changes the state here."""
-        return nullcontext()
-
     def state_dict(self) -> dict[str, Any]:
         """Return where every worker is, to go on from in `load_state_dict`.
 
@@ -159,11 +141,11 @@ class SimulatedCluster:
             raise ValueError(f"state must have what the workers {inside} have pulled")
         self._queue = list(zip(times, inside, strict=True))
 
-    def take_over(self, handover: Restart) -> None:
+    def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self.server.take_over(handover)
-        self.time_s = handover.time_s
-        self._ended = [handover.time_s] * len(self._ended)
+        self.server.restart(start)
+        self.time_s = start.time_s
+        self._ended = [start.time_s] * len(self._ended)
 
     def _waiting(self) -> list[int]:
         """Return the workers that are in no round and may start one, in order."""

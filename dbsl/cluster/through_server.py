@@ -48,12 +48,12 @@ from dbsl.cluster.messages import (
     read_answer,
     with_lines,
 )
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.transfer import Transfer, receive, send
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
-from dbsl.plan.turns import LostWorker as LostWorker
+from dbsl.plan.turns import Action, EpochEnd, LostWorker, Restart, Round, RoundReport
 from dbsl.plan.types import CurrentPlan
 
 _GRACE_S = 5.0
@@ -61,7 +61,7 @@ _START_S = 60.0  # that processes may come to their start apart, at least
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
-class ServerSync:
+class ServerCluster(Cluster):
     """Stale synchronous or asynchronous rounds through a server on rank 0.
 
     Every other rank shares a gloo group of two with rank 0, where a thread of its own serves it: a
@@ -109,9 +109,8 @@ class ServerSync:
         self._rank = dist.get_rank()
         patience = timedelta(seconds=max(timeout_s, _START_S))
         pairs = pairs_with_server(patience)
-        self.announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
-        self.on_stop: Callable[[], object] = lambda: None  # called where the run is stopping
-        self.losses: deque[LostWorker] = deque()  # workers that were lost, until they are told of
+        self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
+        self._lost: deque[LostWorker] = deque()  # workers, until they are told of
         self._stopping = False
         self._interrupted = False
         self._changed = threading.Condition()  # guards the server
@@ -185,7 +184,7 @@ class ServerSync:
                 send(message(PULL), SERVER_RANK, self._pair)
                 receive(head, SERVER_RANK, self._pair)
                 self._sent()
-                stop, self.announced = read_answer(head)
+                stop, self._announced = read_answer(head)
                 if not stop:
                     self._whole.receive(self.weights.vector, copy=self._pulled)
                     self._can_change = self._pulled is not None
@@ -215,22 +214,25 @@ class ServerSync:
         self._waited_s = time.perf_counter() - began
         return report.refused
 
-    def reports(self) -> Iterator[RoundReport]:
-        """Yield the reports of rounds pushed since the last call (on the server rank)."""
-        while self.server is not None and self.server.reports:
-            yield self.server.reports.popleft()  # a deque's ends are safe between threads
+    def lost(self) -> Iterator[LostWorker]:
+        """Yield the workers that were lost since the last call (on rank 0)."""
+        while self._lost:
+            yield self._lost.popleft()
 
-    def load(self, end: EpochEnd) -> None:
-        """Load the global weights of an epoch's end into the model."""
-        self.weights.load(end.weights)
+    def agree(self, action: Action, *, round_over: bool) -> Action:
+        """Return what this process does: what it would, or what the server has asked for."""
+        return Action.STOP if self._interrupted else action
 
-    def common_wish(self, wish: Action, *, round_over: bool) -> Action:
-        """Return what this process does: what it wishes, or what the server has asked for."""
-        return Action.STOP if self._interrupted else wish
+    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
+        """Return the save to take part in; rank 0 asks every worker to, when it pulls next."""
+        if self.server is not None:
+            self._announced = (sequence, epoch)
+        return self._announced
 
-    def announce(self, sequence: int, epoch: int) -> None:
-        """Ask every worker to take part in a save, when it pulls next (on rank 0)."""
-        self.announced = (sequence, epoch)
+    @property
+    def announced(self) -> int:
+        """Number of the last save that every process is to take part in."""
+        return self._announced[0]
 
     def interrupt(self) -> None:
         """End this process's waits: the run is to stop."""
@@ -253,7 +255,7 @@ class ServerSync:
             return read_answer(head)[1][0]
         with self._changed:
             self._stopping = self._interrupted = True
-            self.announced = (sequence, -1)
+            self._announced = (sequence, -1)
             self._changed.notify_all()
         patience = time.monotonic() + min(self._timeout_s, _STOP_PATIENCE_S)
         for thread in self._threads:
@@ -296,11 +298,11 @@ class ServerSync:
         if self.server is not None:
             self.server.load_state_dict(state["server"])
 
-    def take_over(self, handover: Restart) -> None:
+    def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self._clock = handover.clock
+        self._clock = start.clock
         if self.server is not None:
-            self.server.take_over(handover)
+            self.server.restart(start)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -386,7 +388,7 @@ class ServerSync:
                         self._interrupted = True
                         self._changed.notify_all()
                         self._wait_for(lambda: self._stopping)
-                send(answer(stop=True, announced=self.announced), rank, pair)
+                send(answer(stop=True, announced=self._announced), rank, pair)
                 return
             if kind in (PUSH, PUSH_CHANGE):
                 report = decode(head[1:])
@@ -421,7 +423,7 @@ class ServerSync:
                         raise SyncError(pulse.failure)
                     stop = self._interrupted
                     weights = None if stop else self.server.pull(worker)
-                send(answer(stop=stop, announced=self.announced), rank, pair)
+                send(answer(stop=stop, announced=self._announced), rank, pair)
                 if not stop:
                     whole.send(weights, copy=pulled)
                     whole.wait()
@@ -445,4 +447,4 @@ class ServerSync:
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
             return
-        self.losses.append(LostWorker(rank, worker, clocks[worker], samples, reason))
+        self._lost.append(LostWorker(rank, worker, clocks[worker], samples, reason))

@@ -19,9 +19,14 @@ import numpy as np
 
 from dbsl.base.numbers import as_counts
 from dbsl.plan.turns import RoundReport, report_from_plain
-from dbsl.plan.types import CurrentPlan as CurrentPlan
-from dbsl.plan.types import Plan, TimeModel, plan_from_plain, segments_from_plain
-from dbsl.plan.types import segments_to_plain as segments_to_plain
+from dbsl.plan.types import (
+    CurrentPlan,
+    Plan,
+    TimeModel,
+    plan_from_plain,
+    segments_from_plain,
+    segments_to_plain,
+)
 
 Balance = Literal["none", "dynamic", "dbs"]
 

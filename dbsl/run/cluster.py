@@ -10,13 +10,14 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.errors import one_of_several
-from dbsl.cluster.barrier import BarrierSync
+from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import compile_for
-from dbsl.cluster.joint import Lockstep
+from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.liveness import RollCall
 from dbsl.cluster.messages import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 from dbsl.cluster.outer import OuterOptimizer
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import GradientServer, Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
@@ -26,12 +27,11 @@ from dbsl.cluster.steps import (
     PushedGradients,
     ServerOptimizer,
 )
-from dbsl.cluster.through_server import ServerSync
+from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_optimizer, join_batch_norm
 from dbsl.run.run import Setting
 
-Cluster = SimulatedCluster | BarrierSync | ServerSync | Lockstep
 Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 
 
@@ -91,7 +91,7 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
                 model, weights, clock, prepared, own, example, on_exchange=control.enter, wire=wire
             )
             finish = stepper.average_buffers
-        cluster = Lockstep(
+        cluster = JointCluster(
             weights,
             workers=workers,
             duration=run.duration,
@@ -152,7 +152,9 @@ def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         common |= {"worker": worker, "outgoing": outgoing, "wire": wire}
         if config.sync == "bsp":
             at_server = config.merge == "delta"
-            cluster = BarrierSync(weights, server, control=control, at_server=at_server, **common)
+            cluster = BarrierCluster(
+                weights, server, control=control, at_server=at_server, **common
+            )
         else:
-            cluster = ServerSync(weights, server, timeout_s=config.worker_timeout, **common)
+            cluster = ServerCluster(weights, server, timeout_s=config.worker_timeout, **common)
     return cluster, stepper

@@ -1,0 +1,116 @@
+"""What every cluster offers the training loop and the checkpointer, whoever is in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from dbsl.cluster.messages import ControlGroup
+from dbsl.cluster.server import Server
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.turns import Action, EpochEnd, LostWorker, Restart, Round, RoundReport
+from dbsl.plan.types import CurrentPlan
+
+
+class Cluster(ABC):
+    """How the weights of this process's workers meet those of the others.
+
+    The loop takes `turns`; in each round it asks for the `plan`, does a `pull`, trains, and does a
+    `push`. What is not abstract here is right where nothing has to be done.
+
+    Attributes:
+        weights: This process's model, as one vector.
+        outgoing: What a push hands over: the weights' vector, or gradients.
+        workers: The workers of this process.
+        server: The server, in the process that has it.
+        control: How processes that meet agree on what to do; None where they do not meet.
+        time_s: The virtual clock of simulated workers; None where times are real.
+        refused: Rounds whose loss or weights were not finite, so far.
+        holds_weights: Whether the model has weights that count between two turns.
+        on_stop: Called where the run is to stop while this process waits.
+        idle: Called by a process without a worker where workers have taken a round's steps.
+    """
+
+    weights: FlatWeights
+    outgoing: Tensor
+    workers: Sequence[int]
+    server: Server | None = None
+    control: ControlGroup | None = None
+    time_s: float | None = None
+    refused: int = 0
+    holds_weights: bool = True
+    on_stop: Callable[[], object] = staticmethod(lambda: None)
+    idle: Callable[[], object] = staticmethod(lambda: None)
+
+    @abstractmethod
+    def turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield the rounds of this process's workers, and each epoch's end when it comes."""
+
+    @abstractmethod
+    def plan(self, turn: Round) -> CurrentPlan:
+        """Return the plan in force in a turn."""
+
+    @abstractmethod
+    def pull(self, turn: Round) -> None:
+        """Load the weights that a round starts from into the model."""
+
+    @abstractmethod
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Hand over what a round came to; True: it was refused, being not finite."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return where every worker is, to go on from in `load_state_dict`."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+
+    @abstractmethod
+    def restart(self, start: Restart) -> None:
+        """Go on where workers of another number stopped."""
+
+    def reports(self) -> Iterator[RoundReport]:
+        """Yield the reports of rounds pushed since the last call (in the server's process)."""
+        while self.server is not None and self.server.reports:
+            yield self.server.reports.popleft()  # a deque's ends are safe between threads
+
+    def load(self, end: EpochEnd) -> None:
+        """Load the global weights of an epoch's end into the model, unless it has them."""
+        if end.weights is not self.weights.vector:
+            self.weights.load(end.weights)
+
+    def lost(self) -> Iterator[LostWorker]:
+        """Yield the workers that were lost since the last call."""
+        yield from ()
+
+    def agree(self, action: Action, *, round_over: bool) -> Action:
+        """Return what this process does after a step: what it would, or what all agree on."""
+        return action
+
+    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
+        """Return number and epoch of the save to take part in, telling the others if it is new."""
+        return sequence, epoch
+
+    @property
+    def announced(self) -> int:
+        """Number of the last save that every process is to take part in; 0: none."""
+        return 0
+
+    def leave(self, sequence: int) -> int:
+        """Stop taking turns; return the number of the save to take part in."""
+        return sequence
+
+    def interrupt(self) -> None:  # noqa: B027
+        """End this process's waits: the run is to stop."""
+
+    def held(self) -> AbstractContextManager:
+        """Hold up whatever else changes the state for as long as this is open."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the cluster holds; its turns are over."""
