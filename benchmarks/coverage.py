@@ -40,7 +40,7 @@ from dbsl.run.cluster import connect
 from dbsl.run.plans import Knowledge, Planning
 from dbsl.run.prepare import make_planner, rounds_of_epoch
 from dbsl.run.progress import make_reports
-from dbsl.run.run import Setting
+from dbsl.run.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 SYNCS = ("bsp", "ssp", "asp", "step")
@@ -152,7 +152,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     )
 
 
-def prepare(case: Case) -> Setting:
+def prepare(case: Case) -> Run:
     """Return what `setup.prepare` makes of a config, without data and with a model of one number.
 
     Raises:
@@ -187,7 +187,7 @@ def prepare(case: Case) -> Setting:
     )
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    return Setting(
+    return Run(
         config=config,
         data=SimpleNamespace(train=range(case.samples)),
         stages=tuple(stages),
@@ -303,7 +303,7 @@ def check(case: Case) -> Played:
     return played
 
 
-def _resumed(case: Case, run: Setting, cluster: Any) -> tuple[Setting, Any, Any]:
+def _resumed(case: Case, run: Run, cluster: Any) -> tuple[Run, Any, Any]:
     """Return the run and its cluster as a stopped run goes on, lost workers back."""
     tree, tensors = pack({"cluster": cluster.state_dict(), "planner": run.planner.state_dict()})
     state = unpack(json.loads(json.dumps(tree)), tensors)

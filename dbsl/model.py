@@ -8,13 +8,15 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dbsl.base.bounds import Within
 from dbsl.base.files import put_in_place
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
@@ -27,6 +29,23 @@ SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too li
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 EMA, BEST = "model_ema", "model_best"
 _MARK = 0.123456789  # a dropout probability that no model has by itself
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which network and optimizer."""
+
+    # --- model and optimizer
+    # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
+    model: str = "resnet18"
+    # start from timm's weights of the model; they are downloaded unless cached
+    pretrained: bool = False
+    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    # momentum of SGD and optimizers that have one, in [0, 1)
+    momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
+    weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
+    # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
+    ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 
 
 class StridedConv2d(nn.Conv2d):

@@ -14,12 +14,12 @@ from dbsl.checkpoint.on_disk import (
     newest,
     prune,
     read_manifest,
-    read_piece,
+    read_shard,
     remove_incomplete,
     set_aside_after,
-    vouch_for_piece,
+    vouch_for_shard,
     write_manifest,
-    write_piece,
+    write_shard,
 )
 
 CONFIG = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [16, 32], "lr": 0.1}
@@ -30,9 +30,9 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
     files = {}
     for rank in range(ranks):
         state = {"rank": rank, "weights": torch.full((4,), float(sequence))}
-        files |= write_piece(folder, rank, *pack(state))
+        files |= write_shard(folder, rank, *pack(state))
     for rank in late_ranks:
-        vouch_for_piece(folder, rank, write_piece(folder, rank, *pack({"rank": rank})))
+        vouch_for_shard(folder, rank, write_shard(folder, rank, *pack({"rank": rank})))
     write_manifest(
         folder, files, sequence=sequence, epoch=1, processes=ranks, workers=4, config=CONFIG
     )
@@ -44,19 +44,19 @@ def test_every_process_reads_its_own_piece_back(tmp_path):
     manifest = read_manifest(folder)
     assert (manifest.sequence, manifest.processes, manifest.config) == (3, 2, CONFIG)
     for rank in range(3):
-        assert read_piece(folder, manifest, rank)["rank"] == rank
-    assert read_piece(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
+        assert read_shard(folder, manifest, rank)["rank"] == rank
+    assert read_shard(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
     with pytest.raises(CheckpointError, match="no piece of process 3"):
-        read_piece(folder, manifest, 3)
+        read_shard(folder, manifest, 3)
     assert not [p for p in folder.iterdir() if p.suffix == ".tmp"]
 
 
 def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
     tree, tensors = pack([torch.arange(float(size)) for size in (1, 3, 5, 7)])
-    files = write_piece(tmp_path, 0, tree, tensors)
+    files = write_shard(tmp_path, 0, tree, tensors)
     options = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
     write_manifest(tmp_path, files, config=CONFIG, **options)
-    read = read_piece(tmp_path, read_manifest(tmp_path), 0)
+    read = read_shard(tmp_path, read_manifest(tmp_path), 0)
     assert [len(tensor) for tensor in read] == [1, 3, 5, 7]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
 

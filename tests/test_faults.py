@@ -68,7 +68,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 ):
     import dbsl.checkpoint.checkpointer
 
-    write, count = dbsl.checkpoint.checkpointer.write_piece, iter(range(9))
+    write, count = dbsl.checkpoint.checkpointer.write_shard, iter(range(9))
 
     def full(folder, *rest):
         if next(count) == 1:
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest)
 
-    monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_piece", full)
+    monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_shard", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         run(tmp_path / "run", **ROUNDS)
     assert stopped.value.code == 2

@@ -6,7 +6,7 @@ import pytest
 
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.on_disk import CheckpointError
-from dbsl.checkpoint.restart import make_handover
+from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import Found, epochs_under_way, with_lost_workers
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
@@ -30,14 +30,14 @@ def server_piece(clocks, active=None, **planner):
 def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     tmp_path, monkeypatch, saved
 ):
-    def read_piece(folder, manifest, rank):
+    def read_shard(folder, manifest, rank):
         if rank == 0:
             return server_piece([1, 1])
         if saved is None:
             raise CheckpointError("no piece")
         return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
 
-    monkeypatch.setattr(resume, "read_piece", read_piece)
+    monkeypatch.setattr(resume, "read_shard", read_shard)
     manifest = Bag(processes=2, config={"sync": "asp", "dedicated_server": False, "epochs": 3})
     state = resume._own_piece(Found(tmp_path, tmp_path, manifest), 1, Bag(rounds=2))
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
@@ -111,10 +111,10 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     config = Bag(seed=3, workers=2)
     run = Bag(rounds=2, config=config, data=data, least=1, stage_at=lambda epoch: Bag(resolution=8))
     before = {"sync": "asp", "push": "weights", "rounds_per_epoch": 2, "workers": 3}
-    handover = make_handover(state, {}, run, before)
-    assert handover.clock == (5 if lost else 4)
+    restart = plan_restart(state, {}, run, before)
+    assert restart.clock == (5 if lost else 4)
     sampler = round_sampler(CurrentPlan(plan), 2, 60, 3)
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
-    (left,) = handover.left.values()
+    (left,) = restart.left.values()
     assert sum(end - begin for begin, end in left) == count

@@ -149,7 +149,7 @@ def unbroken(tmp_path_factory):
 @pytest.fixture
 def misaligned(monkeypatch):
     """Have a resumed run's tensors lie where an unbroken run never has them, whatever the CPU."""
-    read, known = resume.read_piece, {}
+    read, known = resume.read_shard, {}
 
     def moved(state):
         if isinstance(state, dict):
@@ -163,7 +163,7 @@ def misaligned(monkeypatch):
             known[id(state)] = state, flat.view(state.shape).copy_(state)
         return known[id(state)][1]
 
-    monkeypatch.setattr(resume, "read_piece", lambda *arguments: moved(read(*arguments)))
+    monkeypatch.setattr(resume, "read_shard", lambda *arguments: moved(read(*arguments)))
 
 
 @pytest.mark.usefixtures("misaligned")

@@ -65,11 +65,15 @@ class _Shown(argparse.Action):
 
 
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the names of fields by group, and what the source says of each."""
+    """Return the names of fields by group, and what the source says of each.
+
+    Groups come in the order of the classes: a class's own before those that it inherits.
+    """
     groups: dict[str, list[str]] = {}
     words: dict[str, str] = {}
     above: list[str] = []
-    for line in inspect.getsource(cls).splitlines():
+    sources = [inspect.getsource(c) for c in cls.__mro__ if dataclasses.is_dataclass(c)]
+    for line in "\n".join(sources).splitlines():
         if found := _GROUP.fullmatch(line):
             groups[found[1]] = []
             above = []

@@ -11,13 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import reduce
 from torch import Tensor, nn
 
@@ -27,26 +26,21 @@ from dbsl.base.serialize import pack
 from dbsl.checkpoint.on_disk import (
     CheckpointError,
     describe,
-    piece_names,
     prune,
     reading_checkpoint,
     remove,
-    vouch_for_piece,
+    shard_names,
+    vouch_for_shard,
     write_manifest,
-    write_piece,
+    write_shard,
 )
 from dbsl.checkpoint.resume import Resumed
 from dbsl.cluster.messages import SERVER_RANK
-from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import load_optimizer
-from dbsl.log.log import RunLog
-from dbsl.log.meter import StepMeter
 from dbsl.model import BEST, copy_model_state, save_model
-from dbsl.plan.turns import Action, EpochEnd
+from dbsl.plan.turns import Action, EpochEnd, Restart
 from dbsl.run.config import CHECKPOINTS, parse_interval
-from dbsl.run.progress import Progress
-from dbsl.run.run import Setting
-from dbsl.run.stopping import Stopping
+from dbsl.run.session import Session
 
 _BEST_FILE = f"{BEST}.safetensors"
 _LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
@@ -65,74 +59,40 @@ class _Copy:
     time_s: float  # that it took
 
 
-class Keeper:
+class Checkpointer:
     """Saves a run and brings it back; a context manager around its loop.
 
     Args:
-        run: The run.
-        folder: Its folder.
-        cluster: Who meets whom.
-        stepper: What a step is.
-        accelerator: Tells the process; has the scaler of fp16.
-        stopping: Tells whether the run is to stop.
-        resumed: What a resumed run goes on from.
-
-    Attributes:
-        log: The run's log, from `start_log` on: opening it writes, and all is read before.
+        session: The run under way.
+        resumed: What it goes on from.
 
     Raises:
         CheckpointError: On every process, if what is resumed does not fit the run of any.
     """
 
-    log: RunLog | None = None
-
-    def __init__(
-        self,
-        run: Setting,
-        folder: Path,
-        cluster: Any,
-        stepper: Any,
-        accelerator: Accelerator,
-        stopping: Stopping,
-        resumed: Resumed | None,
-    ) -> None:
-        self._run = run
-        self._folder = folder
-        self._cluster = cluster
-        self._stepper = stepper
-        self._accelerator = accelerator
-        self._stopping = stopping
-        self._control = getattr(cluster, "control", None)
-        self._rank = accelerator.process_index
-        self._interval = parse_interval(run.config.checkpoint_every)
+    def __init__(self, session: Session, resumed: Resumed | None) -> None:
+        self._session = session
+        self._run, self._folder = session.run, session.folder
+        self._cluster, self._stepper = session.cluster, session.stepper
+        self._accelerator, self._stopping = session.accelerator, session.stopping
+        self._progress = session.progress
+        self._control = session.cluster.control
+        self._rank = session.accelerator.process_index
+        self._interval = parse_interval(self._run.config.checkpoint_every)
         self._sequence = resumed.sequence if resumed else 0  # of the last save
         self._epochs_done = 0
-        self._progress: Progress | None = None  # inside a round
-        self._rng: dict[str, Any] | None = None  # to go on with in the middle of a round
+        self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         self._last_good = resumed.folder.name if resumed else None
-        self.loop_began = time.perf_counter()  # later by what earlier sessions trained
-        self.eval_time_s = 0.0
-        self.earlier_s = 0.0  # of earlier sessions, in all
-        self._began = time.perf_counter()
         if resumed:
             self._load_all(resumed)
-        self._rollcall = self._control and self._control.rollcall
-        self._exits = ExitStack()
 
-    def start_log(self, log: RunLog, resumed: Resumed | None) -> None:
-        """Take the run's log, whose meter of steps goes on as well."""
-        self.log = log
-        self._load_meter(log.meter, resumed)
-
-    def __enter__(self) -> Keeper:
-        self._stopping.on_signal = getattr(self._cluster, "interrupt", lambda: None)
+    def __enter__(self) -> Checkpointer:
+        self._stopping.on_signal = self._cluster.interrupt
         self._cluster.on_stop = self._stop
         self._cluster.idle = self._idle
-        if self._rollcall is not None:
-            self._exits.enter_context(self._rollcall.naming_the_missing())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -141,42 +101,12 @@ class Keeper:
             self._join_writer()
         elif self._writer is not None:  # a save under way is finished all the same
             self._writer.join(_LAST_PATIENCE_S)
-        if kind is not None:
-            for tracker in self._accelerator.trackers:
-                tracker.finish()
-            if self.log is not None:
-                self.log.close()
-        self._exits.__exit__(kind, error, trace)
-        if self._rollcall is not None:
-            self._rollcall.close()
 
-    @property
-    def refused(self) -> int:
-        """Rounds whose loss or weights were not finite."""
-        return self._cluster.refused
-
-    def train_time_s(self, end: EpochEnd, *, without_evaluation: bool) -> float:
-        """Return the seconds of training up to an epoch's end, those of earlier sessions included.
-
-        Args:
-            end: The epoch's end.
-            without_evaluation: Whether evaluation held the workers up, and does not count.
-        """
-        return end.ended_at - self.loop_began - (self.eval_time_s if without_evaluation else 0.0)
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the run began, earlier sessions and their starts included."""
-        return self.earlier_s + time.perf_counter() - self._began
-
-    def progress(self) -> Progress:
-        """Return how far this round is: at its start, or where a resumed run goes on."""
-        if self._progress is None:
-            self._progress = Progress()
-        elif self._rng is not None:
-            set_random_state(self._rng, self._accelerator.device)
-            self._rng = None
-        return self._progress
+    def restore_random_state(self) -> None:
+        """Bring the random state back, if a resumed run was stopped inside this round."""
+        if self._random is not None:
+            set_random_state(self._random, self._accelerator.device)
+            self._random = None
 
     def after_step(self, *, round_over: bool) -> None:
         """Save if it is time to, and stop if the run is to.
@@ -188,18 +118,13 @@ class Keeper:
         """
         self._raise_failure()
         self._check_refused()
-        self._tell_losses()
-        wish = self._cluster.common_wish(self._wish(), round_over=round_over)
-        if wish == Action.SAVE:
+        action = self._cluster.agree(self._due(), round_over=round_over)
+        if action == Action.SAVE:
             self._save()
-        elif wish == Action.STOP:
+        elif action == Action.STOP:
             self._stop()
 
-    def round_over(self) -> None:
-        """Note that the round was pushed: there is nothing in the middle of it to go on with."""
-        self._progress = None
-
-    def epoch_over(self, end: EpochEnd) -> None:
+    def after_epoch(self, end: EpochEnd) -> None:
         """Save after this epoch if it is time to; all processes that meet there call it."""
         self._raise_failure()
         self._check_refused()
@@ -208,7 +133,6 @@ class Keeper:
         last = self._epochs_done == self._run.config.epochs
         if self._keeps_last if last else every and self._epochs_done % every == 0:
             self._save(end=end)
-        self._tell_losses()
 
     def finish(self) -> None:
         """Have the last checkpoint whole: all of this process's turns are over.
@@ -233,28 +157,23 @@ class Keeper:
 
     def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds
-        if self.refused > most:
+        if self._cluster.refused > most:
             self._join_writer()
             raise ValueError(
-                f"max_bad_rounds must be at least the {self.refused} rounds whose loss or weights "
-                f"were not finite (a lower learning rate may help), got {most}; {self._good()}"
+                f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
+                f"weights were not finite (a lower learning rate may help), got {most}; "
+                f"{self._good()}"
             )
 
-    def _tell_losses(self) -> None:
-        losses = getattr(self._cluster, "losses", ())
-        while losses:
-            self.log.lost(losses.popleft())
-
-    def _wish(self) -> Action:
+    def _due(self) -> Action:
         if self._stopping.reason:
             return Action.STOP
-        announced = getattr(self._cluster, "announced", (0, -1))[0]
         minutes = self._interval.minutes
         due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
         # Of several processes the clock of rank 0 counts. The last save may still be under way.
         idle = self._writer is None or not self._writer.is_alive()
         wanted = due and idle and self._rank == SERVER_RANK
-        return Action.SAVE if wanted or announced > self._sequence else Action.GO_ON
+        return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON
 
     def _idle(self) -> None:
         """Take a dedicated server's part in what the workers do at the end of their steps."""
@@ -264,12 +183,10 @@ class Keeper:
         """Copy the state of this process, and have it written while training goes on."""
         self._join_writer()
         sequence, epoch = self._sequence + 1, end.epoch if end else -1
-        if stop and hasattr(self._cluster, "leave"):
+        if stop:
             sequence = self._cluster.leave(sequence)
-        elif hasattr(self._cluster, "announce"):
-            if self._rank == SERVER_RANK:
-                self._cluster.announce(sequence, epoch)
-            sequence, epoch = self._cluster.announced
+        else:
+            sequence, epoch = self._cluster.announce(sequence, epoch)
         self._sequence = sequence
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
         copy = self._copy(name, with_model=end is not None)
@@ -299,28 +216,28 @@ class Keeper:
 
     def _copy(self, name: str, *, with_model: bool) -> _Copy:
         began = time.perf_counter()
-        progress = self._progress if self._progress and self._progress.steps else None
-        simulated = isinstance(self._cluster, SimulatedCluster)
-        scaler = self._accelerator.scaler
+        progress = self._progress if self._progress.steps else None
+        scaler, log = self._accelerator.scaler, self._session.log
         state = {
             "model": {
-                # Between the turns of a simulated cluster the next pull brings others.
-                "weights": self._cluster.weights.vector if progress or not simulated else None,
+                "weights": (
+                    self._cluster.weights.vector
+                    if progress or self._cluster.holds_weights
+                    else None
+                ),
                 "counters": integer_buffers(self._run.model),
             },
             "stepper": self._stepper.state_dict(),
             "clock": self._stepper.clock.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            "log": self.log.state_dict() if self.log.enabled else None,
-            "progress": asdict(progress) if progress else None,
+            "log": log.state_dict() if log.enabled else None,
+            "progress": progress and progress.state_dict(),
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
-            "meter": self.log.meter.state_dict(),
+            "meter": self._session.meter.state_dict(),
             "average": self._run.average and self._run.average.state_dict(),
             "epochs_done": self._epochs_done,
-            "loop_s": time.perf_counter() - self.loop_began,
-            "eval_time_s": self.eval_time_s,
-            "total_s": self.total_s,
+            **self._session.stopwatch.state_dict(),
         }
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
             state |= {
@@ -351,8 +268,8 @@ class Keeper:
         """Bring everything back to where it was saved."""
         state = resumed.state
         with reading_checkpoint(resumed.folder):
-            if resumed.handover:
-                self._load_handover(resumed)
+            if resumed.restart:
+                self._load_restart(resumed.restart)
             else:
                 self._load_same(state)
             if self._accelerator.scaler and state["scaler"]:
@@ -365,17 +282,12 @@ class Keeper:
             if self._run.average and state.get("average"):
                 device = self._cluster.weights.vector.device
                 self._run.average.load_state_dict(state["average"], device)
-            self._load_meter(StepMeter(0), resumed)  # only whether it can: the log is not open yet
+            if "meter" in state:  # not in checkpoints of before
+                meter = self._session.meter
+                load = meter.restart if resumed.restart else meter.load_state_dict
+                load(state["meter"])
             self._epochs_done = int(state["epochs_done"])
-            self.loop_began = time.perf_counter() - float(state["loop_s"])
-            self.eval_time_s = float(state["eval_time_s"])
-            self.earlier_s = float(state["total_s"])
-
-    def _load_meter(self, meter: StepMeter, resumed: Resumed | None) -> None:
-        meter.attach(self._cluster.workers, self._stepper, self._accelerator)
-        if resumed and "meter" in resumed.state:
-            load = meter.take_over if resumed.handover else meter.load_state_dict
-            load(resumed.state["meter"])
+            self._session.stopwatch.load_state_dict(state)
 
     def _load_same(self, state: Mapping[str, Any]) -> None:
         """Go on with the same workers in as many processes."""
@@ -387,21 +299,17 @@ class Keeper:
             self._run.noise.load_state_dict(state["noise"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
-            self._progress = Progress(**state["progress"])
-            losses = self._progress.losses
-            self._progress.losses = {w: loss.to(device) for w, loss in losses.items()}
-            self._rng = state["random"]
+            self._progress.load_state_dict(state["progress"], device)
+            self._random = state["random"]
 
-    def _load_handover(self, resumed: Resumed) -> None:
+    def _load_restart(self, start: Restart) -> None:
         """Go on with other workers: the global weights, and what is left of the epoch."""
-        handover = resumed.handover
-        self._cluster.take_over(handover)
-        self._run.planner.fixed = self._run.fixed_segments(handover)
+        self._cluster.restart(start)
+        self._run.planner.fixed = self._run.fixed_segments(start)
         for worker, optimizer in self._stepper.optimizers.items():
-            if worker in handover.optimizers:
-                load_optimizer(optimizer, handover.optimizers[worker])
-        if handover.steps:
-            self._progress = Progress(steps=handover.steps)
+            if worker in start.optimizers:
+                load_optimizer(optimizer, start.optimizers[worker])
+        self._progress.steps = start.steps
 
     def _write(self, copy: _Copy) -> None:
         """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
@@ -409,7 +317,7 @@ class Keeper:
         with suppress(OSError, AttributeError):  # Linux: of this thread alone; training goes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            files = write_piece(target, self._rank, copy.tree, copy.tensors)
+            files = write_shard(target, self._rank, copy.tree, copy.tensors)
             if copy.model is not None:
                 data, resolution = self._run.data, self._run.config.resolutions[-1]
                 save_model(self._run.model, target, resolution, data, state=copy.model)
@@ -420,7 +328,7 @@ class Keeper:
             if self._control is not None:
                 files |= self._files_of_all(files)
             elif self._writes_late():
-                vouch_for_piece(target, self._rank, files)
+                vouch_for_shard(target, self._rank, files)
             if self._rank == SERVER_RANK:
                 write_manifest(
                     target,
@@ -451,13 +359,13 @@ class Keeper:
 
     def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what every process has written, once all have (a collective)."""
-        own = piece_names(self._rank)
+        own = shard_names(self._rank)
         row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
         rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
         return {
             name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
             for rank, of_rank in enumerate(rows)
-            for name, numbers in zip(piece_names(rank), of_rank.tolist(), strict=True)
+            for name, numbers in zip(shard_names(rank), of_rank.tolist(), strict=True)
         }
 
     def _join_writer(self) -> None:

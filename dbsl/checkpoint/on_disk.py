@@ -80,24 +80,24 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], "torch": torch.__version__}
 
 
-def write_piece(
+def write_shard(
     folder: Path, rank: int, tree: Any, tensors: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
     """Write one process's files and return what the manifest will say of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, weights = (folder / name for name in piece_names(rank))
+    text, weights = (folder / name for name in shard_names(rank))
     write_text(text, json.dumps(tree))
     write_with(weights, lambda temporary: save_file(dict(tensors), temporary))
     shutil.copymode(text, weights)  # safetensors leaves it to the owner alone
     return {path.name: describe(path) for path in (text, weights)}
 
 
-def piece_names(rank: int) -> list[str]:
+def shard_names(rank: int) -> list[str]:
     """Return the names of a process's files."""
     return [f"rank-{rank:05d}.{kind}" for kind in ("json", "safetensors")]
 
 
-def vouch_for_piece(folder: Path, rank: int, files: Mapping[str, dict[str, Any]]) -> None:
+def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, dict[str, Any]]) -> None:
     """Make a piece count that is not in the manifest: one of a worker that saves in its own time.
 
     It may be written before or after the manifest.
@@ -202,13 +202,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         _check_file(folder, manifest.files, name)
 
 
-def read_piece(folder: Path, manifest: Manifest, rank: int) -> Any:
+def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
     """Return the state that a process saved, its tensors in host memory.
 
     Raises:
         CheckpointError: If it is not there, or not as it was written.
     """
-    names = piece_names(rank)
+    names = shard_names(rank)
     files = manifest.files
     if any(name not in files for name in names):
         try:

@@ -11,13 +11,13 @@ from typing import Any
 
 from dbsl.plan.turns import Restart
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
-from dbsl.run.run import Setting, round_sampler
+from dbsl.run.run import Run, round_sampler
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-def make_handover(
-    state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Setting, before: Mapping[str, Any]
+def plan_restart(
+    state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run, before: Mapping[str, Any]
 ) -> Restart:
     """Return what a run takes over from another one's state.
 
@@ -85,7 +85,7 @@ def make_handover(
 
 
 def left_of_epochs(
-    planner: Mapping[str, Any], clocks: Sequence[int], run: Setting, rounds: int
+    planner: Mapping[str, Any], clocks: Sequence[int], run: Run, rounds: int
 ) -> dict[int, Ranges]:
     """Return what workers had left of the epochs that any of them had begun.
 
@@ -124,7 +124,7 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def _check_same_steps(state: Mapping[str, Any], run: Setting, before: Mapping[str, Any]) -> None:
+def _check_same_steps(state: Mapping[str, Any], run: Run, before: Mapping[str, Any]) -> None:
     """Refuse joint steps of another size: a place in the epoch is a number of these."""
     for resolution, plan in state["planner"]["current"].items():
         new = run.plans[resolution].global_batch_size if resolution in run.plans else None

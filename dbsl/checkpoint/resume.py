@@ -19,13 +19,13 @@ from dbsl.checkpoint.on_disk import (
     check_files,
     newest,
     read_manifest,
-    read_piece,
+    read_shard,
     reading_checkpoint,
     remove_incomplete,
     set_aside_after,
     versions,
 )
-from dbsl.checkpoint.restart import make_handover
+from dbsl.checkpoint.restart import plan_restart
 from dbsl.cluster.messages import SERVER_RANK, share_text
 from dbsl.model import BEST
 from dbsl.plan.stages import Schedule, make_stages
@@ -33,7 +33,7 @@ from dbsl.plan.turns import Restart
 from dbsl.run.config import CHECKPOINTS, in_todays_words, run_folder_of
 from dbsl.run.folder import check_metrics
 from dbsl.run.resolved import PROCESSES, RESOLVED, SOURCES
-from dbsl.run.run import Setting
+from dbsl.run.run import Run
 
 Config = Any  # train.py's
 
@@ -74,14 +74,14 @@ class Resumed:
     Attributes:
         folder: The checkpoint.
         sequence: Its number.
-        state: This process's piece; with a handover that of rank 0.
-        handover: What is taken over where workers are not what they were; None: they are.
+        state: This process's piece; with a restart that of rank 0.
+        restart: What is taken over where workers are not what they were; None: they are.
     """
 
     folder: Path
     sequence: int
     state: Mapping[str, Any]
-    handover: Restart | None
+    restart: Restart | None
 
     @property
     def log(self) -> Mapping[str, Any] | None:
@@ -179,7 +179,7 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
                 changes |= dict.fromkeys(_TIMES)
     joint = before["sync"] == "step" or before["push"] == "gradients"
     if joint and config.global_batch_size is None:
-        state = read_piece(found.folder, found.manifest, 0)
+        state = read_shard(found.folder, found.manifest, 0)
         sizes = {plan["global_batch_size"] for plan in state["planner"]["current"].values()}
         by_hand = config.local_batch_sizes
         if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
@@ -276,7 +276,7 @@ def epochs_under_way(
     return range(slowest // rounds, max(stop, *decided, 0))
 
 
-def _check_epochs_under_way(found: Found, run: Setting) -> None:
+def _check_epochs_under_way(found: Found, run: Run) -> None:
     """Refuse another resolution, and so other plans, inside an epoch.
 
     What its workers have trained on is told by the plan of the resolution that it began with.
@@ -291,7 +291,7 @@ def _check_epochs_under_way(found: Found, run: Setting) -> None:
         return
     with reading_checkpoint(found.folder):
         under_way = epochs_under_way(
-            read_piece(found.folder, manifest, SERVER_RANK),
+            read_shard(found.folder, manifest, SERVER_RANK),
             before,
             at_epoch_end="model.safetensors" in manifest.files,  # saved nowhere else
         )
@@ -323,7 +323,7 @@ def _first(sources: Collection[str], name: str) -> str:
     return next(source for source in SOURCES[name] if source in sources)
 
 
-def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resumed | None:
+def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | None:
     """Read a checkpoint for this process; None: there is none yet, and the run starts again.
 
     Raises:
@@ -350,14 +350,14 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
             for name in ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
         )
     )
-    handover, refused, rank = None, None, accelerator.process_index
+    restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
         if same:
             state = _own_piece(found, rank, run)
         else:
-            state = read_piece(found.folder, manifest, 0)
+            state = read_shard(found.folder, manifest, 0)
             try:
-                handover = make_handover(state, _optimizers(found, run), run, before)
+                restart = plan_restart(state, _optimizers(found, run), run, before)
             except ValueError as error:
                 refused = error
         if accelerator.is_main_process:
@@ -367,10 +367,10 @@ def read_resumed(found: Found, run: Setting, accelerator: Accelerator) -> Resume
             check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
     if refused is not None:
         raise refused  # of a setting that must stay as it was
-    return Resumed(found.folder, manifest.sequence, state, handover)
+    return Resumed(found.folder, manifest.sequence, state, restart)
 
 
-def take_over_folder(found: Found, run: Setting, accelerator: Accelerator) -> None:
+def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
     """Make the run folder what it was at the checkpoint; all has been read, and fits."""
     manifest, best = found.manifest, f"{BEST}.safetensors"
     if not accelerator.is_main_process:
@@ -394,18 +394,18 @@ def take_over_folder(found: Found, run: Setting, accelerator: Accelerator) -> No
             )
 
 
-def _own_piece(found: Found, rank: int, run: Setting) -> Any:
+def _own_piece(found: Found, rank: int, run: Run) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
     config, manifest = found.manifest.config, found.manifest
     if manifest.processes == 1 or config["sync"] in ("bsp", "step"):
-        return read_piece(found.folder, manifest, rank)
-    first = read_piece(found.folder, manifest, SERVER_RANK)
+        return read_shard(found.folder, manifest, rank)
+    first = read_shard(found.folder, manifest, SERVER_RANK)
     first = with_lost_workers(first, run, config["epochs"])
     if rank == SERVER_RANK:
         return first
     clock = first["cluster"]["server"]["clocks"][rank - config["dedicated_server"]]
     try:
-        state = read_piece(found.folder, manifest, rank)
+        state = read_shard(found.folder, manifest, rank)
     except CheckpointError:  # it was lost, or had not come to save
         state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
@@ -413,7 +413,7 @@ def _own_piece(found: Found, rank: int, run: Setting) -> Any:
     return state | {"cluster": {"clock": clock, "waited_s": 0.0, "server": None}}
 
 
-def with_lost_workers(state: Mapping[str, Any], run: Setting, epochs: int) -> Mapping[str, Any]:
+def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
     They begin with the first epoch that nobody has begun. Those under way keep the plans that were
@@ -455,12 +455,12 @@ def with_lost_workers(state: Mapping[str, Any], run: Setting, epochs: int) -> Ma
     }
 
 
-def _optimizers(found: Found, run: Setting) -> dict[int, Any]:
+def _optimizers(found: Found, run: Run) -> dict[int, Any]:
     """Return the optimizer state of all workers that the new run has, from all pieces."""
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):
         with suppress(CheckpointError):  # of a worker that was lost there is none
-            piece = read_piece(found.folder, found.manifest, rank)
+            piece = read_shard(found.folder, found.manifest, rank)
             optimizers |= piece["stepper"]["optimizers"]
     return {w: state for w, state in optimizers.items() if w < run.config.workers}
 

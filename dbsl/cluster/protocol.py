@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +45,16 @@ class Cluster(ABC):
     holds_weights: bool = True
     on_stop: Callable[[], object] = staticmethod(lambda: None)
     idle: Callable[[], object] = staticmethod(lambda: None)
+
+    def __enter__(self) -> Cluster:
+        self._exits = ExitStack()
+        if self.control is not None:
+            self._exits.callback(self.control.rollcall.close)
+            self._exits.enter_context(self.control.rollcall.naming_the_missing())
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._exits.__exit__(*error)
 
     @abstractmethod
     def turns(self) -> Iterator[Round | EpochEnd]:

@@ -23,13 +23,14 @@ from typing import Any
 import yaml
 from tyro.conf import Positional, UseAppendAction
 
+from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.files import write_text
 from dbsl.base.flags import parse_flags
 from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
 from dbsl.jobs import Launch, is_finished, launch_all
-from dbsl.run.config import config_to_yaml, in_range, read_settings, yaml_to_argv
+from dbsl.run.config import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from dbsl.base.errors import SaveError
 from dbsl.base.files import write_text
 from dbsl.base.words import plural, short_loss
+from dbsl.log.divergence import DivergenceWarning
 from dbsl.log.meter import StepMeter
 from dbsl.log.trackers import tracker_id
 from dbsl.plan.stages import Stage, stage_at
@@ -190,10 +191,11 @@ class RunLog:
         profile_command: What measures step times anew, for the warning that they are off; None:
             they are not measured, or not expected to hold.
         pushes: Whether rounds are single pushes: they are then recorded by epoch and worker.
-        log_every: Steps of a worker from one of its lines to the next; 0: none.
+        meter: Makes the lines of this process's workers; None: there are none.
         counted: Workers whose steps the display counts; of joint steps one.
         by_rounds: Whether it counts them where a round is recorded, since none is taken here.
         samples: Training samples; None: those of the plans, which may leave out a last batch.
+        divergence: Is shown every round's loss.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
     """
@@ -207,23 +209,25 @@ class RunLog:
         profile_command: str | None = None,
         *,
         pushes: bool = False,
-        log_every: int = 0,
+        meter: StepMeter | None = None,
         counted: Sequence[int] = (0,),
         by_rounds: bool = False,
         samples: int | None = None,
+        divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.lost_workers: list[int] = []
         self.enabled = accelerator.is_main_process
+        self.meter = meter or StepMeter(0)
+        self._accelerator = accelerator
         if not self.enabled:
-            self.meter = StepMeter(log_every)
             return
         self.folder = folder
-        self._accelerator = accelerator
         self._stages = stages
         self._plans = dict(plans)  # in force, by resolution
         self._planned_epoch = dict.fromkeys(plans, 0)  # from which it is in force
         self._pushes = pushes
+        self._divergence = divergence
         self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
         epochs = stages[-1].end_epoch
         self._alarm = _Alarm(profile_command, epochs)
@@ -241,7 +245,7 @@ class RunLog:
         steps = sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in stages)
         done = self._steps_done(state, steps) if state else 0
         self._display = _Display(steps, done, epochs)
-        self.meter = StepMeter(log_every, tell=self.step, on_step=self._display.step)
+        self.meter.tell, self.meter.on_step = self.step, self._display.step
         if not state:
             for stage in stages:
                 self._write("plan", _plan_row(stage, plans[stage.resolution]))
@@ -256,7 +260,10 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:  # else `Accelerator.end_training` does
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -348,6 +355,8 @@ class RunLog:
         for line in report.lines:  # of a worker in another process
             self.step(line)
         self.meter.hear(report)
+        if self._divergence is not None:
+            self._divergence.look(report.loss, f"the training loss of epoch {report.epoch + 1}")
         report = replace(report, logged=0, lines=())
         if not self._pushes:
             self._write("round", _round_row(report) | _given({"virtual_time_s": virtual_time_s}))
@@ -508,7 +517,9 @@ class RunLog:
                 tracker.log_images({name: pixels}, step=self._step(tracker), **layout)
 
     def is_best(self, evaluation: Evaluation) -> bool:
-        """Whether an evaluation that is not recorded yet is better than all that are."""
+        """Whether an evaluation that is not recorded yet is the best, on the main process."""
+        if not self.enabled:
+            return False
         best = max((other.accuracy for other in self._evaluations), default=-math.inf)
         return math.isfinite(evaluation.loss) and evaluation.accuracy > best
 

@@ -68,8 +68,8 @@ class StepMeter:
         on_step: Callable[[int, int, float, int | None], object] = lambda *_: None,
     ) -> None:
         self._every = every
-        self._tell = tell
-        self._on_step = on_step
+        self.tell = tell
+        self.on_step = on_step
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._starts: defaultdict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
@@ -125,7 +125,7 @@ class StepMeter:
         self._due, self._square = [], None
         samples = sum(len(part.indices) for part in step.parts)
         worker = workers[0] if len(workers) == 1 else None
-        self._on_step(samples, self._turn.epoch, learning_rate, worker)
+        self.on_step(samples, self._turn.epoch, learning_rate, worker)
 
     @torch.no_grad()
     def look(self, weight: float) -> None:
@@ -174,7 +174,7 @@ class StepMeter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self.take_over(state)
+        self.restart(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
         for worker, starts in state["starts"].items():
@@ -183,7 +183,7 @@ class StepMeter:
             self._kept[worker] = [StepLine(*line) for line in lines]
         self._heard.update(state.get("heard", {}))  # not in checkpoints of before
 
-    def take_over(self, state: Mapping[str, Any]) -> None:
+    def restart(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
         own = [window["steps"] for window in state["windows"].values()]
         most = max([*own, *state.get("heard", {}).values()], default=0)
@@ -225,10 +225,10 @@ class StepMeter:
                 memory_gib=round(memory_gib, 3),
             )
             self._windows[worker] = _Window(window.steps, -loss, -counted)
-            if self._tell is None:
+            if self.tell is None:
                 self._kept[worker].append(line)
             else:
-                self._tell(line)
+                self.tell(line)
 
 
 @torch.no_grad()

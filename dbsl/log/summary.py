@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from tqdm import tqdm
 
 from dbsl.base.lazy import lazy_import
-from dbsl.checkpoint.checkpointer import Keeper
-from dbsl.checkpoint.on_disk import reading_checkpoint
-from dbsl.checkpoint.resume import Resumed
-from dbsl.log.divergence import no_result
+from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.log.hub import CARD, write_card
 from dbsl.log.log import RunLog
 from dbsl.log.trackers import start_trackers
 from dbsl.profile.cache import device_name
 from dbsl.run.prepare import print_run, profile_command
 from dbsl.run.resolved import RESOLVED
-from dbsl.run.run import Setting
+from dbsl.run.session import Session
 
 timm = lazy_import("timm")
 
 
-def start_log(
-    run: Setting, folder: Path, resumed: Resumed | None, accelerator: Accelerator
-) -> RunLog:
-    """Print what the run will do, start its tracker and its log; a resumed run's go on."""
+def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
+    """Print what the run will do, start its tracker and its log; with a state they go on.
+
+    Args:
+        session: The run under way.
+        state: What an earlier session's log returned as its state; None: the run is new.
+    """
+    run, folder, accelerator = session.run, session.folder, session.accelerator
     config = run.config
     print_run(run, folder, accelerator)
-    state = resumed.log if resumed else None
     start_trackers(
         accelerator,
         config.report_to,
@@ -46,20 +46,20 @@ def start_log(
     command = profile_command(run, accelerator.num_processes) if expects else None
     alone, by_rounds = accelerator.num_processes == 1, config.dedicated_server
     every_worker = (alone and config.sync != "step") or by_rounds
-    with reading_checkpoint(resumed and resumed.folder):
-        log = RunLog(
-            folder,
-            accelerator,
-            run.stages,
-            run.plans,
-            command,
-            pushes=config.push == "gradients",
-            log_every=config.log_every,
-            counted=range(config.workers) if every_worker else (0,),
-            by_rounds=by_rounds,
-            samples=len(run.data.train),
-            state=state,
-        )
+    log = RunLog(
+        folder,
+        accelerator,
+        run.stages,
+        run.plans,
+        command,
+        pushes=config.push == "gradients",
+        meter=session.meter,
+        counted=range(config.workers) if every_worker else (0,),
+        by_rounds=by_rounds,
+        samples=len(run.data.train),
+        divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
+        state=state,
+    )
     if log.enabled:
         from dbsl.log.plots import plan_timeline  # slow to import, and only one process draws
 
@@ -69,10 +69,10 @@ def start_log(
     return log
 
 
-def sum_up(
-    run: Setting, folder: Path, log: RunLog, keeper: Keeper, accelerator: Accelerator
-) -> None:
+def sum_up(session: Session) -> None:
     """Draw what came of the run, and write summary.json."""
+    run, folder, log = session.run, session.folder, session.log
+    accelerator = session.accelerator
     if log.enabled:
         from dbsl.log.plots import accuracy_and_loss, read_metrics
         from dbsl.log.worker_plots import worker_history
@@ -85,14 +85,14 @@ def sum_up(
         names = ("epochs", "seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
-            "total_time_s": keeper.total_s,
+            "total_time_s": session.stopwatch.total_s,
             **{name: getattr(config, name) for name in names},
             "classes": run.data.num_classes,
             "device": device_name(accelerator.device),
             "precision": str(accelerator.mixed_precision),
             "torch": torch.__version__,
             "timm": timm.__version__,
-            **_mishaps(run, log, keeper),
+            **_mishaps(session),
         }
         log.summary(values)
         if no_result(values) is None:
@@ -101,18 +101,17 @@ def sum_up(
             )
         else:  # nor one of before the run was made longer
             (folder / CARD).unlink(missing_ok=True)
-    keeper.clean_up()
     log.close()
 
 
-def _mishaps(run: Setting, log: RunLog, keeper: Keeper) -> dict[str, Any]:
+def _mishaps(session: Session) -> dict[str, Any]:
     """Return what went wrong and was coped with, if anything."""
-    data = run.data
+    data = session.run.data
     sources = {"train": data.train, "evaluation": data.evaluation}
     bad = {name: sorted(source.bad) for name, source in sources.items() if source.bad}
     found = {
-        "refused_rounds": keeper.refused,
-        "lost_workers": log.lost_workers,
+        "refused_rounds": session.cluster.refused,
+        "lost_workers": session.log.lost_workers,
         "bad_images": bad,
     }
     return {name: value for name, value in found.items() if value}

@@ -9,14 +9,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers, get_available_trackers
 
-ReportTo = Literal["wandb", "tensorboard", "trackio", "none"]
+from dbsl.run.config import ReportTo
+
 PROJECT = "dbsl"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.flags import parse_flags
 from dbsl.model import build_model, check_optimizer
@@ -18,7 +19,6 @@ from dbsl.profile.cache import Profiler, Setup, write_profiles
 from dbsl.profile.memory import GIB
 from dbsl.profile.step_time import NO_OPTIMIZER
 from dbsl.run.accelerator import Precision, start_accelerator
-from dbsl.run.config import in_range
 
 _TIMEOUT_S = 1800.0  # for other processes
 

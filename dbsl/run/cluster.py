@@ -30,12 +30,12 @@ from dbsl.cluster.steps import (
 from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_optimizer, join_batch_norm
-from dbsl.run.run import Setting
+from dbsl.run.run import Run
 
 Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 
 
-def connect(run: Setting, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
+def connect(run: Run, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
     """Return how this process's workers meet the others, and how they step.
 
     From here on the model's state is one vector, which is what workers push and pull.

@@ -6,17 +6,26 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import yaml
 
+from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.base.flags import parse_flags
+from dbsl.cluster.config import SyncConfig
 from dbsl.cluster.liveness import recall
+from dbsl.data.config import DataConfig
+from dbsl.model import ModelConfig
+from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig
 from dbsl.plan.stages import check_resolutions
-from dbsl.run.resolved import PROCESSES, RESOLVED, check_names, still_true
+from dbsl.run.accelerator import Precision
+from dbsl.run.resolved import PROCESSES, RESOLVED, Found, check_names, still_true
+
+ReportTo = Literal["wandb", "tensorboard", "trackio", "none"]
+
 
 CHECKPOINTS = "checkpoints"
 
@@ -184,72 +193,63 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class RunConfig(DataConfig, ModelConfig, BatchConfig, SyncConfig, EmulationConfig, StageConfig):
+    """Everything that `dbsl` reads; train.py adds what it alone reads."""
+
+    # --- run
+    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
+    eval_batch_size: Annotated[int | None, Within(1)] = None
+    # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
+    log_every: Annotated[int, Within(0)] = 50
+    # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
+    checkpoint_every: int | str = "10m"
+    # number of newest checkpoints to keep; 0: one while the run lasts, none after it
+    keep_checkpoints: Annotated[int, Within(0)] = 2
+    # run folder or checkpoint to go on from; auto: --output-dir, if it has a run
+    resume: str | None = None
+    allow_config_change: bool = False  # allow --resume with settings that change what is trained
+    plan_only: bool = False  # print the plan and its timeline, then stop
+    # minutes after which the run saves and stops with status 75, as after SIGTERM
+    max_minutes: Annotated[float | None, Within(0, open_low=True)] = None
+    # rounds that may be refused because loss or weights are not finite
+    max_bad_rounds: Annotated[int, Within(0)] = 10
+    # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
+    # counts only if the launcher was started with it, because launchers set 1 themselves
+    cpu_threads: Annotated[int | None, Within(1)] = None
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no; no:
+    # float32, where PyTorch lets convolutions on CUDA use TF32, but not matrix products
+    mixed_precision: Precision = "auto"
+    compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
+    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
+    # seed of everything random: split, shuffling, augmentation, weights, dropout
+    seed: Annotated[int, Within(0)] = 0
+    output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    # tracker of the run; wandb works offline without a login or a network
+    report_to: ReportTo = "wandb"
+    # repository user/name on the hub for model, card and figures of the finished run
+    push_to_hub: str | None = None
+    # what a run found out, as its config.yaml has it; no flag
+    resolved: Found = field(default_factory=dict, metadata={"flag": False})
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_run(self)
+
+
 def check_run(config: Any) -> None:
     """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
-    in_range("small_ratio", config.small_ratio, 0, 1)
-    in_range("time_ratio", config.time_ratio, 1, open_low=True)
-    if config.lr is not None:
-        in_range("lr", config.lr, 0, open_low=True)
-    in_range("lr_gamma", config.lr_gamma, 0, open_low=True)
     if config.warmup_epochs is not None:
         in_range("warmup_epochs", config.warmup_epochs, 0, config.epochs)
-    in_range("worker_timeout", config.worker_timeout, 0, open_low=True)
-    in_range("profile_seconds", config.profile_seconds, 0, open_low=True)
-    in_range("weight_decay", config.weight_decay, 0)
-    in_range("outer_lr", config.outer_lr, 0, open_low=True)
-    for name in ("mixup", "cutmix"):
-        in_range(name, getattr(config, name), 0)
-    for name in ("momentum", "label_smoothing", "outer_momentum", "ema_decay"):
-        in_range(name, getattr(config, name), 0, 1, open_high=True)
-    for probability in config.dropout:
-        in_range("dropout", probability, 0, 1, open_high=True)
-    for name in (
-        *("staleness", "seed", "max_bad_rounds", "max_bad_images", "log_every"),
-        "keep_checkpoints",
-    ):
-        in_range(name, getattr(config, name), 0)
-    if config.holdout is not None:
-        in_range("holdout", config.holdout, 0, 1, open_low=True, open_high=True)
     parse_interval(config.checkpoint_every)
-    if config.max_minutes is not None:
-        in_range("max_minutes", config.max_minutes, 0, open_low=True)
-    for name in (
-        *("workers", "small_workers", "train_samples", "eval_samples", "loader_workers"),
-        *(
-            "epochs",
-            "rounds_per_epoch",
-            "eval_every",
-            "eval_batch_size",
-            "min_batch_size",
-            "cpu_threads",
-            "global_batch_size",
-            "push_every",
-            "balance_every",
-        ),
-    ):
-        value = getattr(config, name)
-        if value is not None:
-            in_range(name, value, 0 if name in ("small_workers", "loader_workers") else 1)
-    if config.large_batch_size != "auto":
-        for size in config.large_batch_size or ():
-            in_range("large_batch_size", size, 1)
-    for size in config.local_batch_sizes or ():
-        in_range("local_batch_sizes", size, 1)
     if config.batch_limit == "useful" and config.large_batch_size != "auto":
         raise ValueError("batch_limit must be memory but with large_batch_size auto, got useful")
     if config.batch_evidence is not None and config.batch_limit != "useful":
         raise ValueError(
             f"batch_evidence must go with batch_limit useful, got {config.batch_evidence}"
         )
-    in_range("time_noise", config.time_noise, 0)
-    for name in ("memory_limit", "small_share"):
-        value = getattr(config, name)
-        if value is not None:
-            in_range(name, value, 0, open_low=True)
     if config.profile is not None and config.slope is not None:
         raise ValueError(f"profile must not be given with slope, got {config.profile}")
-    for size in config.small_batch_size or ():
-        in_range("small_batch_size", size, 0)
     if (config.slope is None) != (config.intercept is None):
         given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
         raise ValueError(f"{other} must be given with {given}, got {given} alone")
@@ -368,27 +368,6 @@ def parse_interval(value: int | str) -> Interval:
             f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"
         )
     return Interval(minutes=minutes)
-
-
-def in_range(
-    name: str,
-    value: float,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-) -> None:
-    """Raise ``ValueError`` naming setting, bound and value unless the value lies in the range."""
-    above = value > low if open_low else value >= low
-    below = value < high if open_high else value <= high
-    if above and below:  # NaN is neither
-        return
-    if high == float("inf"):
-        bound = f"above {low:g}" if open_low else f"at least {low:g}"
-    else:
-        bound = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    raise ValueError(f"{name} must be {bound}, got {value:g}")
 
 
 def for_workers(

@@ -35,12 +35,12 @@ from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
 from dbsl.run.plans import Planning, know_machines, optimizer_of_worker, takes_joint_steps
-from dbsl.run.run import Setting, round_sampler, steps_of
+from dbsl.run.run import Run, round_sampler, steps_of
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 
-def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Setting:
+def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
     Args:
@@ -154,7 +154,7 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Settin
     mixing = None
     if config.mixup or config.cutmix:
         mixing = Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
-    return Setting(
+    return Run(
         config=replace(config, small_batch_size=planning.small_batch_size()),
         data=data,
         stages=stages,
@@ -265,7 +265,7 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: Config) -> int:
     return -(-steps.pop() // config.push_every)
 
 
-def profile_command(run: Setting, processes: int) -> str:
+def profile_command(run: Run, processes: int) -> str:
     """Return the command that measures a run's step times anew."""
     config = run.config
     largest = max(w.local_batch_size for plan in run.plans.values() for w in plan.workers)
@@ -281,7 +281,7 @@ def profile_command(run: Setting, processes: int) -> str:
     )
 
 
-def print_run(run: Setting, folder: Path | None, accelerator: Accelerator) -> None:
+def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
     """Print what the run will do: the device, the data, each stage and each resolution's plan.
 
     Without a folder it is the plan alone that was asked for: then with timelines.

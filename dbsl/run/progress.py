@@ -1,10 +1,10 @@
-"""What a turn came to, worker by worker: the reports that are pushed with its weights."""
+"""How far a process is in its round, and the reports that are pushed with its weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +22,24 @@ class Progress:
     steps: int = 0  # taken
     losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
     samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
-    noise: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the first step (`dbsl.profile.noise_probe`)
+    # Of the first step (`dbsl.profile.noise_probe`).
+    noise: dict[str, Any] = field(default_factory=dict)
+    learning_rate: float = 0.0  # of the last step
+
+    def clear(self) -> None:
+        """Begin anew: the round was pushed."""
+        self.steps, self.learning_rate = 0, 0.0
+        self.losses, self.samples, self.noise = {}, {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.losses = {worker: loss.to(device) for worker, loss in self.losses.items()}
 
 
 def read_round(progress: Progress, vector: Tensor) -> tuple[dict[int, float], bool, dict[str, Any]]:

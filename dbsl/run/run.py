@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from dbsl.data.mixing import Mixing
 from dbsl.data.transforms import Transform
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
-from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler
+from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler, evaluation_batch_size
 from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.turns import Restart, Round
@@ -26,7 +26,7 @@ Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 
 @dataclass(frozen=True)
-class Setting:
+class Run:
     """What a run trains with: its config, complete, and what the config describes.
 
     Attributes:
@@ -65,6 +65,23 @@ class Setting:
     loss_of: LossOf
     average: WeightAverage | None
     measured: bool
+
+    @property
+    def evaluation_transform(self) -> Transform:
+        """What images pass for an evaluation: the last resolution, nothing at random."""
+        return replace(self.transforms[self.config.resolutions[-1]], augment="none")
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Images of an evaluation that are on the device at once."""
+        largest = max(w.local_batch_size for plan in self.plans.values() for w in plan.workers)
+        device = next(self.model.parameters()).device.type
+        return evaluation_batch_size(self.config.eval_batch_size, device, largest)
+
+    @property
+    def statistics_batch(self) -> int:
+        """Images of a batch for batch norm's statistics, which depend on it: on any device one."""
+        return self.config.eval_batch_size or 256
 
     def stage_at(self, epoch: int) -> Stage:
         """Return the stage of an epoch."""
@@ -113,12 +130,12 @@ class Setting:
                     of_resolution |= {len(part.indices) for part in parts} - {0}
         return sizes
 
-    def fixed_segments(self, handover: Restart) -> dict[int, list[CurrentPlan]]:
+    def fixed_segments(self, start: Restart) -> dict[int, list[CurrentPlan]]:
         """Return the plans of epochs of which other workers have left a part, by epoch."""
         fixed, samples = {}, len(self.data.train)
-        for epoch, left in handover.left.items():
+        for epoch, left in start.left.items():
             rest = sum(end - begin for begin, end in left)
-            first_epoch, first_round = divmod(handover.clock, self.rounds)
+            first_epoch, first_round = divmod(start.clock, self.rounds)
             if rest < samples:
                 plan = self.plans[self.stage_at(epoch).resolution]
                 begun = first_round if epoch == first_epoch else 0

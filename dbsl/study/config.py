@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dbsl.base.bounds import in_range
 from dbsl.data.transforms import Augment
 from dbsl.run.accelerator import Precision
-from dbsl.run.config import in_range
 from dbsl.study.scaling import OBJECTIVE
 from dbsl.study.search import Range, SearchSpace
 

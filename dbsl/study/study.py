@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 
+from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.errors import EXIT_STOPPED, RunStopped
 from dbsl.base.files import write_text
@@ -35,7 +36,7 @@ from dbsl.model import check_optimizer, least_batch
 from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.config import config_to_yaml, in_range
+from dbsl.run.config import config_to_yaml
 from dbsl.run.evidence import dataset_name
 from dbsl.run.stopping import Stopping
 from dbsl.study.config import StudyConfig

@@ -1,0 +1,119 @@
+"""From settings to a run under way, and from its last epoch to its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.base.cores import threads_of_process
+from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.checkpoint.on_disk import reading_checkpoint
+from dbsl.checkpoint.resume import (
+    adapt_to_processes,
+    find_checkpoint,
+    is_finished,
+    read_resumed,
+    take_over_folder,
+)
+from dbsl.log.divergence import check_result
+from dbsl.log.hub import check_hub, push_run
+from dbsl.log.meter import StepMeter
+from dbsl.log.summary import start_log, sum_up
+from dbsl.log.trackers import check_tracker
+from dbsl.model import check_optimizer, default_learning_rate
+from dbsl.run.accelerator import start_accelerator
+from dbsl.run.cluster import connect
+from dbsl.run.folder import RunFolder, default_folder
+from dbsl.run.prepare import prepare, print_run
+from dbsl.run.resolved import found_by, with_resolved
+from dbsl.run.session import Session
+from dbsl.run.stopping import Stopping, deadline_of
+
+Config = Any  # train.py's
+LossFunction = Callable[[Tensor, Tensor, Config], Tensor]
+
+
+@contextmanager
+def open_session(given: Config, loss_function: LossFunction) -> Iterator[Session | None]:
+    """Open the run that the settings describe; on leaving, sum it up.
+
+    All is checked and read before anything is written. A run that is to be resumed goes on where
+    it was.
+
+    Args:
+        given: The settings as they were given.
+        loss_function: Mean loss of logits [B, C] and labels, [B] or shares of classes [B, C].
+
+    Yields:
+        The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
+    """
+    deadline = deadline_of(given.max_minutes)
+    check_tracker(given.report_to)
+    check_optimizer(given.optimizer)
+    config = with_resolved(given)  # what a run has found out, where it still holds
+    config = replace(
+        config,
+        cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it
+        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
+    )
+    torch.set_num_threads(config.cpu_threads)
+    accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
+    config = replace(config, mixed_precision=accelerator.mixed_precision)  # of auto, what it is
+    found = find_checkpoint(config, accelerator)
+    if found and is_finished(found, config):
+        accelerator.print(f"{found.run_folder} is finished: nothing to resume")
+        _end(config, found.run_folder, accelerator)
+        yield None
+        return
+    config = adapt_to_processes(config, found, accelerator.num_processes)
+    check_hub(config, accelerator)
+
+    def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with accelerator.autocast():
+            return loss_function(model(images), labels, config)
+
+    if config.plan_only:
+        print_run(prepare(config, accelerator, loss_of), None, accelerator)
+        accelerator.end_training()
+        yield None
+        return
+    named = found.run_folder if found else config.output_dir
+    path = Path(named or default_folder(config))
+    # First of all: nobody likes to measure and decode for a folder that cannot be written.
+    with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
+        run = prepare(config, accelerator, loss_of)
+        resolved = found_by(given, run.config, accelerator.num_processes)
+        run = replace(run, config=replace(run.config, resolved=resolved))
+        with Stopping(deadline) as stopping:
+            resumed = read_resumed(found, run, accelerator) if found else None
+            cluster, stepper = connect(run, accelerator)  # how weights move, what a step is
+            meter = StepMeter(run.config.log_every)
+            meter.attach(cluster.workers, stepper, accelerator)
+            session = Session(run, folder.path, accelerator, cluster, stepper, stopping, meter)
+            session.checkpointer = Checkpointer(session, resumed)
+            if found:  # all has been read, and fits: from here on the folder is written
+                take_over_folder(found, run, accelerator)
+            folder.write_settings(given, resolved, run.plans)
+            with reading_checkpoint(resumed and resumed.folder):
+                session.log = start_log(session, resumed and resumed.log)
+            with session.log:
+                with cluster, session.checkpointer:
+                    yield session
+                    session.checkpointer.finish()
+                    cluster.close()
+                sum_up(session)
+                session.checkpointer.clean_up()
+    _end(run.config, folder.path, accelerator)
+
+
+def _end(config: Config, folder: Path, accelerator: Accelerator) -> None:
+    accelerator.end_training()
+    check_result(folder, config, accelerator)
+    push_run(config, folder, accelerator)

@@ -1,0 +1,112 @@
+"""Settings of plans: batch sizes, emulated machines, stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from dbsl.base.bounds import Within
+from dbsl.plan.follow import Balance
+from dbsl.plan.stages import LrScaling, LrSchedule, ResetMomentum, Schedule
+from dbsl.plan.types import Rounding, UpdateFactor
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Which worker trains in which batches."""
+
+    # --- workers and their batch sizes
+    # workers simulated in one process; unset: 4; with several processes, their number
+    workers: Annotated[int | None, Within(1)] = None
+    # share of workers on the small batch, in [0, 1]
+    small_ratio: Annotated[float, Within(0, 1)] = 0.0
+    # number of workers on the small batch; wins over --small-ratio
+    small_workers: Annotated[int | None, Within(0)] = None
+    # time that dual batch may take over all-large, k > 1
+    time_ratio: Annotated[float, Within(1, open_low=True)] = 1.05
+    # share of samples trained in small batches, in (0, 1); replaces --time-ratio
+    small_share: Annotated[float | None, Within(0, open_low=True)] = None
+    # samples per step of a large worker; one value, one per resolution, or one per resolution and
+    # worker; auto: the largest that fits; unset: up to 128
+    large_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
+    # upper bound for --large-batch-size auto: what fits in memory, or the useful batch that a study
+    # or a run found
+    batch_limit: Literal["memory", "useful"] = "memory"
+    # folder of the study or run for --batch-limit useful; unset: the newest of the same model and
+    # data
+    batch_evidence: str | None = None
+    # samples per step set by hand; one value per worker, or per resolution and worker
+    local_batch_sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
+    # samples per joint step over all workers; unset: the sum of their batches
+    global_batch_size: Annotated[int | None, Within(1)] = None
+    # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
+    small_batch_size: Annotated[tuple[int, ...] | None, Within(0)] = None
+    # smallest batch that a solved or balanced plan may give a worker
+    min_batch_size: Annotated[int, Within(1)] = 2
+    # GiB that a step may use with --large-batch-size auto; unset: what is free
+    memory_limit: Annotated[float | None, Within(0, open_low=True)] = None
+    # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
+    # measured
+    slope: tuple[float, ...] | None = None
+    # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
+    # measured
+    intercept: tuple[float, ...] | None = None
+    # least seconds that a step takes; one value, one per resolution, or one per resolution and
+    # worker; unset: measured with the slope, or 0 where that is given
+    floor: tuple[float, ...] | None = None
+    # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
+    profile: str | None = None
+    # seconds to measure step times for, all resolutions together
+    profile_seconds: Annotated[float, Within(0, open_low=True)] = 30.0
+    profile_refresh: bool = False  # measure step times even if the cache has them
+    # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
+    update_factor: UpdateFactor = "data"
+    # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
+    rounding: Rounding = "round"
+    # plans stay as they are (none), follow measured times (dynamic), or follow the published rule
+    # (dbs)
+    balance: Balance = "none"
+    # rounds between two changes of the plan; unset: an epoch
+    balance_every: Annotated[int | None, Within(1)] = None
+
+
+@dataclass(frozen=True)
+class EmulationConfig:
+    """Machines made slower than they are."""
+
+    # --- emulation of uneven machines
+    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
+    slowdown: tuple[str, ...] | None = None
+    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
+    # relative standard deviation of a simulated round's time
+    time_noise: Annotated[float, Within(0)] = 0.0
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """Epochs, resolutions and learning rates."""
+
+    # --- schedule
+    # passes over the training data; all workers share each pass
+    epochs: Annotated[int, Within(1)] = 20
+    # image sides in pixels, ascending; unset: 3/4 of the images' own side, then all of it
+    resolutions: tuple[int, ...] | None = None
+    # resolution climbs in every learning-rate stage (cyclic), once (progressive), or stays (fixed)
+    schedule: Schedule = "cyclic"
+    # dropout before the classifier, in [0, 1); one value, or one per resolution
+    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.0,)
+    # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
+    lr: Annotated[float | None, Within(0, open_low=True)] = None
+    # learning rate falls at milestones (step), or along a cosine to 0
+    lr_schedule: LrSchedule = "step"
+    # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
+    lr_scaling: LrScaling = "none"
+    # epochs after which the learning rate falls; unset: 4/7 and 6/7 of the run
+    lr_milestones: tuple[int, ...] | None = None
+    # factor on the learning rate at each milestone
+    lr_gamma: Annotated[float, Within(0, open_low=True)] = 0.2
+    # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
+    warmup_epochs: Annotated[float | None, Within(0)] = None
+    # workers clear their optimizer's state never, where a stage (its resolution, too) begins, or
+    # before every round
+    reset_momentum: ResetMomentum = "never"

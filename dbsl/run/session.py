@@ -1,0 +1,234 @@
+"""A run under way in this process: what train.py's loop works with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.base.seeds import stream_seed
+from dbsl.cluster.protocol import Cluster
+from dbsl.model import save_model, set_dropout
+from dbsl.plan.sampler import Part, Step, evaluation_batches
+from dbsl.plan.stages import Stage, resets_momentum
+from dbsl.plan.turns import EpochEnd, Round
+from dbsl.plan.types import CurrentPlan
+from dbsl.run.average import recompute_statistics
+from dbsl.run.cluster import Stepper
+from dbsl.run.progress import Progress, make_reports, read_round
+from dbsl.run.run import Run
+from dbsl.run.stopping import Stopping
+from dbsl.run.stopwatch import Stopwatch
+
+
+@dataclass
+class Session:
+    """A run under way in this process.
+
+    Attributes:
+        run: What it trains with: config, data, model, stages, plans.
+        folder: The run folder.
+        accelerator: Device, precision, processes.
+        cluster: How the weights of this process's workers meet those of the others.
+        stepper: What an optimizer step is.
+        stopping: Tells whether the run is to stop.
+        progress: How far this process is in its round.
+        stopwatch: The run's seconds.
+        meter: Lines of `log_every`; `dbsl.log.meter`.
+        log: Metrics, lines, trackers; `dbsl.log.log`.
+        checkpointer: Saves; `dbsl.checkpoint.checkpointer`.
+    """
+
+    run: Run
+    folder: Path
+    accelerator: Accelerator
+    cluster: Cluster
+    stepper: Stepper
+    stopping: Stopping
+    meter: Any
+    progress: Progress = field(default_factory=Progress)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    log: Any = None
+    checkpointer: Any = None
+
+    @property
+    def config(self) -> Any:
+        """The run's settings, complete."""
+        return self.run.config
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with nothing wrapped around it."""
+        return self.run.model
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody trains while there is an evaluation."""
+        return self.accelerator.num_processes == 1 or self.config.sync in ("bsp", "step")
+
+    @property
+    def together(self) -> bool:
+        """Whether all processes evaluate at a time, each its part of the images."""
+        return self.waits and self.accelerator.num_processes > 1
+
+    @property
+    def side(self) -> int:
+        """Image side of evaluations, pixels."""
+        return self.run.evaluation_transform.resolution
+
+    def save_model(self, name: str) -> None:
+        """Write the model's weights as they are now into the run folder, on the main process."""
+        if self.accelerator.is_main_process:
+            save_model(self.model, self.folder, self.side, self.run.data, name=name)
+
+    def train_time_s(self, end: EpochEnd) -> float:
+        """Return the seconds of training up to an epoch's end."""
+        return self.stopwatch.train_s(end.ended_at, without_evaluation=self.waits)
+
+    @contextmanager
+    def round(self, turn: Round) -> Iterator[Work]:
+        """Enclose a turn: on entering the global weights are pulled, on leaving work is pushed."""
+        run, cluster, stepper, progress = self.run, self.cluster, self.stepper, self.progress
+        stage, plan = run.stage_at(turn.epoch), cluster.plan(turn)
+        self.log.plan(turn.epoch, plan.plan)
+        set_dropout(run.model, stage.dropout)
+        seed = stream_seed(run.config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
+        torch.manual_seed(seed)
+        self.checkpointer.restore_random_state()  # of a run that was stopped inside this round
+        anew = not progress.steps
+        work = Work(self, turn, stage, plan)  # loader processes begin, while the weights come
+        if anew:
+            cluster.pull(turn)
+            if resets_momentum(run.config.reset_momentum, stage, turn.epoch, turn.round):
+                work.forget()
+        stepper.begin(turn, anew=anew)
+        self.meter.begin(turn, anew=anew)
+        stepper.model.train()
+        yield work
+        if cluster.push(work.reports()):  # refused: the next pull brings good weights
+            work.forget()
+        progress.clear()
+
+    def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
+
+        Where processes evaluate together, they are this process's part.
+        """
+        source = source or self.run.data.evaluation
+        ranks = (self.accelerator.process_index, self.accelerator.num_processes)
+        batches = evaluation_batches(
+            len(source), self.run.evaluation_batch, *(ranks if self.together else ())
+        )
+        return source.batches(batches, self.run.evaluation_transform)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give the model the averaged weights for a while, with batch norm's statistics of them."""
+        run = self.run
+        with run.average.inside(self.cluster.weights, run.model):
+            recompute_statistics(
+                *(run.model, self.cluster.weights, run.data.train, run.evaluation_transform),
+                self.accelerator,
+                batch_size=run.statistics_batch,
+                seed=run.config.seed,
+                together=self.together,
+            )
+            yield
+
+
+class Work:
+    """The optimizer steps of a turn, those that a resumed run took before left out.
+
+    Attributes:
+        lr_factor: Factor on the learning rate by the worker's batch size (`--lr-scaling`).
+
+    Args:
+        session: The run under way.
+        turn: Whose round it is, and which.
+        stage: Its stage.
+        plan: The plan in force in it.
+    """
+
+    def __init__(self, session: Session, turn: Round, stage: Stage, plan: CurrentPlan) -> None:
+        run, self._session = session.run, session
+        self._turn, self._stage, self._plan = turn, stage, plan
+        self._all = run.steps(plan, turn)
+        self._left = self._all[session.progress.steps :]
+        parts = [part for step in self._left for part in step.parts if len(part.indices)]
+        self._batches = run.batches(parts, stage.resolution, turn.epoch)
+        self.lr_factor = run.rate_factor(plan, turn)
+        self._measures = run.noise.due(turn)
+        self._zero = torch.zeros((), device=session.accelerator.device)
+
+    @property
+    def over(self) -> bool:
+        """Whether all steps of the round are taken."""
+        return self._session.progress.steps == len(self._all)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that are left."""
+        yield from self._left
+
+    def parts(self, step: Step) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """Yield a step's parts with their images [B, 3, R, R] and labels, [B] or shares [B, C]."""
+        for part in step.parts:
+            if len(part.indices):
+                yield part, *next(self._batches)
+
+    def add(self, part: Part, loss: Tensor, samples: int) -> None:
+        """Count a part's mean loss, on the device: .item() would wait for it."""
+        progress = self._session.progress
+        so_far = progress.losses.get(part.worker, self._zero)
+        progress.losses[part.worker] = so_far + loss.detach() * samples
+        progress.samples[part.worker] = progress.samples.get(part.worker, 0) + samples
+
+    @contextmanager
+    def stepping(
+        self, step: Step, images: Tensor, labels: Tensor, learning_rate: float
+    ) -> Iterator[None]:
+        """Enclose an optimizer step: its gradients are measured, and it is counted.
+
+        Args:
+            step: The step.
+            images: Of its last part, for the noise scale.
+            labels: Theirs.
+            learning_rate: That it is taken with.
+        """
+        session, progress = self._session, self._session.progress
+        if self._measures and progress.samples and not progress.steps:
+            run, joint = session.run, session.stepper.joint
+            progress.noise = run.noise.measure(self._turn, step, joint, images, labels, run.loss_of)
+        with session.meter.step(step, learning_rate, progress):
+            yield
+        progress.steps += 1
+        progress.learning_rate = learning_rate
+
+    def forget(self) -> None:
+        """Clear the optimizer state of the turn's workers."""
+        for worker in self._turn.workers:
+            self._session.stepper.forget(worker)
+
+    def reports(self) -> list[Any]:
+        """Return what the round came to, worker by worker; it waits for the device, once."""
+        session, progress = self._session, self._session.progress
+        losses, finite, noise = read_round(progress, session.cluster.outgoing)
+        session.meter.end(losses, progress.samples)
+        return make_reports(
+            self._turn,
+            self._plan.plan,
+            len(self._all),
+            progress.samples,
+            resolution=self._stage.resolution,
+            learning_rate=progress.learning_rate,
+            losses=losses,
+            clock=session.stepper.clock,
+            refused=not finite,
+            noise=noise,
+            lines_of=session.meter.take_lines,
+        )
