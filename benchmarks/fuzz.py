@@ -125,6 +125,7 @@ def of_checkpoints(scratch: Path, rng: random.Random) -> Iterator[Callable[[], o
     """Damage files of a checkpoint; with their checksums, or with sums that fit."""
     import train
     from benchmarks.kills import COMMON, ROUNDS
+    from dbsl.run.session import Session
 
     folder = scratch / "run"
     flags = [*COMMON, *ROUNDS, "--epochs", "2", "--lr-milestones", "1", "--checkpoint-every", "1"]
@@ -149,7 +150,7 @@ def of_checkpoints(scratch: Path, rng: random.Random) -> Iterator[Callable[[], o
         with contextlib.redirect_stdout(io.StringIO()):
             train.main(parse_config(train.Config, ["--resume", str(folder), "--epochs", "2"]))
 
-    with mock.patch.object(train.Keeper, "progress", loaded):
+    with mock.patch.object(Session, "round", loaded):
         while True:
             for path in (good / "checkpoints/epoch-0001").iterdir():
                 shutil.copy(path, target / path.name)

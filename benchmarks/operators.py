@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.record import record
+from dbsl.plan.sampler import Step
+from dbsl.run.session import Work
 
 ROUNDS, STEPS, BATCH = 3, 15, 4
 _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
@@ -48,18 +51,19 @@ def count(model: str, resolution: int, precision: str, dataset: str) -> Operator
     import train
     from dbsl.run.config import parse_config
 
-    train_steps, calls, operators = train.train_steps, [0], Operators()
+    steps_of, calls, operators = Work.steps, [0], Operators()
 
-    def counted(*given: Any) -> None:
+    def counted(work: Work) -> Iterator[Step]:
         calls[0] += 1
         if calls[0] < ROUNDS:
-            return train_steps(*given)
+            yield from steps_of(work)
+            return
         with operators:
-            train_steps(*given)
+            yield from steps_of(work)
         raise _Enough
 
     AcceleratorState._reset_state(True)  # of another precision
-    train.train_steps = counted
+    Work.steps = counted
     try:
         with tempfile.TemporaryDirectory() as scratch:
             flags = f"--model {model} --workers 1 --local-batch-sizes {BATCH}"
@@ -72,7 +76,7 @@ def count(model: str, resolution: int, precision: str, dataset: str) -> Operator
     except _Enough:
         return operators
     finally:
-        train.train_steps = train_steps
+        Work.steps = steps_of
     raise AssertionError("the run has fewer rounds than it was given")
 
 

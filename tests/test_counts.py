@@ -64,14 +64,14 @@ def count_rounds(folder, monkeypatch, steps, **settings):
     """Train two epochs of rounds with so many steps each; return the last epoch's counts."""
     train_round, found = train.train_round, []
 
-    def counted(run, turn, cluster, *rest):
+    def counted(session, turn):
         with (
-            Count(cluster.weights.vector.numel()) as count,
+            Count(session.cluster.weights.vector.numel()) as count,
             monkeypatch.context() as patch,
         ):
             for name in READS:
                 patch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name), count))
-            train_round(run, turn, cluster, *rest)
+            train_round(session, turn)
         if turn.epoch == 1:
             found.append(count)
 

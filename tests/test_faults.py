@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks import fuzz
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
-from dbsl.checkpoint.checkpointer import Keeper
+from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import checkpoints_in
 from dbsl.cluster.liveness import _interface_to
 from dbsl.plan.split import check_global_batch
@@ -49,14 +49,14 @@ def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_pa
 
 
 def test_one_bad_round_among_good_ones_does_not_stop_the_run(tmp_path, monkeypatch):
-    after_step, count = Keeper.after_step, iter(range(10**6))
+    after_step, count = Checkpointer.after_step, iter(range(10**6))
 
     def poisoned(self, **options):
         if next(count) == 5:
             self._cluster.weights.vector[0] = float("nan")
         after_step(self, **options)
 
-    monkeypatch.setattr(Keeper, "after_step", poisoned)
+    monkeypatch.setattr(Checkpointer, "after_step", poisoned)
     run(tmp_path / "run", **ROUNDS)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["refused_rounds"] == 1

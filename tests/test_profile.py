@@ -199,14 +199,16 @@ def test_a_measured_step_has_the_optimizer_the_loss_and_the_frozen_layers_of_tra
 
 
 def test_a_run_measures_its_own_step(monkeypatch):
-    steps = []
+    steps, losses = [], []
 
     def fake(step, batch_sizes, **_):
         steps.append(step)
+        losses.append(float(step._loss_of(torch.nn.Identity(), torch.ones(2), None)))
         times = [0.01 + 0.001 * x for x in batch_sizes]
         return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times))
 
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
+    monkeypatch.setattr(train, "loss_function", lambda logits, labels, config: 7 * logits.sum())
     for number, extra in enumerate(({"optimizer": "adamw"}, {"push": "gradients"})):
         AcceleratorState._reset_state(True)
         train.main(
@@ -223,7 +225,7 @@ def test_a_run_measures_its_own_step(monkeypatch):
     AcceleratorState._reset_state(True)
     own, pushed = steps
     assert isinstance(own._optimizer, torch.optim.AdamW)
-    assert own._loss_of.func is train.compute_loss
+    assert losses == [14, 14]  # train.py's own loss
     assert pushed._optimizer is None
 
 

@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
-from dbsl.checkpoint.checkpointer import Keeper
+from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
 from dbsl.checkpoint.resume import changed_settings
@@ -99,14 +99,14 @@ def fingerprint(folder):
 
 def at_step(monkeypatch, number, act):
     """Do something when a run has taken so many steps."""
-    after_step, count = Keeper.after_step, itertools.count(1)
+    after_step, count = Checkpointer.after_step, itertools.count(1)
 
     def counted(self, **options):
         if next(count) == number:
             act()
         after_step(self, **options)
 
-    monkeypatch.setattr(Keeper, "after_step", counted)
+    monkeypatch.setattr(Checkpointer, "after_step", counted)
 
 
 def killed(folder, monkeypatch, step, **settings):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import dbsl.open
 import train
 from dbsl.base.errors import one_line_errors
 from dbsl.run.config import parse_config
@@ -27,14 +28,14 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     if arguments.deterministic:
         torch.use_deterministic_algorithms(True)
-        start = train.start_accelerator
+        start = dbsl.open.start_accelerator
 
         def without_trials(*given: Any) -> Any:
             accelerator = start(*given)
             torch.backends.cudnn.benchmark = False  # which algorithm is fastest is chance
             return accelerator
 
-        train.start_accelerator = without_trials
+        dbsl.open.start_accelerator = without_trials
     if arguments.stop_in_round:
         train_round, rounds = train.train_round, [0]
 

@@ -15,6 +15,8 @@ from benchmarks.gpu.child import Settings
 from benchmarks.gpu.runs import common_flags, peak_memory, train_here
 from benchmarks.speed.arms import Settings as ArmSettings
 from benchmarks.speed.steps import Arm, compare, ratio
+from dbsl.plan.sampler import Step
+from dbsl.run.session import Work
 
 _TURN_S, _GUESS = 1.5, {24: 70_000, 32: 45_000}  # images/s, to make turns of about that length
 
@@ -62,28 +64,26 @@ def kernels(
     settings: Settings, resolution: int, batch: int, compiled: bool
 ) -> Iterator[dict[str, Any]]:
     """Count what a step of train.py asks of the device, and how often it waits for it."""
-    import train
-
     steps = 2 if settings.dry else 15
     batch = 8 if settings.dry else batch
-    train_steps, calls, found = train.train_steps, [0], {}
+    steps_of, calls, found = Work.steps, [0], {}
 
-    def watched(*given: Any) -> None:
+    def watched(work: Work) -> Iterator[Step]:
         calls[0] += 1
         _synchronize()
         if calls[0] == 3:
             with torch.profiler.profile() as profile:
-                train_steps(*given)
+                yield from steps_of(work)
                 _synchronize()
             found.update(_counts(profile, steps))
             raise _Enough
         began = time.perf_counter()
-        train_steps(*given)
+        yield from steps_of(work)
         found["host_ms"] = round(1e3 * (time.perf_counter() - began) / steps, 3)
         _synchronize()
         found["step_ms"] = round(1e3 * (time.perf_counter() - began) / steps, 3)
 
-    train.train_steps = watched
+    Work.steps = watched
     with tempfile.TemporaryDirectory() as scratch:
         flags = common_flags(settings, Path(scratch) / "run")
         flags += ["--workers", "1", "--local-batch-sizes", str(batch), "--rounds-per-epoch", "3"]

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import numpy as np
@@ -94,10 +95,12 @@ def rounds(settings: Settings, pace: Pace) -> None:
 
     train_round, done = train.train_round, [0]
 
-    def paced(run, turn, cluster, *rest):
+    def paced(session, turn):
         pace(done[0])
-        timed = _Timed(cluster)
-        train_round(run, turn, timed, *rest)
+        cluster = session.cluster
+        session.cluster = timed = _Timed(cluster)
+        train_round(session, turn)
+        session.cluster = cluster
         pace.sync_s.append(timed.seconds)
         done[0] = round_images
 
@@ -209,7 +212,13 @@ def evaluation(settings: Settings, pace: Pace) -> None:
     pace(0)
     while True:
         images = data.evaluation.batches(batches, transform)
-        train.evaluate(model, images, accelerator, together=False)
+        session = SimpleNamespace(
+            model=model,
+            accelerator=accelerator,
+            together=False,
+            evaluation_images=lambda source, images=images: images,
+        )
+        train.evaluate(session)
         pace(512)
 
 

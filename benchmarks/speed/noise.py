@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from torch import Tensor, nn
 
 import train
 from benchmarks.speed.arms import (
@@ -36,7 +37,11 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
     model = _model(settings, data, accelerator)
     optimizer = build_optimizer("sgd", model, LR, MOMENTUM, WEIGHT_DECAY)
     images, labels = _batch(data, settings)
-    loss_of = partial(train.compute_loss, accelerator=accelerator, smoothing=0.0)
+
+    def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        with accelerator.autocast():
+            return train.loss_function(model(images), labels, train.Config())
+
     whole = Step((Part(0, np.arange(len(labels)), 1.0),), 0.0)
     probes = {
         kind: NoiseProbe(kind, every=1, workers=WORKERS, rounds=1, least=2, model=model)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.conf import Positional
 
+from dbsl.base.bounds import Within
 from dbsl.base.helptext import format_help
 
 T = TypeVar("T")
@@ -166,6 +167,9 @@ def _split_commas(cls: type, flags: Sequence[str]) -> list[str]:
 
 
 def _is_tuple(hint: Any) -> bool:
+    if typing.get_origin(hint) is typing.Annotated:
+        inside, *others = typing.get_args(hint)
+        return all(isinstance(other, Within) for other in others) and _is_tuple(inside)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_is_tuple(arm) for arm in typing.get_args(hint))
     return typing.get_origin(hint) is tuple
