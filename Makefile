@@ -1,4 +1,4 @@
-.PHONY: help style quality test test-gpu smoke
+.PHONY: help style tables quality test nightly test-gpu smoke
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -6,11 +6,20 @@ help:  ## list the targets
 style:  ## format and fix
 	ruff format . && ruff check --fix .
 
-quality:  ## check without changing
-	ruff format --check . && ruff check .
+tables:  ## write the tables of README.md and docs/ from results/
+	python -m plots.tables
 
-test:  ## all tests that need no GPU
+quality:  ## check without changing: format, lint, imports between rooms, tables
+	ruff check .
+	ruff format --check .
+	lint-imports
+	python -m plots.tables --check
+
+test:  ## the short tests
 	pytest
+
+nightly:  ## the short tests and the slow ones, none that needs a GPU
+	pytest -m "(slow or not slow) and not gpu"
 
 test-gpu:  ## the tests marked gpu
 	pytest -m gpu

@@ -5,11 +5,11 @@
 reads ``arms.csv``, ``arms_runs.csv`` and ``arms_curves.csv`` there and ``published.csv`` and
 ``profile.csv`` beside the folder, and writes ``plans.png``, ``small_workers.png``, ``time.png`` and
 ``pairs.csv``, the paired differences between arms other than the baseline.
+``python -m plots.tables`` writes the tables of these files.
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +25,7 @@ from dbsl.compare.statistics import interval
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.types import Plan
-
-Rows = list[dict[str, str]]
+from plots.tables import Rows, read
 
 COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
 RATIOS = ("1.05", "1.10")
@@ -46,12 +45,6 @@ PAIRS = [  # other than with the baseline
 MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
 LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # of their points, where there is room
 MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4")
-
-
-def read(path: Path) -> Rows:
-    """Return the rows of a CSV file."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def published_plan(small_workers: int, ratio: float) -> Plan:
@@ -275,42 +268,14 @@ def pair_rows(runs: Rows) -> list[dict[str, str]]:
     return rows
 
 
-def table_lines(rows: Rows, configs: str) -> list[str]:
-    """Return a results table in Markdown: a line for each row, linked to its config.
-
-    Args:
-        rows: Of ``arms.csv`` or ``equal_time.csv``.
-        configs: Folder of the configs, from the README's place.
-    """
-    lines = [
-        "| setup | accuracy, mean ± sd | n | over the baseline, 95 % | loss | epochs "
-        "| workers' time | s/point | minutes |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        arm, _, averaged = row["arm"].partition(" ")
-        name = f"[{arm}]({configs}/{arm}.yaml)" + (f" {averaged}" if averaged else "")
-        gain = "baseline"
-        if row["difference"] != "nan":
-            gain = f"{float(row['difference']):+.1f} ± {float(row['difference_ci95']):.1f}"
-        cost = "" if row["cost_per_point_s"] == "nan" else f"{float(row['cost_per_point_s']):+.1f}"
-        lines.append(
-            f"| {name} | {float(row['accuracy']):.1f} ± {float(row['sd']):.1f} % | {row['seeds']} "
-            f"| {gain} | {float(row['loss']):.3f} | {row['epochs']} "
-            f"| {float(row['train_time_s']):.1f} s | {cost} | {float(row['minutes']):.1f} |"
-        )
-    return lines
-
-
 def main(folder: Path) -> None:
-    """Draw the pictures, write ``pairs.csv``, and print the folder's table for a README."""
+    """Draw the pictures and write ``pairs.csv``."""
     published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
     arms, curves = (read(folder / f"{name}.csv") for name in ("arms", "arms_curves"))
     plans_figure(published, profile).savefig(folder / "plans.png")
     small_workers_figure(published, arms).savefig(folder / "small_workers.png")
     time_figure(arms, curves).savefig(folder / "time.png")
     write_table(folder / "pairs.csv", pair_rows(read(folder / "arms_runs.csv")))
-    print("\n".join(table_lines(arms, f"configs/{folder.name}")))
 
 
 if __name__ == "__main__":

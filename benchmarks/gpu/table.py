@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.gpu.runner import read_results
 from benchmarks.gpu.stages import all_stages
 
-BEGIN = "<!-- table: python -m benchmarks.gpu --table results/gpu/*.jsonl -->"
-END = "<!-- end of table -->"
+BEGIN = "<!-- table: gpu -->"  # as plots.tables has them
+END = "<!-- end -->"
 Line = Mapping[str, Any]
 
 
@@ -30,7 +30,8 @@ def write_table(path: Path, files: Iterable[Path]) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{path} must have the lines {BEGIN!r} and {END!r}")
     before, rest = text.split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table(files)}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    after = rest.split(END, 1)[1]
+    path.write_text(f"{before}{BEGIN}\n{table(files)}\n{END}{after}", encoding="utf-8")
 
 
 def table(files: Iterable[Path]) -> str:
