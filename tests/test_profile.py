@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 import train
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
+from dbsl.profile import __main__ as command
 from dbsl.profile import step_time as profile
 from dbsl.profile.cache import Profiler, Setup, cache_file, write_profiles
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
@@ -467,7 +468,7 @@ def test_profile_from_the_shell(tmp_path, monkeypatch, capsys):
     arguments = ["--model", "test_resnet", "--resolutions", "16,32", "--large-batch-size", "8"]
     arguments += ["--profile-seconds", "0.2", "--output", str(tmp_path / "profile.json")]
     threads = torch.get_num_threads()
-    assert profile.main(arguments) == 0
+    assert command.main(arguments) == 0
     torch.set_num_threads(threads)
     out = capsys.readouterr().out
     assert "16 px: a step with x samples takes" in out
@@ -486,7 +487,7 @@ def test_profile_from_the_shell(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_profile_from_the_shell_refuses_in_one_line(capsys, arguments, message):
-    assert profile.main(arguments) == 2
+    assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
