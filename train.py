@@ -84,7 +84,7 @@ def train_round(session: Session, turn: Round) -> None:
                     accelerator.backward(loss if weight == 1 else loss * weight)
                 work.add(part, loss, len(labels))
             lr = work.lr_factor * learning_rate(session, turn.epoch + step.progress)
-            with work.stepping(step, images, labels, lr):  # the gradients are there
+            with work.stepping(step, lr):  # the gradients are there
                 stepper.step(step, lr)  # here, of all workers together, or at the server
             session.checkpointer.after_step(round_over=work.over)  # saves, or stops, if it is time
 

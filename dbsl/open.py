@@ -22,6 +22,7 @@ from dbsl.checkpoint.resume import (
     read_resumed,
     take_over_folder,
 )
+from dbsl.cluster.server import MergeRule
 from dbsl.log.divergence import check_result
 from dbsl.log.hub import check_hub, push_run
 from dbsl.log.meter import StepMeter
@@ -41,7 +42,9 @@ LossFunction = Callable[[Tensor, Tensor, Config], Tensor]
 
 
 @contextmanager
-def open_session(given: Config, loss_function: LossFunction) -> Iterator[Session | None]:
+def open_session(
+    given: Config, loss_function: LossFunction, *, merge: MergeRule | None = None
+) -> Iterator[Session | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
     All is checked and read before anything is written. A run that is to be resumed goes on where
@@ -50,6 +53,9 @@ def open_session(given: Config, loss_function: LossFunction) -> Iterator[Session
     Args:
         given: The settings as they were given.
         loss_function: Mean loss of logits [B, C] and labels, [B] or shares of classes [B, C].
+        merge: A merge rule of one's own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
+            None: the one that `merge` names. It gets all n workers' weights at a barrier, else each
+            push alone.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
@@ -93,7 +99,7 @@ def open_session(given: Config, loss_function: LossFunction) -> Iterator[Session
         run = replace(run, config=replace(run.config, resolved=resolved))
         with Stopping(deadline) as stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            cluster, stepper = connect(run, accelerator)  # how weights move, what a step is
+            cluster, stepper = connect(run, accelerator, merge)  # how weights move, what a step is
             meter = StepMeter(run.config.log_every)
             meter.attach(cluster.workers, stepper, accelerator)
             session = Session(run, folder.path, accelerator, cluster, stepper, stopping, meter)

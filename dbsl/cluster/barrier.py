@@ -39,6 +39,7 @@ class BarrierCluster(Cluster):
         wire: Weights travel as their change since the pull where that is less than their dtype.
         at_server: Whether the server makes other weights of the mean, which come back in a
             broadcast, too.
+        gathers: Whether the server gets every worker's weights, for a merge rule of one's own.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class BarrierCluster(Cluster):
         control: ControlGroup,
         wire: torch.dtype | None = None,
         at_server: bool = False,
+        gathers: bool = False,
     ) -> None:
         self.weights = weights
         self.server = server
@@ -63,13 +65,15 @@ class BarrierCluster(Cluster):
         self.outgoing = weights.vector if outgoing is None else outgoing
         self._averages = outgoing is None
         self._at_server = at_server
+        self._gathers = gathers
         self._epochs = epochs
         self._rounds_per_epoch = rounds_per_epoch
         self.control = control
         self._clock = 0  # rounds that are over
         self._has_global = False
         self._waited_s = 0.0
-        self._sum = FusedSum(self.outgoing, wire or self.outgoing.dtype)
+        summed = self.outgoing[:0] if gathers else self.outgoing  # then their reports alone
+        self._sum = FusedSum(summed, wire or self.outgoing.dtype)
         # What the workers' changes count from; only where changes are what travels.
         changes = self._averages and self._sum.vector.dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
@@ -147,7 +151,27 @@ class BarrierCluster(Cluster):
             self.server.load_state_dict(state["server"])
 
     @torch.no_grad()
+    def _gather(self, report: RoundReport | None) -> None:
+        began = time.perf_counter()
+        self.control.enter()
+        reports = self.control.with_lines(self._sum.exchange(report), report)
+        self.refused += sum(r.refused for r in reports)
+        ranks = range(dist.get_world_size())
+        pushed = None if self.server is None else [torch.empty_like(self.outgoing) for _ in ranks]
+        self.control.enter()
+        dist.gather(self.outgoing, pushed, dst=SERVER_RANK)
+        self._has_global = False
+        if self.server is not None:
+            workers = pushed[len(pushed) - len(reports) :]  # a dedicated server comes first
+            self.server.push_each(workers, reports)
+            self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
+        self._waited_s += time.perf_counter() - began
+
+    @torch.no_grad()
     def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
+        if self._gathers:
+            self._gather(report)
+            return
         began = time.perf_counter()
         total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
         summed = self._sum.vector

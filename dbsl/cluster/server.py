@@ -22,6 +22,7 @@ from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
 
+MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 _AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
 
 
@@ -46,6 +47,10 @@ class Server:
     merge each push as it comes. A worker may start a round while its clock (rounds it has
     pushed) is at most `staleness` ahead of the slowest worker's.
 
+    A rule of one's own, ``own(global_ [P], pushed [n, P], factors [n]) -> [P]``, stands in for all
+    of them: with a barrier it gets the pushes of all n workers that were not refused, in the order
+    of the workers, else each push alone.
+
     Args:
         weights: Initial global weights, one vector; the server keeps its own copy.
         workers: Number of workers.
@@ -54,6 +59,7 @@ class Server:
         rounds_per_epoch: Rounds that make an epoch.
         observe: Called with each report, before anyone can ask for what follows from it.
         outer: The optimizer of `delta`.
+        own: A merge rule of one's own, in place of `rule`.
     """
 
     def __init__(
@@ -66,12 +72,15 @@ class Server:
         rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
         outer: OuterOptimizer | None = None,
+        own: MergeRule | None = None,
     ) -> None:
         if rule in _AT_BARRIER and staleness != 0:
             raise ValueError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
         assert (rule == "delta") == (outer is not None)
         self.rule: Merge = rule
         self._outer = outer
+        self._own = own
+        self._pushed: dict[int, tuple[Tensor, float]] = {}  # for a rule of one's own, at a barrier
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
@@ -124,10 +133,20 @@ class Server:
         elif not report.refused:
             current = self._weights
             out = self._writable(keep=False)  # another tensor where `current` is still read
-            merge_one(current, weights, report.merge_weight, self.rule, out)
+            if self._own is None:
+                merge_one(current, weights, report.merge_weight, self.rule, out)
+            else:
+                out.copy_(self._merged(current, {worker: (weights, report.merge_weight)}))
             self.version += 1
         self._advance([report])
         return report
+
+    def push_each(self, pushed: Sequence[Tensor], reports: Sequence[RoundReport]) -> None:
+        """Take what all workers pushed from the present weights, one after the other."""
+        for report in reports:
+            self._pulled_version[report.worker] = self.version
+        for weights, report in zip(pushed, reports, strict=True):
+            self.push(weights, report)
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
         """Take the weighted mean of what all workers pushed, made elsewhere, as one update.
@@ -155,6 +174,7 @@ class Server:
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
             "outer": self._outer and self._outer.state_dict(),
+            "pushed": dict(self._pushed),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,6 +196,9 @@ class Server:
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_outer(state.get("outer"))
+        device = self._weights.device
+        pushed = state.get("pushed", {})  # not in checkpoints of before
+        self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed.items()}
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
@@ -215,7 +238,9 @@ class Server:
     def _collect(self, weights: Tensor, report: RoundReport) -> None:
         if self._sum is None:
             self._sum = torch.zeros_like(self._weights)
-        if not report.refused:
+        if self._own is not None and not report.refused:
+            self._pushed[report.worker] = (weights.clone(), report.merge_weight)
+        elif not report.refused:
             self._sum.add_(weights, alpha=report.merge_weight)
             self._sum_weight += report.merge_weight
         self._collected += 1
@@ -229,11 +254,26 @@ class Server:
 
     def _merge_collected(self) -> None:
         """Make one update of the pushes that a barrier has collected."""
-        if self._sum_weight:  # else all were refused, and the weights stay
+        if self._pushed:
+            merged = self._merged(self._weights, self._pushed)
+            self._writable(keep=False).copy_(merged)
+            self._pushed.clear()
+        elif self._sum_weight:  # else all were refused, and the weights stay
             self._update(self._sum, self._sum_weight)
         self._sum.zero_()
         self._sum_weight, self._collected = 0.0, 0
         self.version += 1
+
+    def _merged(self, current: Tensor, pushed: Mapping[int, tuple[Tensor, float]]) -> Tensor:
+        """Return what a rule of one's own makes of the weights and of pushes, by worker."""
+        ordered = [pushed[worker] for worker in sorted(pushed)]
+        factors = torch.tensor([factor for _, factor in ordered], device=current.device)
+        merged = self._own(current, torch.stack([weights for weights, _ in ordered]), factors)
+        if merged.shape != current.shape:
+            raise ValueError(
+                f"a merge rule must return weights [{len(current)}], got {list(merged.shape)}"
+            )
+        return merged
 
     def _update(self, summed: Tensor, weight: float) -> None:
         if self._outer is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from dbsl.cluster.liveness import RollCall
 from dbsl.cluster.messages import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.server import GradientServer, Server
+from dbsl.cluster.server import GradientServer, MergeRule, Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     DistributedSteps,
@@ -32,15 +33,28 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_optimizer, join_batch_norm
 from dbsl.run.run import Run
 
+Config = Any  # train.py's
 Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 
 
-def connect(run: Run, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
+def connect(
+    run: Run, accelerator: Accelerator, merge: MergeRule | None = None
+) -> tuple[Cluster, Stepper]:
     """Return how this process's workers meet the others, and how they step.
 
     From here on the model's state is one vector, which is what workers push and pull.
+
+    Args:
+        run: What is trained.
+        accelerator: Device, precision, processes.
+        merge: A merge rule of one's own (see `Server`); None: the one that `merge` names.
+
+    Raises:
+        ValueError: If weights are not merged, or not as they are, but there is such a rule.
     """
     config, model = run.config, run.model
+    if merge is not None:
+        _check_merge(config)
     alone = not one_of_several()
     rank = 0 if alone else dist.get_rank()
     own = rank - config.dedicated_server
@@ -136,6 +150,7 @@ def connect(run: Run, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
                 config.workers,
                 rule=config.merge or ("mean" if config.sync == "bsp" else "ratio"),
                 outer=outer,
+                own=merge,
                 **counted,
             )
     if alone:
@@ -152,9 +167,26 @@ def connect(run: Run, accelerator: Accelerator) -> tuple[Cluster, Stepper]:
         common |= {"worker": worker, "outgoing": outgoing, "wire": wire}
         if config.sync == "bsp":
             at_server = config.merge == "delta"
+            common["gathers"] = merge is not None
             cluster = BarrierCluster(
                 weights, server, control=control, at_server=at_server, **common
             )
         else:
             cluster = ServerCluster(weights, server, timeout_s=config.worker_timeout, **common)
     return cluster, stepper
+
+
+def _check_merge(config: Config) -> None:
+    """Raise ``ValueError`` where a merge rule of one's own would not be asked."""
+    for name, fits in (("sync", "step"), ("push", "gradients")):
+        if getattr(config, name) == fits:
+            raise ValueError(
+                f"{name} must not be {fits} with a merge rule of one's own, since no weights are "
+                f"merged, got {fits}"
+            )
+    for name, must in (("merge", None), ("wire", "float32")):
+        if getattr(config, name) != must:
+            raise ValueError(
+                f"{name} must be {must or 'unset'} with a merge rule of one's own, "
+                f"got {getattr(config, name)}"
+            )

@@ -179,7 +179,8 @@ class Work:
         """Yield a step's parts with their images [B, 3, R, R] and labels, [B] or shares [B, C]."""
         for part in step.parts:
             if len(part.indices):
-                yield part, *next(self._batches)
+                self._batch = next(self._batches)
+                yield part, *self._batch
 
     def add(self, part: Part, loss: Tensor, samples: int) -> None:
         """Count a part's mean loss, on the device: .item() would wait for it."""
@@ -189,21 +190,12 @@ class Work:
         progress.samples[part.worker] = progress.samples.get(part.worker, 0) + samples
 
     @contextmanager
-    def stepping(
-        self, step: Step, images: Tensor, labels: Tensor, learning_rate: float
-    ) -> Iterator[None]:
-        """Enclose an optimizer step: its gradients are measured, and it is counted.
-
-        Args:
-            step: The step.
-            images: Of its last part, for the noise scale.
-            labels: Theirs.
-            learning_rate: That it is taken with.
-        """
+    def stepping(self, step: Step, learning_rate: float) -> Iterator[None]:
+        """Enclose an optimizer step: its gradients are measured, and it is counted."""
         session, progress = self._session, self._session.progress
         if self._measures and progress.samples and not progress.steps:
             run, joint = session.run, session.stepper.joint
-            progress.noise = run.noise.measure(self._turn, step, joint, images, labels, run.loss_of)
+            progress.noise = run.noise.measure(self._turn, step, joint, *self._batch, run.loss_of)
         with session.meter.step(step, learning_rate, progress):
             yield
         progress.steps += 1
