@@ -40,19 +40,23 @@ _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison 
 class CompareConfig:  # every field is a flag, its comment the help
     """Run arms (configs of train.py) with several seeds and compare them."""
 
-    arms: Positional[tuple[str, ...]]  # YAML files, each an arm
-    seeds: int = 3  # of each arm: 0, 1, ...
-    baseline: str | None = None  # the arm that others are compared with; unset: the first
-    target: float | None = None  # accuracy to time, in (0, 1]; unset: the least of the arms' means
-    equal_time: bool = False  # then all arms again, with epochs that take the baseline's time
-    # a setting of all arms, as name=value: where the data are, say; may be given again
+    arms: Positional[tuple[str, ...]]  # YAML files, configs of train.py; each is an arm
+    seeds: int = 3  # runs of each arm, with seeds 0, 1, ...
+    baseline: str | None = None  # arm that the others are compared with; unset: the first
+    # accuracy whose time is reported, in (0, 1]; unset: the lowest of the arms' means
+    target: float | None = None
+    # train every arm again, with as many epochs as fit into the baseline's time
+    equal_time: bool = False
+    # setting of all arms as name=value, say dataset=FOLDER; may be given again
     set: UseAppendAction[tuple[str, ...]] = ()
-    # values of a setting, as name=value,value: every arm with each of them; may be given again
+    # values of a setting as name=value,value; makes an arm of each; may be given again
     vary: UseAppendAction[tuple[str, ...]] = ()
     jobs: int = 1  # runs at a time
-    runs_dir: str = "runs"  # each run in <runs_dir>/<folder of the arms>-<arm>-s<seed>
-    output_dir: str | None = None  # of tables and pictures; unset: results/<folder of the arms>
-    report_only: bool = False  # of what is finished; train nothing
+    # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
+    runs_dir: str = "runs"
+    # folder of tables and pictures; unset: results/<folder of the arms>
+    output_dir: str | None = None
+    report_only: bool = False  # write tables of the finished runs, train nothing
 
     def __post_init__(self) -> None:
         in_range("seeds", self.seeds, 1)

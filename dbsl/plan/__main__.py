@@ -19,20 +19,25 @@ class _Arguments:
 
     samples: int  # training samples per epoch, d
     workers: int  # number of workers, n
-    large_batch_size: tuple[int, ...]  # samples per step of a large worker, B_L; one, or one each
-    slope: tuple[float, ...]  # seconds per sample, a; one, or one for each worker
-    intercept: tuple[float, ...]  # seconds per step, b; one, or one for each worker
-    floor: tuple[float, ...] = (
-        0.0,
-    )  # least seconds that a step takes; one, or one for each worker
-    small_workers: int = 0  # workers on the small batch, n_S; they are the first
-    time_ratio: float | None = None  # k, time allowed over that of all-large; unset: 1.05
-    small_batch_size: int | None = None  # B_S, if it is given; k and the share then follow
-    small_share: float | None = None  # share of samples in small batches; k and B_S then follow
-    min_batch_size: int = 1  # the least that a solved B_S may be
+    # samples per step of a large worker, B_L; one value, or one per worker
+    large_batch_size: tuple[int, ...]
+    slope: tuple[float, ...]  # seconds per sample, a; one value, or one per worker
+    intercept: tuple[float, ...]  # seconds per step, b; one value, or one per worker
+    # least seconds that a step takes; one value, or one per worker
+    floor: tuple[float, ...] = (0.0,)
+    small_workers: int = 0  # number of workers on the small batch, n_S; they come first
+    # time that dual batch may take over all-large, k > 1; unset: 1.05
+    time_ratio: float | None = None
+    # samples per step of a small worker, B_S; replaces --time-ratio
+    small_batch_size: int | None = None
+    # share of samples trained in small batches, in (0, 1); replaces --time-ratio
+    small_share: float | None = None
+    min_batch_size: int = 1  # smallest batch that the planner may solve for
     rounds_per_epoch: int = 1  # pushes per worker and epoch
-    update_factor: UpdateFactor = "data"  # weight of small workers: d_S/d_L, its root, or 1
-    rounding: Rounding = "round"  # as in the journal's tables; truncate: the conference's
+    # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
+    update_factor: UpdateFactor = "data"
+    # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
+    rounding: Rounding = "round"
     json: bool = False  # print JSON instead of a table
 
 

@@ -27,21 +27,25 @@ _TIMEOUT_S = 1800.0  # for other processes
 class _Arguments:
     """Measure step time and memory on this machine; lists take commas or spaces."""
 
-    model: str = "resnet18"  # a name in timm's registry
+    model: str = "resnet18"  # timm name of the model
     num_classes: int = 100  # outputs of the classifier
-    resolutions: tuple[int, ...] = (24, 32)  # image sides, ascending, pixels
-    large_batch_size: int = 128  # the largest batch to measure
-    optimizer: str = "sgd"  # as of train.py, or none: workers push gradients
-    momentum: float = 0.9  # of the optimizer; what counts is whether there is any
-    weight_decay: float = 5e-4  # likewise
-    held_out: tuple[int, ...] = ()  # batch sizes to measure, but to leave out of the fit
-    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
-    compile: bool = False  # measure what torch.compile makes of the model
-    cpu_threads: int | None = None  # of torch; unset: all cores, or OMP_NUM_THREADS
-    profile_seconds: float = 30.0  # at most about this long, all resolutions together
-    profile_refresh: bool = False  # measure even if the cache has it
+    resolutions: tuple[int, ...] = (24, 32)  # image sides in pixels, ascending
+    large_batch_size: int = 128  # largest batch to measure
+    # name in timm.optim, as in train.py; none: no optimizer, for workers that push gradients
+    optimizer: str = "sgd"
+    # momentum of the optimizer; only whether it is 0 changes the step
+    momentum: float = 0.9
+    # weight decay of the optimizer; only whether it is 0 changes the step
+    weight_decay: float = 5e-4
+    held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no
+    mixed_precision: Precision = "auto"
+    compile: bool = False  # measure the model as torch.compile makes it
+    cpu_threads: int | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
+    profile_seconds: float = 30.0  # seconds to measure for, all resolutions together
+    profile_refresh: bool = False  # measure even if the cache has the times
     memory_limit: float | None = None  # GiB that a step may use; unset: what is free
-    output: Path | None = None  # also write the profile to this file, for train.py --profile
+    output: Path | None = None  # file to write the profile to, for train.py --profile
     json: bool = False  # print JSON instead of lines
 
     def __post_init__(self) -> None:

@@ -16,48 +16,65 @@ _WITHOUT_MOMENTUM = ("sgd",)
 
 
 @dataclass(frozen=True)
-class StudyConfig:  # as train.py's Config: every field is a flag, its comment the help
-    """Steps to result against batch size. Ranges are two values; one value is not searched."""
+class StudyConfig:  # every field is a flag, its comment the help
+    """Count steps to a goal at every batch size; a range is two values, one value is fixed."""
 
     # --- the study
     batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # samples per step
-    goal_error: float | None = None  # classification error to fall under; must be given
-    trials: int = 16  # at every batch size
-    optimizers: tuple[str, ...] = ("nesterov",)  # sgd (no momentum), momentum, nesterov, or timm's
-    effective_lr: tuple[float, ...] = (0.01, 10.0)  # learning rate / (1 - momentum), log scale
-    momentum: tuple[float, ...] = (0.5, 0.99)  # 1 - momentum on a log scale
-    decay_factor: tuple[float, ...] = (0.01, 1.0)  # of the learning rate at its end, log scale
-    decay_share: tuple[float, ...] = (0.25, 1.0)  # of the step budget, until that end
-    weight_decay: tuple[float, ...] = (5e-4,)  # log scale; not on biases and norms
-    max_steps: int | None = None  # budget of a trial
-    max_examples: int | None = None  # the same in samples; neither: 40 epochs
-    eval_spacing: float = 0.05  # between measurements, as a share of the steps so far
-    early_stopping: bool = True  # end trials at the goal, or where they can no longer be the best
+    goal_error: float | None = None  # classification error to fall under, in (0, 1); required
+    trials: int = 16  # trials at every batch size
+    # optimizers to study: sgd (no momentum), momentum, nesterov, or a name in timm.optim
+    optimizers: tuple[str, ...] = ("nesterov",)
+    # range of learning rate / (1 - momentum), searched on a log scale
+    effective_lr: tuple[float, ...] = (0.01, 10.0)
+    # range of momentum; 1 - momentum is searched on a log scale
+    momentum: tuple[float, ...] = (0.5, 0.99)
+    # range of last over first learning rate, searched on a log scale
+    decay_factor: tuple[float, ...] = (0.01, 1.0)
+    # range of the share of the step budget after which the learning rate stops falling
+    decay_share: tuple[float, ...] = (0.25, 1.0)
+    # range of weight decay, searched on a log scale; biases and norms have none
+    weight_decay: tuple[float, ...] = (5e-4,)
+    max_steps: int | None = None  # steps that a trial may take
+    # samples that a trial may train on; with neither this nor --max-steps: 40 epochs
+    max_examples: int | None = None
+    eval_spacing: float = 0.05  # steps between measurements, as a share of the steps so far
+    # end a trial at the goal, or when it can no longer be the best
+    early_stopping: bool = True
     # --- data, model and step, as train.py has them
     dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
-    image_column: str | None = None  # found from the dataset's features where not given
-    label_column: str | None = None  # the same; of several ClassLabels the one with most classes
-    train_samples: int | None = None  # train on a stratified, seeded subset of this many
-    eval_samples: int | None = None  # measure on a stratified, seeded subset of this many
-    augment: Augment = "crop"  # crop and flip; paper: flip, rotation, zoom; none
-    loader_workers: int | None = None  # processes that decode large images
-    resolution: int | None = None  # image side; unset: their own
-    model: str = "resnet18"  # a name in timm's registry
-    dropout: float = 0.0  # before the classifier
-    label_smoothing: float = 0.0  # in [0, 1)
+    image_column: str | None = None  # column of the images; unset: the only one
+    # column of the classes; unset: label, or the class column with most classes
+    label_column: str | None = None
+    # images to train on, a stratified and seeded subset; unset: all
+    train_samples: int | None = None
+    # images to measure on, a stratified and seeded subset; unset: all
+    eval_samples: int | None = None
+    # crop: random crop and flip; paper: flip, rotation and zoom; none: nothing
+    augment: Augment = "crop"
+    # processes that decode large images; unset: by the cores; 0: none
+    loader_workers: int | None = None
+    resolution: int | None = None  # image side in pixels; unset: the images' own
+    model: str = "resnet18"  # timm name of the model
+    dropout: float = 0.0  # dropout before the classifier, in [0, 1)
+    label_smoothing: float = 0.0  # label smoothing, in [0, 1)
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
     eval_batch_size: int | None = None
-    mixed_precision: Precision = "auto"  # of forward passes: bf16 where it is native, else no
-    seed: int = 0  # of everything random: subsets, search, and each trial's own streams
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no
+    mixed_precision: Precision = "auto"
+    seed: int = 0  # seed of everything random: subsets, search, and each trial's own streams
     # --- the launch
-    processes: int = 1  # trials at a time on this machine; several GPUs are dealt out
+    # processes that run trials at a time on this machine; several GPUs are dealt out to them
+    processes: int = 1
     # threads of each process; unset: its part of the cores, at most OMP_NUM_THREADS
     cpu_threads: int | None = None
-    max_minutes: float | None = None  # then stop with status 75; the same command goes on
-    output_dir: str | None = None  # unset: studies/<dataset>-<model>
-    # read and draw studies instead: folders or tar archives, released measurements too
+    # minutes after which the study stops with status 75; repeat the command to resume
+    max_minutes: float | None = None
+    output_dir: str | None = None  # folder of the study; unset: studies/<dataset>-<model>
+    # studies to read and draw instead of training: folders or tar archives, published ones too
     plot: tuple[str, ...] | None = None
-    objective: str = OBJECTIVE  # --plot: the column that the goal is about
+    # column of the measurements that the goal is about, with --plot
+    objective: str = OBJECTIVE
 
     def __post_init__(self) -> None:
         if self.goal_error is not None and self.objective == OBJECTIVE:
