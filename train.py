@@ -30,7 +30,7 @@ from torch import Tensor
 from dbsl.base.bounds import Within
 from dbsl.base.errors import one_line_errors
 from dbsl.data.images import ImageSource
-from dbsl.log.log import Evaluation
+from dbsl.log.rows import Evaluation
 from dbsl.model import BEST, EMA
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at

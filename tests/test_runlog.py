@@ -15,8 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dbsl.base.serialize import pack, unpack
 from dbsl.base.words import short_loss
 from dbsl.log import log as runlog
-from dbsl.log.log import Evaluation, RunLog, _Alarm, _times
+from dbsl.log.alarm import Alarm
+from dbsl.log.log import RunLog
 from dbsl.log.plots import read_metrics, stage_spans
+from dbsl.log.rows import Evaluation, times_in_words
 from dbsl.log.trackers import start_trackers
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
@@ -236,7 +238,7 @@ def test_the_longest_epoch_line_fits_120_columns(tmp_path, accelerator, capsys):
     ],
 )
 def test_worker_times_have_two_digits_or_are_left_out(times_s, text):
-    assert _times(times_s) == text
+    assert times_in_words(times_s) == text
 
 
 @pytest.mark.parametrize(
@@ -489,13 +491,13 @@ def test_measured_times_are_set_against_predicted_ones_and_a_lasting_miss_is_sai
     ids=["much longer", "much shorter", "somewhat longer", "given by hand"],
 )
 def test_predictions_are_warned_of_only_if_measured_and_half_off_for_epochs(command, error, said):
-    alarm = _Alarm(command, 9)
+    alarm = Alarm(command, 9)
     off = {0: {"time_s": 1 + error, "predicted_time_s": 1.0}}
     good = {0: {"time_s": 1.0, "predicted_time_s": 1.0}}
     found = [alarm.times(epoch, 8, off) for epoch in (1, 2)]
     found += [alarm.times(3, 8, good)] + [alarm.times(epoch, 8, off) for epoch in (4, 5)]
     assert found == [None] * 5
-    resumed = _Alarm(None, 9)
+    resumed = Alarm(None, 9)
     resumed.load_state_dict(alarm.state_dict())
     assert bool(resumed.times(6, 8, off)) == said
 

@@ -13,8 +13,9 @@ from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import ControlGroup
 from dbsl.cluster.server import GradientServer
+from dbsl.cluster.server_optimizer import ServerOptimizer
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients, ServerOptimizer
+from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients
 from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner

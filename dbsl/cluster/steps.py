@@ -6,7 +6,6 @@ The loop that uses them is the same.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import uncompiled
+from dbsl.cluster.part_of_step import take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.turns import Round
@@ -96,7 +96,7 @@ class OwnSteps(_Stepper):
         (part,) = step.parts
         self.on_gradients(part.weight)
         with self.clock.running((part.worker,)):
-            _take(self.optimizers[part.worker], learning_rate)
+            take_step(self.optimizers[part.worker], learning_rate)
 
 
 class JointSteps(_Stepper):
@@ -146,7 +146,7 @@ class JointSteps(_Stepper):
         self._buffers.copy_(self._mean)
         self.on_gradients(1.0)
         with self.clock.running(self._workers):  # in real processes each would take it
-            _take(self.optimizers[0], learning_rate, keep_gradients=True)
+            take_step(self.optimizers[0], learning_rate, keep_gradients=True)
             self._gradients.zero_()
         self._note_buffers()
 
@@ -218,7 +218,7 @@ class DistributedSteps(_Stepper):
             self.average_buffers()
         self.on_gradients(1.0)
         with self.clock.running((self._worker,)):
-            _take(self.optimizers[self._worker], learning_rate)
+            take_step(self.optimizers[self._worker], learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
         """See `OwnSteps.state_dict`."""
@@ -323,47 +323,6 @@ class PushedGradients(_Stepper):
         self._weight = state.get("weight", 0.0)  # not in checkpoints of before
 
 
-class ServerOptimizer:
-    """The server's copy of the model and the run's only optimizer (see `GradientServer`).
-
-    Args:
-        model: The model, before `FlatWeights` or a stepper is built on it.
-        device: Where the server keeps its weights.
-        build_optimizer: Builds the optimizer on the copy.
-    """
-
-    def __init__(
-        self, model: nn.Module, device: torch.device, build_optimizer: BuildOptimizer
-    ) -> None:
-        model = copy.deepcopy(model).to(device)
-        self._weights = FlatWeights(model)
-        self.vector = self._weights.vector
-        self._optimizer = build_optimizer(model)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the optimizer's state back."""
-        load_optimizer(self._optimizer, state)
-
-    @torch.no_grad()
-    def apply(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
-        """Step with gradients in the layout of the weights; buffers take their change.
-
-        Where they are of a part of the global batch, weighted as that, it is this part of a step.
-        """
-        if part < 1:
-            self._weights.attach_gradients(gradients / part)
-            take_part(self._optimizer, learning_rate, part)
-        else:
-            self._weights.attach_gradients(gradients)
-            _take(self._optimizer, learning_rate)
-        buffers = self._weights.buffers
-        buffers.add_(gradients[len(gradients) - len(buffers) :])
-
-
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state, but not the settings that a run's config has.
 
@@ -386,70 +345,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 # In the parameter's own memory order, or other kernels would round otherwise.
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _take(
-    optimizer: torch.optim.Optimizer, learning_rate: float, *, keep_gradients: bool = False
-) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    if not keep_gradients:
-        optimizer.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: float) -> None:
-    """Take a part of an optimizer step, in (0, 1): parts that sum to 1 come to the whole step.
-
-    To rounding they do so for equal gradients without weight decay, with any momentum. Decay is
-    taken of the weights that there are at each part, so that it comes to the same but for the
-    square of what one step takes. Adam's second moment is that of the parts' own gradients.
-
-    Args:
-        optimizer: SGD, Adam or AdamW of torch, with mean gradients at its parameters.
-        learning_rate: Of the whole step.
-        part: How much of the step.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            _take_part_of_sgd(optimizer, group, learning_rate, part)
-        optimizer.zero_grad(set_to_none=True)
-        return
-    assert isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), type(optimizer)
-    # Moments forget by the same time, which steps are counted in for their bias.
-    whole = [group["betas"] for group in optimizer.param_groups]
-    for group, betas in zip(optimizer.param_groups, whole, strict=True):
-        group["betas"] = tuple(beta**part for beta in betas)
-    for state in optimizer.state.values():
-        state["step"] /= part
-    _take(optimizer, learning_rate * part)
-    for state in optimizer.state.values():
-        state["step"] *= part
-    for group, betas in zip(optimizer.param_groups, whole, strict=True):
-        group["betas"] = betas
-
-
-def _take_part_of_sgd(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], learning_rate: float, part: float
-) -> None:
-    # A step is v <- m*v + g and w <- w - lr*v (Nesterov: w - lr*(g + m*v)). Under a constant g,
-    # v - g/(1 - m) shrinks by m, which is m**part for each part; the shares of v and g in w follow.
-    momentum, decay = group["momentum"], group["weight_decay"]
-    kept = momentum**part
-    taken = (1 - kept) / (1 - momentum)
-    moved = taken * momentum ** (2 if group["nesterov"] else 1)
-    direct = (part - moved) / (1 - momentum)
-    for parameter in group["params"]:
-        gradient = parameter.grad.add(parameter, alpha=decay)
-        if momentum:
-            state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            velocity = state["momentum_buffer"]
-            parameter.add_(velocity, alpha=-learning_rate * moved)
-            velocity.mul_(kept).add_(gradient, alpha=taken)
-        parameter.add_(gradient, alpha=-learning_rate * direct)
 
 
 # Without annotations: DDP compares them with types, and here they would be strings.

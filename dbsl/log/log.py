@@ -10,25 +10,38 @@ import itertools
 import json
 import math
 import os
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from accelerate import Accelerator
 from PIL import Image
-from tqdm import tqdm
 
 from dbsl.base.errors import SaveError
 from dbsl.base.files import write_text
 from dbsl.base.words import plural, short_loss
+from dbsl.log.alarm import Alarm
+from dbsl.log.display import Display, images_per_s
 from dbsl.log.divergence import DivergenceWarning
 from dbsl.log.meter import StepMeter
+from dbsl.log.rows import (
+    Evaluation,
+    add_shares,
+    given_values,
+    plan_changes,
+    plan_row,
+    plan_totals,
+    result_in_words,
+    round_row,
+    strict_numbers,
+    times_in_words,
+    together,
+    worker_rows,
+)
 from dbsl.log.trackers import tracker_id
 from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.turns import LostWorker, RoundReport, StepLine, report_from_plain
@@ -36,146 +49,7 @@ from dbsl.plan.types import Plan, plan_from_plain
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.folder import check_metrics
 
-MAX_PRINTED_WORKERS = 8
-PREDICTION_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
-PREDICTION_EPOCHS = 3  # in which a worker's time is off before anything is said
-_BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]"  # fits 80 columns
 _STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
-_BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The global weights' result on the evaluation set."""
-
-    resolution: int
-    accuracy: float  # in [0, 1]
-    loss: float  # mean over the samples
-    samples: int
-    time_s: float
-    ema_accuracy: float | None = None  # of the weights averaged over epochs, if they are kept
-    ema_loss: float | None = None
-    train_accuracy: float | None = None  # on the training images, without augmentation
-    train_loss: float | None = None
-
-
-class _Display:
-    """Optimizer steps so far: a bar on a terminal; elsewhere a line about once a minute.
-
-    Args:
-        total: Steps of the run.
-        done: Steps of it that earlier sessions took.
-        epochs: Epochs of the run.
-    """
-
-    def __init__(self, total: int, done: int, epochs: int) -> None:
-        self.total, self.done, self._epochs = total, done, epochs
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            bar_format=_BAR,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
-        self._every_s = _LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S
-        self.loss = math.nan  # the latest that is known
-        self.pause()
-
-    def pause(self) -> None:
-        """Begin to measure the speed anew: what came before was an evaluation, say."""
-        self._samples, self._since = 0, time.perf_counter()
-
-    def step(
-        self, samples: int, epoch: int, learning_rate: float, worker: int | None, steps: int = 1
-    ) -> None:
-        """Note steps with these samples.
-
-        The line names the worker whose learning rate it is, unless all have the same: workers are
-        at different places of the schedule, and may have factors of their own.
-        """
-        self.done += steps
-        self._samples += samples
-        spent = time.perf_counter() - self._since
-        if spent >= self._every_s:
-            loss = f"loss {short_loss(self.loss)}, " if math.isfinite(self.loss) else ""
-            speed = _images_per_s(self._samples / spent)
-            text = f"epoch {epoch + 1}/{self._epochs}, "
-            if self._bar.disable:
-                whose = "" if worker is None else f" (worker {worker})"
-                text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
-                self.print(f"  {self.done}/{self.total} steps, {text}")
-            else:
-                self._bar.set_postfix_str(f"{text}{loss}{speed}", refresh=False)
-            self.pause()
-        self._bar.update(steps)
-
-    def expect(self, more: int) -> None:
-        """Note that the run takes so many more steps than it was to take, or fewer."""
-        self.total += more
-        self._bar.total = self.total
-
-    def print(self, line: str) -> None:
-        """Print a line to stdout; the bar gets out of its way."""
-        tqdm.write(line)
-        sys.stdout.flush()
-        self.pause()
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
-
-
-class _Alarm:
-    """Tells which workers' times the plan keeps missing, once for each resolution.
-
-    Args:
-        profile_command: What measures step times anew; None: nothing is ever said.
-        epochs: Epochs of the run.
-    """
-
-    def __init__(self, profile_command: str | None, epochs: int) -> None:
-        self.profile_command = profile_command
-        self._epochs = epochs
-        self._said: set[int] = set()  # resolutions
-        # Epochs in a row in which a worker missed its predicted time, by resolution and worker.
-        self._misses: dict[int, dict[int, int]] = {}
-
-    def times(
-        self, epoch: int, resolution: int, workers: Mapping[int, Mapping[str, float]]
-    ) -> str | None:
-        """Take in an epoch's times; return a warning if it is time for one."""
-        # The first epoch warms caches and the device up.
-        if self.profile_command is None or resolution in self._said or epoch == 0:
-            return None
-        errors = {
-            worker: values["time_s"] / values["predicted_time_s"] - 1
-            for worker, values in workers.items()
-            if values["predicted_time_s"] > 0
-        }
-        errors = {w: error for w, error in errors.items() if abs(error) > PREDICTION_TOLERANCE}
-        before = self._misses.get(resolution, {})
-        self._misses[resolution] = {worker: before.get(worker, 0) + 1 for worker in errors}
-        missing = [w for w, n in self._misses[resolution].items() if n >= PREDICTION_EPOCHS]
-        if not missing:
-            return None
-        self._said.add(resolution)
-        worst = max(missing, key=lambda worker: abs(errors[worker]))
-        return (
-            f"warning: at {resolution} px {len(missing)} of {len(workers)} workers took other "
-            f"times than planned, {PREDICTION_EPOCHS} epochs in a row (worker {worst}: "
-            f"{100 * errors[worst]:+.0f} %)\n  to measure again: {self.profile_command}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
-        misses = {resolution: dict(workers) for resolution, workers in self._misses.items()}
-        return {"said": sorted(self._said), "off": misses, "profile_command": self.profile_command}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self._said, self._misses = set(state["said"]), dict(state["off"])
-        # A resumed run is given what it once measured.
-        self.profile_command = self.profile_command or state["profile_command"]
 
 
 class RunLog:
@@ -230,7 +104,7 @@ class RunLog:
         self._divergence = divergence
         self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
         epochs = stages[-1].end_epoch
-        self._alarm = _Alarm(profile_command, epochs)
+        self._alarm = Alarm(profile_command, epochs)
         self._counted, self._by_rounds = counted, by_rounds
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
@@ -244,14 +118,14 @@ class RunLog:
         self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
         steps = sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in stages)
         done = self._steps_done(state, steps) if state else 0
-        self._display = _Display(steps, done, epochs)
+        self._display = Display(steps, done, epochs)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         if not state:
             for stage in stages:
-                self._write("plan", _plan_row(stage, plans[stage.resolution]))
+                self._write("plan", plan_row(stage, plans[stage.resolution]))
         else:
             self._write_changed_stages(state)
-        table = [{"resolution": r, **row} for r in plans for row in _worker_rows(plans[r])]
+        table = [{"resolution": r, **row} for r in plans for row in worker_rows(plans[r])]
         for tracker in accelerator.trackers:
             if hasattr(tracker, "log_table"):
                 rows = [list(row.values()) for row in table]
@@ -330,7 +204,7 @@ class RunLog:
             new = before is not None and stage.end_epoch > begin and asdict(stage) not in before
             if other_workers or new:
                 plan = self._plans[stage.resolution]
-                self._write("plan", _plan_row(stage, plan) | {"from_epoch": begin})
+                self._write("plan", plan_row(stage, plan) | {"from_epoch": begin})
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""
@@ -359,7 +233,9 @@ class RunLog:
             self._divergence.look(report.loss, f"the training loss of epoch {report.epoch + 1}")
         report = replace(report, logged=0, lines=())
         if not self._pushes:
-            self._write("round", _round_row(report) | _given({"virtual_time_s": virtual_time_s}))
+            self._write(
+                "round", round_row(report) | given_values({"virtual_time_s": virtual_time_s})
+            )
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
         self._display.loss = report.loss
@@ -399,8 +275,10 @@ class RunLog:
         own = [s for s in self._stages if s.resolution == stage.resolution]
         left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
         self._display.expect(left * (self._steps_of(plan) - self._steps_of(before)))
-        self._write("plan", _plan_row(stage, plan) | {"from_epoch": epoch})
-        self._print(f"from epoch {epoch + 1} on at {stage.resolution} px: {_changes(before, plan)}")
+        self._write("plan", plan_row(stage, plan) | {"from_epoch": epoch})
+        self._print(
+            f"from epoch {epoch + 1} on at {stage.resolution} px: {plan_changes(before, plan)}"
+        )
 
     def epoch_end(
         self,
@@ -425,15 +303,15 @@ class RunLog:
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
         self._all_refused = bool(reports) and all(report.refused for report in reports)
         groups = itertools.groupby(reports, key=lambda report: report.worker)
-        workers = {worker: _together(list(group)) for worker, group in groups}
-        total = _together(reports)
+        workers = {worker: together(list(group)) for worker, group in groups}
+        total = together(reports)
         resolution = stage_at(self._stages, epoch).resolution
         if self._pushes:
             for worker, values in workers.items():
                 first = next(report for report in reports if report.worker == worker)
-                whole = _round_row(first) | {k: v for k, v in values.items() if k in asdict(first)}
+                whole = round_row(first) | {k: v for k, v in values.items() if k in asdict(first)}
                 self._write("round", whole | {"round": 0})
-        _add_shares(workers)
+        add_shares(workers)
         means = self._mean_times(workers, self._plans[resolution])
         of_workers = {
             f"workers_{name}": {worker: values[name] for worker, values in workers.items()}
@@ -451,15 +329,15 @@ class RunLog:
             "train/resolution": resolution,
             "train/images_per_s": speed,
             "time/train_s": train_time_s,
-            **{f"plan/{name}": v for name, v in _plan_totals(self._plans[resolution]).items()},
+            **{f"plan/{name}": v for name, v in plan_totals(self._plans[resolution]).items()},
         }
         result = ""
         if evaluation is not None:
             self._evaluations.append(evaluation)
             so_far = {"train_time_s": train_time_s, "virtual_time_s": virtual_time_s}
             training = {"learning_rate": learning_rate, "train_resolution": resolution}
-            found = _given(asdict(evaluation))
-            self._write("eval", {"epoch": epoch} | found | _given(so_far) | training)
+            found = given_values(asdict(evaluation))
+            self._write("eval", {"epoch": epoch} | found | given_values(so_far) | training)
             record["eval/accuracy"] = evaluation.accuracy
             record["eval/loss"] = evaluation.loss
             record["time/eval_s"] = evaluation.time_s
@@ -483,7 +361,8 @@ class RunLog:
         self._print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {resolution} px  "
             f"lr {learning_rate:.3g}  loss {short_loss(total['loss'])}{result}  "
-            f"{_images_per_s(speed)}{_times([values['time_s'] for values in workers.values()])}"
+            f"{images_per_s(speed)}"
+            f"{times_in_words([values['time_s'] for values in workers.values()])}"
         )
         if warning := self._alarm.times(epoch, resolution, workers):
             self._print(warning)
@@ -533,7 +412,7 @@ class RunLog:
             "train_loss": last.train_loss,
         }
         return {
-            **_given(optional),
+            **given_values(optional),
             **({"last_epoch_refused": True} if self._all_refused else {}),
             "final_accuracy": last.accuracy,
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
@@ -548,14 +427,14 @@ class RunLog:
         """Write summary.json in one go, hand the values to the trackers and print the result."""
         if not self.enabled:
             return
-        text = json.dumps(_strict(values), indent=2, sort_keys=True, allow_nan=False)
+        text = json.dumps(strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
         for tracker in self._accelerator.trackers:
             if tracker.name == "wandb":
                 tracker.tracker.summary.update(dict(values))
         if "noise_advice" in values:
             self._print(values["noise_advice"])
-        self._print(f"{_result(values)}; all of it in {self.folder}")
+        self._print(f"{result_in_words(values)}; all of it in {self.folder}")
 
     def close(self) -> None:
         """Close the file and the progress bar; `Accelerator.end_training` closes the trackers."""
@@ -565,7 +444,7 @@ class RunLog:
                 self._file.close()
 
     def _write(self, event: str, row: Mapping[str, Any]) -> None:
-        line = json.dumps(_strict({"event": event, **row}), allow_nan=False) + "\n"
+        line = json.dumps(strict_numbers({"event": event, **row}), allow_nan=False) + "\n"
         try:
             self._file.write(line)
         except OSError as error:
@@ -597,113 +476,3 @@ def _open_metrics(path: Path, keep_bytes: int) -> TextIO:
         os.truncate(path, keep_bytes)
     # Line buffering: a killed run leaves whole lines.
     return open(path, "a" if keep_bytes else "w", encoding="utf-8", buffering=1)
-
-
-def _plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
-    values = asdict(stage)
-    row = {"stage": values.pop("index"), **values, **_plan_totals(plan), "notes": plan.notes}
-    return row | {"workers": _worker_rows(plan)}
-
-
-def _round_row(report: RoundReport) -> dict[str, Any]:
-    row = asdict(report)
-    seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
-    seldom += ("logged", "lines")
-    return {name: value for name, value in row.items() if value or name not in seldom}
-
-
-def _plan_totals(plan: Plan) -> dict[str, float]:
-    return {
-        "time_ratio": plan.time_ratio,
-        "epoch_time_s": plan.time_s,
-        "all_large_time_s": plan.all_large_time_s,
-        "equal_batch_time_s": plan.equal_batch_time_s,
-        "idle_share": plan.idle_share,
-        "small_share": plan.small_share,
-    }
-
-
-def _worker_rows(plan: Plan) -> list[dict[str, Any]]:
-    return [{"worker": index, **asdict(worker)} for index, worker in enumerate(plan.workers)]
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _together(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Return what rounds come to together; the loss is the mean over their samples."""
-    samples = sum(report.samples for report in reports)
-    losses = sum(report.loss * report.samples for report in reports)
-    sums = ("time_s", "predicted_time_s", "compute_time_s", "wait_time_s", "steps")
-    return {
-        "loss": losses / samples if samples else math.nan,
-        **{name: sum(getattr(report, name) for report in reports) for name in sums},
-        "staleness": sum(report.staleness for report in reports) / max(len(reports), 1),
-        "local_batch_size": reports[-1].local_batch_size if reports else 0,
-        "samples": samples,
-    }
-
-
-def _add_shares(workers: Mapping[int, dict[str, float]]) -> None:
-    """Add each worker's share of the samples, and of the time, waiting for the slowest."""
-    longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
-    samples = sum(values["samples"] for values in workers.values())
-    for values in workers.values():
-        values["share"] = values["samples"] / max(samples, 1)
-        values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
-
-
-def _changes(before: Plan, plan: Plan) -> str:
-    """Return in words what a new plan changes."""
-    if len(plan.workers) > MAX_PRINTED_WORKERS:
-        moved = sum(a != b for a, b in zip(before.workers, plan.workers, strict=True))
-        return f"new batches and shares for {moved} of {len(plan.workers)} workers"
-    batches = " ".join(str(worker.local_batch_size) for worker in plan.workers)
-    shares = " ".join(str(worker.samples) for worker in plan.workers)
-    return f"batches {batches}, samples {shares}"
-
-
-def _times(times_s: Sequence[float]) -> str:
-    """Return the workers' times, from the shortest to the longest; nothing if none is known."""
-    if not times_s or max(times_s) <= 0:
-        return ""
-    ends = [two_digits(min(times_s)), two_digits(max(times_s))]
-    return f"  workers {'-'.join(dict.fromkeys(ends))} s"
-
-
-def two_digits(value: float) -> str:
-    """Return a number with two significant digits, or all that stand before the point."""
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def _images_per_s(speed: float) -> str:
-    return f"{speed:.0f} images/s" if speed >= 10 else f"{speed:.2g} images/s"
-
-
-def _result(values: Mapping[str, Any]) -> str:
-    """Return what there is of the result, in one line."""
-    formats = {
-        "final_accuracy": "accuracy {:.2%}",
-        "best_accuracy": " (best {:.2%})",
-        "final_loss": ", loss {}",
-        "train_time_s": ", training {:.1f} s",
-        "total_time_s": " of {:.1f} s",
-        "images_per_s": ", {:.0f} images/s",
-    }
-    shown = dict(values)
-    if "final_loss" in shown:
-        shown["final_loss"] = short_loss(shown["final_loss"])
-    given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
-    return "".join(given).lstrip(", ").replace("%", " %")
-
-
-def _strict(value: Any) -> Any:
-    """Return `value` in JSON's own types, with null for what JSON has no number for."""
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if hasattr(value, "item"):  # a NumPy or torch scalar
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,14 +20,9 @@ from dbsl.cluster.messages import CPU, SERVER_RANK, ControlGroup, pairs_with_ser
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import GradientServer, MergeRule, Server
+from dbsl.cluster.server_optimizer import ServerOptimizer
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import (
-    DistributedSteps,
-    JointSteps,
-    OwnSteps,
-    PushedGradients,
-    ServerOptimizer,
-)
+from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_optimizer, join_batch_norm

@@ -1,0 +1,141 @@
+"""Records as rows of metrics.jsonl and as words for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dbsl.base.words import short_loss
+from dbsl.plan.stages import Stage
+from dbsl.plan.turns import RoundReport
+from dbsl.plan.types import Plan
+
+MAX_PRINTED_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The global weights' result on the evaluation set."""
+
+    resolution: int
+    accuracy: float  # in [0, 1]
+    loss: float  # mean over the samples
+    samples: int
+    time_s: float
+    ema_accuracy: float | None = None  # of the weights averaged over epochs, if they are kept
+    ema_loss: float | None = None
+    train_accuracy: float | None = None  # on the training images, without augmentation
+    train_loss: float | None = None
+
+
+def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
+    """Return a stage and its plan as a row."""
+    values = asdict(stage)
+    row = {"stage": values.pop("index"), **values, **plan_totals(plan), "notes": plan.notes}
+    return row | {"workers": worker_rows(plan)}
+
+
+def round_row(report: RoundReport) -> dict[str, Any]:
+    """Return a round's report as a row, without what was not measured."""
+    row = asdict(report)
+    seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
+    seldom += ("logged", "lines")
+    return {name: value for name, value in row.items() if value or name not in seldom}
+
+
+def plan_totals(plan: Plan) -> dict[str, float]:
+    """Return what a plan comes to, over all workers."""
+    return {
+        "time_ratio": plan.time_ratio,
+        "epoch_time_s": plan.time_s,
+        "all_large_time_s": plan.all_large_time_s,
+        "equal_batch_time_s": plan.equal_batch_time_s,
+        "idle_share": plan.idle_share,
+        "small_share": plan.small_share,
+    }
+
+
+def worker_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return a row for each worker of a plan."""
+    return [{"worker": index, **asdict(worker)} for index, worker in enumerate(plan.workers)]
+
+
+def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def together(reports: Sequence[RoundReport]) -> dict[str, float]:
+    """Return what rounds come to together; the loss is the mean over their samples."""
+    samples = sum(report.samples for report in reports)
+    losses = sum(report.loss * report.samples for report in reports)
+    sums = ("time_s", "predicted_time_s", "compute_time_s", "wait_time_s", "steps")
+    return {
+        "loss": losses / samples if samples else math.nan,
+        **{name: sum(getattr(report, name) for report in reports) for name in sums},
+        "staleness": sum(report.staleness for report in reports) / max(len(reports), 1),
+        "local_batch_size": reports[-1].local_batch_size if reports else 0,
+        "samples": samples,
+    }
+
+
+def add_shares(workers: Mapping[int, dict[str, float]]) -> None:
+    """Add each worker's share of the samples, and of the time, waiting for the slowest."""
+    longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
+    samples = sum(values["samples"] for values in workers.values())
+    for values in workers.values():
+        values["share"] = values["samples"] / max(samples, 1)
+        values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
+
+
+def plan_changes(before: Plan, plan: Plan) -> str:
+    """Return in words what a new plan changes."""
+    if len(plan.workers) > MAX_PRINTED_WORKERS:
+        moved = sum(a != b for a, b in zip(before.workers, plan.workers, strict=True))
+        return f"new batches and shares for {moved} of {len(plan.workers)} workers"
+    batches = " ".join(str(worker.local_batch_size) for worker in plan.workers)
+    shares = " ".join(str(worker.samples) for worker in plan.workers)
+    return f"batches {batches}, samples {shares}"
+
+
+def times_in_words(times_s: Sequence[float]) -> str:
+    """Return the workers' times, from the shortest to the longest; nothing if none is known."""
+    if not times_s or max(times_s) <= 0:
+        return ""
+    ends = [two_digits(min(times_s)), two_digits(max(times_s))]
+    return f"  workers {'-'.join(dict.fromkeys(ends))} s"
+
+
+def two_digits(value: float) -> str:
+    """Return a number with two significant digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def result_in_words(values: Mapping[str, Any]) -> str:
+    """Return what there is of the result, in one line."""
+    formats = {
+        "final_accuracy": "accuracy {:.2%}",
+        "best_accuracy": " (best {:.2%})",
+        "final_loss": ", loss {}",
+        "train_time_s": ", training {:.1f} s",
+        "total_time_s": " of {:.1f} s",
+        "images_per_s": ", {:.0f} images/s",
+    }
+    shown = dict(values)
+    if "final_loss" in shown:
+        shown["final_loss"] = short_loss(shown["final_loss"])
+    given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
+    return "".join(given).lstrip(", ").replace("%", " %")
+
+
+def strict_numbers(value: Any) -> Any:
+    """Return `value` in JSON's own types, with null for what JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {str(key): strict_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_numbers(item) for item in value]
+    if hasattr(value, "item"):  # a NumPy or torch scalar
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
