@@ -35,7 +35,8 @@ from dbsl.model import BEST, EMA
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
 from dbsl.plan.turns import EpochEnd, Round
-from dbsl.run.config import RunConfig, parse_config
+from dbsl.run.config import RunConfig
+from dbsl.run.parse import parse_config
 from dbsl.run.session import Session
 
 

@@ -50,7 +50,7 @@ from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.turns import RoundReport
-from dbsl.run.config import parse_config
+from dbsl.run.parse import parse_config
 
 LIMIT_S = 60
 CLEAN = (ValueError, SystemExit)

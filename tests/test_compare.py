@@ -21,7 +21,7 @@ from dbsl.compare.statistics import (
     read_run,
     table,
 )
-from dbsl.run.config import parse_config
+from dbsl.run.parse import parse_config
 
 ARM = {
     "model": "test_resnet",

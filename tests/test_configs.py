@@ -13,7 +13,7 @@ from PIL import Image
 import train
 from dbsl.base.flags import parse_flags
 from dbsl.log import plots, worker_plots
-from dbsl.run.config import parse_config, read_settings
+from dbsl.run.parse import parse_config, read_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(

@@ -245,27 +245,27 @@ def fine_and_coarse():
 )
 def test_label_column_is_found(change, column):
     features = datasets.Features(fine_and_coarse() | change)
-    assert dbsl.data.dataset._choose_label_column(features, None) == column
-    assert dbsl.data.dataset._choose_label_column(features, "coarse") == "coarse"
+    assert dbsl.data.tables._choose_label_column(features, None) == column
+    assert dbsl.data.tables._choose_label_column(features, "coarse") == "coarse"
 
 
 def test_missing_columns_are_answered_with_those_that_exist():
     features = datasets.Features(fine_and_coarse())
     with pytest.raises(ValueError, match=r"must be one of \['coarse', 'fine', 'target'\], got 'x'"):
-        dbsl.data.dataset._choose_label_column(features, "x")
+        dbsl.data.tables._choose_label_column(features, "x")
     with pytest.raises(ValueError, match=r"image_column must be one of \['image'\], got 'fine'"):
-        dbsl.data.dataset._choose_image_column(features, "fine")
+        dbsl.data.tables._choose_image_column(features, "fine")
 
     only_text = datasets.Features(text=datasets.Value("string"))
     with pytest.raises(ValueError, match=r"label_column must be one of \['text'\], got None"):
-        dbsl.data.dataset._choose_label_column(only_text, None)
+        dbsl.data.tables._choose_label_column(only_text, None)
 
     two = datasets.Features(left=datasets.Image(), right=datasets.Image())
     with pytest.raises(ValueError, match=r"image_column must be one of .*'right'\], got None"):
-        dbsl.data.dataset._choose_image_column(two, None)
+        dbsl.data.tables._choose_image_column(two, None)
     with pytest.raises(ValueError, match=r"whole numbers or text, got columns 'left' \(PIL"):
-        dbsl.data.dataset._choose_label_column(two, None)
-    assert dbsl.data.dataset._choose_image_column(two, "right") == "right"
+        dbsl.data.tables._choose_label_column(two, None)
+    assert dbsl.data.tables._choose_image_column(two, "right") == "right"
 
 
 @pytest.mark.parametrize(

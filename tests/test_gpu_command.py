@@ -28,7 +28,7 @@ from benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
 from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.run.config import parse_config
+from dbsl.run.parse import parse_config
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,7 +264,7 @@ READ = """
 import json, sys, zlib
 import numpy as np, torch
 from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
-from dbsl.run.config import parse_config
+from dbsl.run.parse import parse_config
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from train import Config

@@ -15,7 +15,7 @@ from dbsl.base.errors import EXIT_INTERRUPTED, one_line_errors
 from dbsl.base.lazy import lazy_import
 from dbsl.cluster.liveness import chosen_backend, remember
 from dbsl.run.accelerator import computes_bf16, describe_precision, start_accelerator
-from dbsl.run.config import parse_config
+from dbsl.run.parse import parse_config
 from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,9 +5,10 @@ from types import SimpleNamespace as Bag
 import pytest
 
 from dbsl.checkpoint import resume
-from dbsl.checkpoint.on_disk import CheckpointError
+from dbsl.checkpoint.changes import epochs_under_way
+from dbsl.checkpoint.on_disk import CheckpointError, Found
 from dbsl.checkpoint.restart import plan_restart
-from dbsl.checkpoint.resume import Found, epochs_under_way, with_lost_workers
+from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.types import CurrentPlan, TimeModel

@@ -14,7 +14,7 @@ from dbsl.log import plots, worker_plots
 from dbsl.log.log import RunLog
 from dbsl.plan.types import TimeModel
 from dbsl.profile.step_time import fit_profile
-from dbsl.run.config import parse_config
+from dbsl.run.parse import parse_config
 from dbsl.run.resolved import JOINT, PROCESSES, SOURCES, found_by, still_true
 from train import Config, main
 

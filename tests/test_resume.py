@@ -19,10 +19,10 @@ from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
+from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
-from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.steps import OwnSteps
 from dbsl.log.meter import MEASURED
 from dbsl.model import load_model

@@ -20,7 +20,7 @@ from dbsl.data.transforms import Transform
 from dbsl.log.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
-from dbsl.run.config import COMMON, config_to_yaml, parse_config
+from dbsl.run.parse import COMMON, config_to_yaml, parse_config
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,8 +5,8 @@ import yaml
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl.run.config import parse_config
 from dbsl.run.evidence import find_evidence
+from dbsl.run.parse import parse_config
 from dbsl.run.resolved import with_resolved
 
 SETTINGS = {

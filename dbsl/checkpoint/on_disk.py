@@ -338,3 +338,18 @@ def _check_file(folder: Path, files: Mapping[str, dict[str, Any]], name: str) ->
 
 def _digest(body: str) -> str:
     return hashlib.sha256(body.encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from.
+
+    Attributes:
+        run_folder: The run it is of.
+        folder: The checkpoint; None: the run was killed before its first, and starts again.
+        manifest: The checkpoint's.
+    """
+
+    run_folder: Path
+    folder: Path | None = None
+    manifest: Manifest | None = None

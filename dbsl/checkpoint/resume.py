@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
+from dbsl.checkpoint.changes import _LISTS, _TIMES, check_changes, check_epochs_under_way, plain
 from dbsl.checkpoint.on_disk import (
     CheckpointError,
-    Manifest,
+    Found,
     check_files,
     newest,
     read_manifest,
@@ -28,43 +28,15 @@ from dbsl.checkpoint.on_disk import (
 from dbsl.checkpoint.restart import plan_restart
 from dbsl.cluster.messages import SERVER_RANK, share_text
 from dbsl.model import BEST
-from dbsl.plan.stages import Schedule, make_stages
 from dbsl.plan.turns import Restart
-from dbsl.run.config import CHECKPOINTS, in_todays_words, run_folder_of
+from dbsl.run.config import CHECKPOINTS
 from dbsl.run.folder import check_metrics
-from dbsl.run.resolved import PROCESSES, RESOLVED, SOURCES
+from dbsl.run.parse import run_folder_of
 from dbsl.run.run import Run
 
 Config = Any  # train.py's
 
-# What may change freely: no weight depends on it.
-_FREE = {
-    *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
-    *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
-    *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
-    "log_every",
-    *("profile", "profile_seconds", "profile_refresh", "push_to_hub"),
-}
-# What follows from the number of workers, which may change as well.
-_WORKERS = {"workers", "small_workers", "slope", "intercept", "floor", "dedicated_server"}
-_TIMES = ("slope", "intercept", "floor")
-_LISTS = (*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes")
 _ROUND_ANEW = {"progress": None, "clock": {}}  # of a process's state: neither steps nor their time
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from.
-
-    Attributes:
-        run_folder: The run it is of.
-        folder: The checkpoint; None: the run was killed before its first, and starts again.
-        manifest: The checkpoint's.
-    """
-
-    run_folder: Path
-    folder: Path | None = None
-    manifest: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +145,7 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
     for name in _LISTS:
         value = getattr(config, name)
         per_worker = value is not None and len(value) > rows and value != "auto"
-        if per_worker and _plain(value) == _plain(before.get(name)):
+        if per_worker and plain(value) == plain(before.get(name)):
             changes[name] = None
             if name in _TIMES:
                 changes |= dict.fromkeys(_TIMES)
@@ -185,142 +157,6 @@ def adapt_to_processes(config: Config, found: Found | None, processes: int) -> C
         if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
             changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
     return replace(config, **changes)
-
-
-def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that are not what they were, as (before, now) by name."""
-    new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
-    before = _complete(before, now)
-    return {
-        name: (before[name], new[name]) for name in new if _plain(before[name]) != _plain(new[name])
-    }
-
-
-def _complete(before: Mapping[str, Any], now: Config) -> dict[str, Any]:
-    """Return a checkpoint's settings; one of before a setting was there has its default."""
-    return {field.name: field.default for field in fields(now)} | in_todays_words(before)
-
-
-def check_changes(found: Found, config: Config, processes: int, say: Any) -> None:
-    """Say what has changed since the checkpoint; refuse what changes the mathematics.
-
-    Raises:
-        ValueError: If a setting that weights depend on has changed and `allow_config_change` is
-            not given.
-    """
-    before = found.manifest.config
-    changed = changed_settings(before, config)
-    free = set(_FREE)
-    if config.workers != found.manifest.workers:
-        free |= _WORKERS | {"global_batch_size", *_LISTS}
-    if "epochs" in changed:
-        _check_length(found.manifest, config.epochs)
-        if config.epochs > changed["epochs"][0]:
-            free.add("epochs")  # a run may always be made longer
-    sources = set(changed)
-    if found.manifest.processes != processes:
-        sources.add(PROCESSES)
-    # Found out then and now, and from something that has changed: that is to be agreed to.
-    follows = {
-        name
-        for name in changed
-        if name in before.get(RESOLVED, ()) and name in config.resolved
-        if sources.intersection(SOURCES[name])
-    }
-    mathematics = {n: change for n, change in changed.items() if n not in free | follows}
-    for name, (old, new) in changed.items():
-        if name not in ("resume", "output_dir", "allow_config_change"):
-            why = f" (not given: it follows {_first(sources, name)})" if name in follows else ""
-            say(f"changed since the checkpoint: {name} {_show(old)} -> {_show(new)}{why}")
-    if mathematics and not config.allow_config_change:
-        listed = ", ".join(f"{n} {_show(a)} -> {_show(b)}" for n, (a, b) in mathematics.items())
-        raise ValueError(
-            f"allow_config_change must be given for a change of what is trained, got {listed}"
-        )
-
-
-def _check_length(manifest: Manifest, epochs: int) -> None:
-    if epochs <= manifest.epoch:
-        raise ValueError(
-            f"epochs must be above the {manifest.epoch} that are complete, got {epochs}"
-        )
-
-
-def epochs_under_way(
-    state: Mapping[str, Any], before: Mapping[str, Any], *, at_epoch_end: bool
-) -> range:
-    """Return the epochs that a worker may have begun and that are not complete.
-
-    Args:
-        state: Of rank 0.
-        before: The settings that it was saved with.
-        at_epoch_end: Whether it was saved where all meet at an epoch's end, not inside a round.
-    """
-    cluster, planner = state["cluster"], state["planner"]
-    rounds = before["rounds_per_epoch"]
-    if before["push"] == "gradients":
-        plan = next(iter(planner["current"].values()))
-        rounds = -(-plan["workers"][0]["steps"] // before["push_every"])
-    server = cluster.get("server") or {"clocks": [cluster["clock"]], "active": [0]}
-    clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
-    if "queue" in cluster:  # simulated: it is known who is in a round
-        inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
-    elif at_epoch_end and before["sync"] in ("bsp", "step"):
-        inside = set()
-    else:  # only the workers know whether they have taken a step: all that may have
-        ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)
-        inside = {w for w in server["active"] if clocks[w] <= slowest + ahead}
-    begun = max(clock + (worker in inside) for worker, clock in enumerate(clocks))
-    stop = -(-min(begun, before["epochs"] * rounds) // rounds)
-    decided = (epoch + 1 for epoch in (*planner["segments"], *planner["fixed"]))
-    return range(slowest // rounds, max(stop, *decided, 0))
-
-
-def _check_epochs_under_way(found: Found, run: Run) -> None:
-    """Refuse another resolution, and so other plans, inside an epoch.
-
-    What its workers have trained on is told by the plan of the resolution that it began with.
-    """
-    config, manifest = run.config, found.manifest
-    before = _complete(manifest.config, config)
-    epochs, milestones = before["epochs"], before["lr_milestones"]
-    old = _resolutions(before["resolutions"], before["schedule"], epochs, milestones)
-    new = _resolutions(config.resolutions, config.schedule, config.epochs, config.lr_milestones)
-    moved = [e for e, sides in enumerate(zip(old, new, strict=False)) if sides[0] != sides[1]]
-    if not moved or moved[-1] < manifest.epoch:
-        return
-    with reading_checkpoint(found.folder):
-        under_way = epochs_under_way(
-            read_shard(found.folder, manifest, SERVER_RANK),
-            before,
-            at_epoch_end="model.safetensors" in manifest.files,  # saved nowhere else
-        )
-    epoch = next((e for e in moved if e in under_way), None)
-    if epoch is None:
-        return
-    advice = f"go on with epochs {epochs} first"
-    if config.epochs > epochs:
-        kept = (*milestones, epochs)
-        longer = _resolutions(config.resolutions, config.schedule, config.epochs, kept)
-        if longer[:epochs] == old:
-            given = ",".join(map(str, kept))
-            advice += f", or give --lr-milestones {given} --allow-config-change"
-    raise ValueError(
-        f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
-        f"got {new[epoch]} px: {advice}"
-    )
-
-
-def _resolutions(
-    resolutions: Sequence[int], schedule: Schedule, epochs: int, milestones: Sequence[int]
-) -> list[int]:
-    """Return the resolution of each epoch."""
-    stages = make_stages(epochs, resolutions, schedule=schedule, milestones=milestones)
-    return [stage.resolution for stage in stages for _ in stage.epochs]
-
-
-def _first(sources: Collection[str], name: str) -> str:
-    return next(source for source in SOURCES[name] if source in sources)
 
 
 def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | None:
@@ -341,7 +177,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             f"classes in the checkpoint, {classes} in the data"
         )
     check_changes(found, run.config, accelerator.num_processes, accelerator.print)
-    _check_epochs_under_way(found, run)
+    check_epochs_under_way(found, run)
     same = (
         manifest.processes == accelerator.num_processes
         and manifest.workers == run.config.workers
@@ -463,13 +299,3 @@ def _optimizers(found: Found, run: Run) -> dict[int, Any]:
             piece = read_shard(found.folder, found.manifest, rank)
             optimizers |= piece["stepper"]["optimizers"]
     return {w: state for w, state in optimizers.items() if w < run.config.workers}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "unset"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -30,7 +30,7 @@ from dbsl.base.flags import parse_flags
 from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
 from dbsl.jobs import Launch, is_finished, launch_all
-from dbsl.run.config import config_to_yaml, read_settings, yaml_to_argv
+from dbsl.run.parse import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself

@@ -54,7 +54,7 @@ def write_comparison(
     lines = [
         f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
         f"to {rows[0]['target']:.1f} %  s/point",
-        *(_line(row, width, len(baseline)) for row in rows),
+        *(_yaml_line(row, width, len(baseline)) for row in rows),
         "accuracy and loss at the last epoch; differences are paired by seed; s/point: worker "
         f"seconds more than {baseline}'s for each point over it; {folder}",
     ]
@@ -169,7 +169,7 @@ def _common(runs: Sequence[Run], key: str) -> str:
     return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
 
 
-def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
+def _yaml_line(row: Mapping[str, Any], width: int, baseline: int) -> str:
     def number(value: float, text: str) -> str:
         return format(value, text) if math.isfinite(value) else "-"
 

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import logging
 import math
-import os
-import re
 import sys
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from dbsl.base.cores import cores_of_process
 from dbsl.base.lazy import lazy_import
-from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import generator
-from dbsl.data.folders import hint_on_tables, is_image_folder, listed, read_class_folders
-from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore, check_bad
+from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
+from dbsl.data.pixel_cache import Decoded, decode_cached
+from dbsl.data.tables import open_labelled
 from dbsl.plan.dual_batch import largest_remainder
 
 datasets, timm = lazy_import("datasets"), lazy_import("timm")
-logger = logging.getLogger(__name__)
 
-_EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
-_LABEL_COLUMNS = ("labels", "target", "class")  # names to try once there is no "label"
-_LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
 _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed than to keep
 _CHUNK = 1024  # images decoded or summed at a time
 _PROBES = 64  # images per split whose size is looked at before any are decoded
-_CACHE_FORMAT = 1
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # of a name or user/name; all else is a path
 
 RGB = tuple[float, float, float]
 
@@ -117,7 +102,7 @@ def load_data(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     device = torch.device(device)
-    train, evaluation, class_names = _open_labelled(dataset, image_column, label_column)
+    train, evaluation, class_names = open_labelled(dataset, image_column, label_column)
     eval_split = evaluation.name if evaluation else "a fifth of train"
     if holdout is not None:
         evaluation, eval_split = None, f"{holdout:.3g} of train, held out"
@@ -169,196 +154,6 @@ def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -
     return np.sort(order[place < np.repeat(quotas, counts)])
 
 
-def _open_labelled(
-    dataset: str, image_column: str | None, label_column: str | None
-) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]:
-    """Return train, the evaluation split if one has labels, and the names of the classes."""
-    tables = _open_tables(dataset)
-    train_name = next(iter(tables)) if len(tables) == 1 else "train"
-    if train_name not in tables:
-        raise ValueError(f"dataset must have a split 'train' or only one, got {list(tables)}")
-    if is_image_folder(dataset, tables):
-        tables = read_class_folders(dataset, tables, train_name)
-    features = tables[train_name].features
-    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
-        raise ValueError(
-            f"dataset must have a column of images, got columns {_columns(features)}"
-            f"{hint_on_tables(dataset)}"
-        )
-    image_column = _choose_image_column(features, image_column)
-    label_column = _choose_label_column(features, label_column)
-
-    def split(name: str, labels: np.ndarray) -> ImageSplit:
-        table = tables[name].select_columns([image_column])
-        table = table.cast_column(image_column, datasets.Image(decode=False))
-        rows = np.arange(len(table))
-        return ImageSplit(table, rows, labels, image_column, label_column, dataset, name)
-
-    values = _read_labels(tables[train_name], label_column)
-    if values is None:
-        raise ValueError(
-            f"label_column must have a label in every row, got {label_column!r} with null or -1 "
-            f"in split {train_name!r}"
-        )
-    feature = features[label_column]
-    is_encoded = isinstance(feature, datasets.ClassLabel)
-    classes = np.arange(feature.num_classes) if is_encoded else np.unique(values)
-    class_names = feature.names if is_encoded else [str(value) for value in classes]
-    train = split(train_name, _encode(values, classes, train_name))
-    if unused := set(class_names) - {class_names[label] for label in np.unique(train.labels)}:
-        logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
-    for name in _EVAL_SPLITS:
-        if name == train_name or name not in tables:
-            continue
-        values = _read_labels(tables[name], label_column)
-        if values is None:
-            logger.warning("split %r of %r has no labels and is left out", name, dataset)
-            continue
-        if is_encoded and not np.isin(values, train.labels).any():  # test/unknown/*.jpg, say
-            logger.warning("split %r of %r has no training class and is left out", name, dataset)
-            continue
-        if tables[name].features[label_column] != feature:
-            raise ValueError(
-                f"label_column must be of one type in all splits, got {label_column!r}, whose type "
-                f"or classes in split {name!r} are not those in {train_name!r}"
-            )
-        return train, split(name, _encode(values, classes, name)), tuple(class_names)
-    return train, None, tuple(class_names)
-
-
-def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
-    """Return the splits that have rows. Code that comes with a dataset is never run."""
-    if dataset == "digits":
-        return {"train": _digits()}
-    path = Path(dataset).expanduser()
-    kind = "file" if path.suffix == ".parquet" else "folder"
-    try:
-        if not path.exists() and (kind == "file" or not _HUB_ID.fullmatch(dataset)):
-            raise FileNotFoundError(f"the {kind} does not exist")
-        if kind == "file":
-            found = datasets.load_dataset("parquet", data_files=str(path))
-        elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
-            _check_saved(path)
-            found = datasets.load_from_disk(path)
-        elif path.exists():
-            found = datasets.load_dataset(str(path))
-        else:
-            found = _load_from_hub(dataset)
-        if isinstance(found, datasets.Dataset):
-            found = {"train": found}
-        tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
-        if not tables:
-            raise ValueError("it has no rows")
-    except Exception as error:  # no network, no such name, a broken file: datasets raises all kinds
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ValueError(
-            "dataset must be 'digits', a folder, a parquet file or a hub id that can be reached, "
-            f"got {dataset!r} ({reason})"
-        ) from error
-    return tables
-
-
-def _load_from_hub(name: str) -> datasets.DatasetDict:
-    with hub_or_cache() as answers:
-        try:
-            return datasets.load_dataset(name)
-        except Exception:
-            if answers:
-                raise
-            raise OSError(
-                "there is no such folder, the hub cannot be reached and its cache has none"
-            ) from None
-
-
-def _check_saved(folder: Path) -> None:
-    """Refuse a folder of `save_to_disk` whose files name data outside of it."""
-    splits = [folder]
-    if (folder / "dataset_dict.json").exists():
-        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        splits = [folder / name for name in names]
-    inside = os.path.join(os.path.abspath(folder), "")
-    for split in splits:
-        state = json.loads((split / "state.json").read_text(encoding="utf-8"))
-        for file in [split / entry["filename"] for entry in state["_data_files"]]:
-            if not os.path.abspath(file).startswith(inside):
-                raise ValueError(f"its data files must lie inside the folder, got {file}")
-
-
-def _digits() -> datasets.Dataset:
-    from sklearn.datasets import load_digits  # slow to import, and only this dataset needs it
-
-    digits = load_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)  # they come as 0..16
-    return datasets.Dataset.from_dict(
-        {"image": [Image.fromarray(image) for image in images], "label": digits.target},
-        features=datasets.Features(
-            image=datasets.Image(), label=datasets.ClassLabel(names=list("0123456789"))
-        ),
-    )
-
-
-def _choose_image_column(features: datasets.Features, chosen: str | None) -> str:
-    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if chosen is None and len(images) == 1:
-        return images[0]
-    if chosen not in images:
-        raise ValueError(f"image_column must be one of {images}, got {chosen!r}")
-    return chosen
-
-
-def _choose_label_column(features: datasets.Features, chosen: str | None) -> str:
-    sizes = {}  # classes of each column that may hold labels; 0: not known from its type
-    for name, feature in features.items():
-        if isinstance(feature, datasets.ClassLabel):
-            sizes[name] = feature.num_classes
-        elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
-            sizes[name] = 0
-    if not sizes:
-        raise ValueError(
-            f"dataset must have a column of labels, whole numbers or text, got columns "
-            f"{_columns(features)}"
-        )
-    if chosen is None and "label" in sizes:
-        return "label"
-    if chosen is None and any(sizes.values()):
-        return max(sizes, key=sizes.get)
-    if chosen is None:
-        chosen = next((name for name in _LABEL_COLUMNS if name in sizes), None)
-    if chosen not in sizes:
-        kind = f" of {features[chosen].dtype}" if chosen in features else ""
-        raise ValueError(f"label_column must be one of {list(sizes)}, got {chosen!r}{kind}")
-    return chosen
-
-
-def _columns(features: datasets.Features) -> str:
-    return ", ".join(f"{name!r} ({feature.dtype})" for name, feature in features.items())
-
-
-def _read_labels(table: datasets.Dataset, column: str) -> np.ndarray | None:
-    """Return the labels as they are written, or None if any is missing."""
-    if column not in table.features:
-        return None
-    labels = table.select_columns([column]).with_format("arrow")[:][column]
-    if labels.null_count:
-        return None
-    values = labels.to_numpy()
-    # The hub's test splits without labels hold -1.
-    is_encoded = isinstance(table.features[column], datasets.ClassLabel)
-    return None if is_encoded and values.min() < 0 else values
-
-
-def _encode(values: np.ndarray, classes: np.ndarray, split: str) -> np.ndarray:
-    """Return the place of each value among the sorted classes, int64."""
-    labels = np.searchsorted(classes, values).clip(max=len(classes) - 1)
-    unknown = values[classes[labels] != values]
-    if len(unknown):
-        raise ValueError(
-            f"labels of split {split!r} must be among the {len(classes)} classes of the training "
-            f"split, got {unknown.tolist()[0]!r}"
-        )
-    return labels.astype(np.int64)
-
-
 def _hold_out(
     train: ImageSplit, share: float, rng: np.random.Generator
 ) -> tuple[ImageSplit, ImageSplit]:
@@ -393,12 +188,9 @@ def _common_side(splits: Iterable[ImageSplit]) -> int | None:
     return width if width == height else None
 
 
-_Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
-
-
 def _decode_splits(
     splits: Sequence[ImageSplit], side: int | None, max_bytes: int, max_bad: int
-) -> list[_Decoded] | None:
+) -> list[Decoded] | None:
     """Return each split's pixels, uint8 [N, S, S, 3], or None if they are not for a store."""
     if side is None or side > _STORE_UP_TO:
         return None
@@ -406,70 +198,11 @@ def _decode_splits(
         return None
     found = []
     for split in splits:
-        decoded = _decode_cached(split, side, max_bad)
+        decoded = decode_cached(split, side, max_bad)
         if decoded is None:
             return None
         found.append(decoded)
     return found
-
-
-def _decode_cached(split: ImageSplit, side: int, max_bad: int) -> _Decoded | None:
-    """Return a split's pixels, read from the cache if possible; None if an image has another size.
-
-    On the CPU, processes that read the cache share its memory.
-    """
-    cache, shape = _cache_file(split), (len(split), side, side, 3)
-    everything = np.arange(len(split))
-    with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
-        pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
-        if pixels.shape == shape and pixels.dtype == np.uint8:
-            return pixels, everything, {}
-    pixels, bad = np.empty(shape, np.uint8), {}
-    for start in range(0, len(split), _CHUNK):
-        samples = np.arange(start, min(start + _CHUNK, len(split)))
-        for sample, image in zip(samples, split.decode(samples), strict=True):
-            if isinstance(image, str):
-                bad[int(sample)] = image
-            elif image.size != (side, side):
-                return None
-            else:
-                pixels[sample] = image
-    if not bad:
-        _write_cache(cache, pixels)
-        return pixels, everything, {}
-    rows = {int(split.rows[sample]): reason for sample, reason in bad.items()}
-    check_bad(rows, max_bad, split)
-    for row, reason in rows.items():
-        logger.warning("left out: %s", split.describe_bad(row, reason))
-    good = np.delete(everything, list(bad))
-    return pixels[good], good, rows
-
-
-def _cache_file(split: ImageSplit) -> Path:
-    """Return where a split's pixels belong: the name is a hash of all that they depend on."""
-    files = [Path(file["filename"]).stat() for file in split.table.cache_files]
-    content = (
-        _CACHE_FORMAT,
-        split.table._fingerprint,  # of how the rows were made
-        [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved anew
-        split.image_column,
-    )
-    digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
-    return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"
-
-
-def _write_cache(path: Path, pixels: np.ndarray) -> None:
-    """Write the pixels, if they can be written; another process may be doing the same."""
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            np.save(file, pixels, allow_pickle=False)
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning("decoded images are not cached (%s)", error)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _channel_statistics(pixels: np.ndarray) -> tuple[RGB, RGB]:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from textwrap import indent
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
-
-import yaml
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
 
 from dbsl.base.bounds import Within, check_bounds, in_range
-from dbsl.base.flags import parse_flags
 from dbsl.cluster.config import SyncConfig
-from dbsl.cluster.liveness import recall
 from dbsl.data.config import DataConfig
 from dbsl.model import ModelConfig
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig
 from dbsl.plan.stages import check_resolutions
 from dbsl.run.accelerator import Precision
-from dbsl.run.resolved import PROCESSES, RESOLVED, Found, check_names, still_true
+from dbsl.run.resolved import Found
 
 ReportTo = Literal["wandb", "tensorboard", "trackio", "none"]
 
@@ -34,163 +26,6 @@ T = TypeVar("T")
 
 # Optimizers of which a push that is part of a global batch can take that part of a step.
 _STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
-# What most people need first.
-COMMON = (
-    *("dataset", "model", "epochs", "lr", "workers", "small_ratio", "large_batch_size"),
-    *("sync", "output_dir", "resume"),
-)
-_CONFIG_HELP = {"--config": "YAML file of settings; flags win over it"}
-
-RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are raised, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the message."""
-        raise ValueError(message)
-
-
-def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
-    """Build the dataclass `cls` from an optional ``--config FILE.yaml`` and flags; flags win.
-
-    File and flags meet the same checks, since the file is read as flags. Lists may be separated by
-    commas or spaces.
-
-    A run that is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A
-    process that torchrun or accelerate has restarted resumes what it was doing. What a run found
-    out, and its file says, is taken over unless a setting has changed that it came from.
-
-    Raises:
-        ValueError: If a flag is unknown or its value has the wrong type, the file cannot be read
-            or is no mapping of settings, or there is no such run to resume.
-    """
-    file_flags = _OneLineParser(add_help=False, allow_abbrev=False)
-    for name in ("--config", "--resume", "--output-dir", "--output_dir"):
-        file_flags.add_argument(name)
-    known, flags = file_flags.parse_known_args(argv)
-    sources = [_read_files(Path(known.config))] if known.config else []
-    settings = _merged(sources[0]) if sources else {}
-    resume = known.resume or settings.get("resume")
-    output_dir = known.output_dir or settings.get("output_dir")
-    if resume is None and (unfinished := recall(RUN_FOLDER)):
-        resume, output_dir = "auto", unfinished
-    for name, value in (("resume", resume), ("output_dir", output_dir)):
-        if value is not None:
-            flags += yaml_to_argv({name: value})
-    if resume is not None:
-        folder = run_folder_of(str(resume), output_dir)
-        if (folder / "config.yaml").is_file():
-            sources.insert(0, _read_files(folder / "config.yaml"))
-    given = [flag for files in sources for flag in yaml_to_argv(_merged(files))]
-    config = parse_flags(cls, given + flags, common=COMMON, others=_CONFIG_HELP)
-    for files in sources:  # what the run itself found out comes first
-        for number in range(len(files), 0, -1):
-            if RESOLVED in files[number - 1]:
-                return _take_over(config, files[:number])
-    return config
-
-
-def _take_over(config: T, files: Sequence[Mapping[str, Any]]) -> T:
-    """Return the config with what the last of these files found out, as far as it still holds."""
-    given, resolved = yaml_to_argv(_merged(files)), files[-1][RESOLVED]
-    check_names(resolved)
-    before = parse_flags(type(config), given, check=False)
-    found = {name: value for name, value in resolved.items() if name != PROCESSES}
-    typed = parse_flags(type(config), given + yaml_to_argv(found), check=False)
-    values = dict(resolved) | {
-        n: None if v is None else getattr(typed, n) for n, v in found.items()
-    }
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return replace(config, resolved=still_true(values, before, config, processes))
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return a YAML file's settings, on top of those of the file that its ``base`` names.
-
-    ``base`` is relative to the file that it stands in; a base may have a base of its own. What a
-    run found out (``resolved``) is no setting, and left out.
-
-    Raises:
-        ValueError: If a file cannot be read or is no mapping of settings, or files name each other.
-    """
-    return _merged(_read_files(path))
-
-
-def _read_files(path: Path) -> list[dict[str, Any]]:
-    """Return what a YAML file and its bases have, the deepest base first."""
-    files, seen = [_read_yaml(path)], [path.resolve()]
-    while "base" in files[0]:
-        base = seen[-1].parent / str(files[0].pop("base"))
-        if base.resolve() in seen:
-            raise ValueError(f"base must not lead back to its own file, got {base} in {path}")
-        seen.append(base.resolve())
-        files.insert(0, _read_yaml(base))
-    return files
-
-
-def _merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of files, the later ones' on top."""
-    return {name: v for file in files for name, v in file.items() if name != RESOLVED}
-
-
-def yaml_to_argv(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as flags: ``{lr: 0.1, nesterov: false}`` is ``--lr 0.1 --no-nesterov``."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        flag = str(name).replace("_", "-")
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, (list, tuple)):
-            flags += [f"--{flag}", *map(str, value)]
-        else:
-            flags += [f"--{flag}", str(value)]
-    return flags
-
-
-def config_to_yaml(settings: Mapping[str, Any], resolved: Mapping[str, Any] | None = None) -> str:
-    """Return settings as YAML that `parse_config` reads back to equal ones; unset is left out.
-
-    What a run found out goes under ``resolved``.
-    """
-    lines = [_line(name, value) for name, value in settings.items() if value is not None]
-    if resolved:
-        lines += ["\n# Found out by the run; dropped where a setting changes that it came from.\n"]
-        lines += [f"{RESOLVED}:\n"]
-        lines += [indent(_line(name, value), "  ") for name, value in resolved.items()]
-    return "".join(lines)
-
-
-def _line(name: str, value: Any) -> str:
-    """Return one setting as YAML, a list in brackets."""
-    is_list = isinstance(value, list | tuple)
-    plain = {name: list(value) if is_list else value}
-    return yaml.safe_dump(plain, default_flow_style=None if is_list else False)
-
-
-def run_folder_of(resume: str, output_dir: str | None) -> Path:
-    """Return the run folder that `--resume` means.
-
-    Raises:
-        ValueError: If it means no folder, or another one than `output_dir`.
-    """
-    if resume == "auto":
-        if output_dir is None:
-            raise ValueError("resume auto must go with output_dir, the run folder to look into")
-        return Path(output_dir)
-    folder = Path(resume)
-    if folder.parent.name == CHECKPOINTS:
-        folder = folder.parent.parent
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"resume must be auto, a run folder or a checkpoint in one, got {resume}")
-    if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
-        raise ValueError(
-            f"output_dir must be left out or {folder}, where the run goes on, got {output_dir}"
-        )
-    return folder
 
 
 @dataclass(frozen=True)
@@ -398,26 +233,3 @@ def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
     if all(len(set(row)) == 1 for row in values):
         return tuple(row[0] for row in values)
     return tuple(value for row in values for value in row)
-
-
-def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of an older file or checkpoint as they are given today."""
-    settings = dict(settings)
-    if isinstance(settings.get("reset_momentum"), bool):
-        settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
-    return settings
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"config must be a readable YAML file, got {path} ({reason})") from None
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"config must map settings to values, got {path} with a bare value or list"
-        )
-    return in_todays_words(settings)

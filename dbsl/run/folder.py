@@ -19,7 +19,7 @@ from dbsl.base.files import write_text
 from dbsl.cluster.liveness import remember
 from dbsl.cluster.messages import share_text
 from dbsl.plan.types import Plan
-from dbsl.run.config import RUN_FOLDER, config_to_yaml
+from dbsl.run.parse import RUN_FOLDER, config_to_yaml
 from dbsl.run.resolved import RESOLVED
 
 LOCK = ".lock"

@@ -36,8 +36,8 @@ from dbsl.model import check_optimizer, least_batch
 from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.config import config_to_yaml
 from dbsl.run.evidence import dataset_name
+from dbsl.run.parse import config_to_yaml
 from dbsl.run.stopping import Stopping
 from dbsl.study.config import StudyConfig
 from dbsl.study.files import read_workloads, study_folder, write_study, write_trial

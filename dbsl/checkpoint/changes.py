@@ -1,0 +1,178 @@
+"""Which settings a resumed run may change, and which epochs are under way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from dbsl.checkpoint.on_disk import Found, Manifest, read_shard, reading_checkpoint
+from dbsl.cluster.messages import SERVER_RANK
+from dbsl.plan.stages import Schedule, make_stages
+from dbsl.run.parse import in_todays_words
+from dbsl.run.resolved import PROCESSES, RESOLVED, SOURCES
+from dbsl.run.run import Run
+
+Config = Any  # train.py's
+
+# What may change freely: no weight depends on it.
+_FREE = {
+    *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
+    *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
+    *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
+    "log_every",
+    *("profile", "profile_seconds", "profile_refresh", "push_to_hub"),
+}
+# What follows from the number of workers, which may change as well.
+_WORKERS = {"workers", "small_workers", "slope", "intercept", "floor", "dedicated_server"}
+_TIMES = ("slope", "intercept", "floor")
+_LISTS = (*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes")
+
+
+def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that are not what they were, as (before, now) by name."""
+    new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
+    before = _complete(before, now)
+    return {
+        name: (before[name], new[name]) for name in new if plain(before[name]) != plain(new[name])
+    }
+
+
+def _complete(before: Mapping[str, Any], now: Config) -> dict[str, Any]:
+    """Return a checkpoint's settings; one of before a setting was there has its default."""
+    return {field.name: field.default for field in fields(now)} | in_todays_words(before)
+
+
+def check_changes(found: Found, config: Config, processes: int, say: Any) -> None:
+    """Say what has changed since the checkpoint; refuse what changes the mathematics.
+
+    Raises:
+        ValueError: If a setting that weights depend on has changed and `allow_config_change` is
+            not given.
+    """
+    before = found.manifest.config
+    changed = changed_settings(before, config)
+    free = set(_FREE)
+    if config.workers != found.manifest.workers:
+        free |= _WORKERS | {"global_batch_size", *_LISTS}
+    if "epochs" in changed:
+        check_length(found.manifest, config.epochs)
+        if config.epochs > changed["epochs"][0]:
+            free.add("epochs")  # a run may always be made longer
+    sources = set(changed)
+    if found.manifest.processes != processes:
+        sources.add(PROCESSES)
+    # Found out then and now, and from something that has changed: that is to be agreed to.
+    follows = {
+        name
+        for name in changed
+        if name in before.get(RESOLVED, ()) and name in config.resolved
+        if sources.intersection(SOURCES[name])
+    }
+    mathematics = {n: change for n, change in changed.items() if n not in free | follows}
+    for name, (old, new) in changed.items():
+        if name not in ("resume", "output_dir", "allow_config_change"):
+            why = f" (not given: it follows {_first(sources, name)})" if name in follows else ""
+            say(f"changed since the checkpoint: {name} {_show(old)} -> {_show(new)}{why}")
+    if mathematics and not config.allow_config_change:
+        listed = ", ".join(f"{n} {_show(a)} -> {_show(b)}" for n, (a, b) in mathematics.items())
+        raise ValueError(
+            f"allow_config_change must be given for a change of what is trained, got {listed}"
+        )
+
+
+def check_length(manifest: Manifest, epochs: int) -> None:
+    """Raise ``ValueError`` if a run is to have no more epochs than it has trained."""
+    if epochs <= manifest.epoch:
+        raise ValueError(
+            f"epochs must be above the {manifest.epoch} that are complete, got {epochs}"
+        )
+
+
+def epochs_under_way(
+    state: Mapping[str, Any], before: Mapping[str, Any], *, at_epoch_end: bool
+) -> range:
+    """Return the epochs that a worker may have begun and that are not complete.
+
+    Args:
+        state: Of rank 0.
+        before: The settings that it was saved with.
+        at_epoch_end: Whether it was saved where all meet at an epoch's end, not inside a round.
+    """
+    cluster, planner = state["cluster"], state["planner"]
+    rounds = before["rounds_per_epoch"]
+    if before["push"] == "gradients":
+        plan = next(iter(planner["current"].values()))
+        rounds = -(-plan["workers"][0]["steps"] // before["push_every"])
+    server = cluster.get("server") or {"clocks": [cluster["clock"]], "active": [0]}
+    clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
+    if "queue" in cluster:  # simulated: it is known who is in a round
+        inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
+    elif at_epoch_end and before["sync"] in ("bsp", "step"):
+        inside = set()
+    else:  # only the workers know whether they have taken a step: all that may have
+        ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)
+        inside = {w for w in server["active"] if clocks[w] <= slowest + ahead}
+    begun = max(clock + (worker in inside) for worker, clock in enumerate(clocks))
+    stop = -(-min(begun, before["epochs"] * rounds) // rounds)
+    decided = (epoch + 1 for epoch in (*planner["segments"], *planner["fixed"]))
+    return range(slowest // rounds, max(stop, *decided, 0))
+
+
+def check_epochs_under_way(found: Found, run: Run) -> None:
+    """Refuse another resolution, and so other plans, inside an epoch.
+
+    What its workers have trained on is told by the plan of the resolution that it began with.
+    """
+    config, manifest = run.config, found.manifest
+    before = _complete(manifest.config, config)
+    epochs, milestones = before["epochs"], before["lr_milestones"]
+    old = _resolutions(before["resolutions"], before["schedule"], epochs, milestones)
+    new = _resolutions(config.resolutions, config.schedule, config.epochs, config.lr_milestones)
+    moved = [e for e, sides in enumerate(zip(old, new, strict=False)) if sides[0] != sides[1]]
+    if not moved or moved[-1] < manifest.epoch:
+        return
+    with reading_checkpoint(found.folder):
+        under_way = epochs_under_way(
+            read_shard(found.folder, manifest, SERVER_RANK),
+            before,
+            at_epoch_end="model.safetensors" in manifest.files,  # saved nowhere else
+        )
+    epoch = next((e for e in moved if e in under_way), None)
+    if epoch is None:
+        return
+    advice = f"go on with epochs {epochs} first"
+    if config.epochs > epochs:
+        kept = (*milestones, epochs)
+        longer = _resolutions(config.resolutions, config.schedule, config.epochs, kept)
+        if longer[:epochs] == old:
+            given = ",".join(map(str, kept))
+            advice += f", or give --lr-milestones {given} --allow-config-change"
+    raise ValueError(
+        f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
+        f"got {new[epoch]} px: {advice}"
+    )
+
+
+def _resolutions(
+    resolutions: Sequence[int], schedule: Schedule, epochs: int, milestones: Sequence[int]
+) -> list[int]:
+    """Return the resolution of each epoch."""
+    stages = make_stages(epochs, resolutions, schedule=schedule, milestones=milestones)
+    return [stage.resolution for stage in stages for _ in stage.epochs]
+
+
+def _first(sources: Collection[str], name: str) -> str:
+    return next(source for source in SOURCES[name] if source in sources)
+
+
+def plain(value: Any) -> Any:
+    """Return a tuple as the list that JSON makes of it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
