@@ -172,7 +172,7 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
     with nullcontext(True) if local else hub_or_cache() as answers:
         try:
             yield
-        except Exception as error:  # of the network, the hub, a file, the weights: many types
+        except Exception as error:  # network, hub, file or weights: many types
             reason = " ".join(str(error).split()) or type(error).__name__
             if not answers and isinstance(error, OSError):
                 reason = "the hub cannot be reached and its cache does not have them"
@@ -287,8 +287,8 @@ def save_model(
         folder: Where to; made if it is not there.
         resolution: Image side that it is meant for, pixels.
         data: Names the classes and the channels' statistics.
-        state: What `copy_model_state` returned earlier; None: as the model is now.
-        name: Of the file of weights, without its ending.
+        state: State that `copy_model_state` returned earlier; None: the model as it is now.
+        name: Name of the weights' file, without its ending.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state

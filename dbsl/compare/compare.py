@@ -83,12 +83,12 @@ class Arm:
     """A config to be run with several seeds.
 
     Attributes:
-        name: Of its row in the table: the file's.
-        run: Of its runs' folders.
+        name: Name of its row in the table: the file's.
+        run: Name of its runs' folders.
         path: The file.
-        settings: All that it sets, in the file, its bases and `extra`.
+        settings: All settings of the file, its bases and `extra`.
         extra: Settings that are not from the file.
-        dataset: The file's data set, or the name of `extra`'s; `settings` may name a local copy.
+        dataset: Name of the data set; `settings` may name a local copy.
     """
 
     name: str

@@ -37,14 +37,14 @@ _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed tha
 _CHUNK = 1024  # images decoded or summed at a time
 _PROBES = 64  # images per split whose size is looked at before any are decoded
 _CACHE_FORMAT = 1
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # of a name or user/name; all else is a path
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # name or user/name; all else is a path
 
 RGB = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Data:
-    """What `load_data` found.
+    """The data that `load_data` found.
 
     Attributes:
         train: Training samples.
@@ -54,8 +54,8 @@ class Data:
         mean: Channel means of images in [0, 1], for `Transform`.
         std: Channel standard deviations, likewise.
         mirror: Whether a mirrored image keeps its class.
-        image_side: Side of the images where all are squares of one size, in pixels, else None. Of
-            images that are not stored, 64 spread over each split were looked at.
+        image_side: Side of the images in pixels if all are squares of one size, else None. Where
+            images are not stored, 64 of each split were looked at.
         image_column: Column that the images come from.
         label_column: Column that the labels come from.
         eval_split: Name of the split that `evaluation` comes from, or how it was cut off.
@@ -450,7 +450,7 @@ def _cache_file(split: ImageSplit) -> Path:
     files = [Path(file["filename"]).stat() for file in split.table.cache_files]
     content = (
         _CACHE_FORMAT,
-        split.table._fingerprint,  # of how the rows were made
+        split.table._fingerprint,  # changes with the way the rows were made
         [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved anew
         split.image_column,
     )
@@ -474,7 +474,7 @@ def _write_cache(path: Path, pixels: np.ndarray) -> None:
 
 def _channel_statistics(pixels: np.ndarray) -> tuple[RGB, RGB]:
     """Return mean and standard deviation of each channel, of pixels scaled to [0, 1]."""
-    total, squares = torch.zeros(2, 3, dtype=torch.float64)  # of integers, hence exact
+    total, squares = torch.zeros(2, 3, dtype=torch.float64)  # sums of integers, hence exact
     for start in range(0, len(pixels), _CHUNK):
         values = torch.from_numpy(pixels[start : start + _CHUNK]).double()
         total += values.sum((0, 1, 2))

@@ -39,7 +39,7 @@ class Transform:
     | crop | zero-pad by side/8, crop, flip, resize | random resized crop, flip | |
     | paper | resize, flip, rotate, zoom | resize | flip, rotate, zoom |
 
-    "none" is what evaluation uses. "paper" is the augmentation of the ImageNet runs of dual-batch
+    Evaluation uses "none". "paper" is the augmentation of the ImageNet runs of dual-batch
     learning (arXiv:2509.26092): rotation within 18 degrees, zoom within 25 % with the aspect kept,
     bilinear, borders filled by reflection.
 

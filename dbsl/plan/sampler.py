@@ -27,7 +27,7 @@ class Part:
 
     worker: int
     indices: np.ndarray  # int64 [b]; may be empty in the last, shorter global batch
-    weight: float  # of their mean loss in the loss of the step
+    weight: float  # weight of their mean loss in the step's loss
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Step:
     """One optimizer step: the parts of one worker, or of all that take it together."""
 
     parts: tuple[Part, ...]
-    progress: float  # of the epoch where the step begins, in [0, 1)
-    odd: bool = False  # a last global batch of another size, of which a worker may have nothing
+    progress: float  # share of the epoch that is over when the step begins, in [0, 1)
+    odd: bool = False  # a last, shorter global batch: a worker may have no sample of it
 
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
@@ -61,7 +61,7 @@ class EpochSampler:
         first_round: Rounds of the epoch that are over.
         start: Samples of the epoch that they took.
         least: Samples of a batch at least: 2 where a model cannot train on one.
-        left: What is left of the epoch, as places in its order, if that is not all from `start` on.
+        left: Remainder of the epoch, as places in its order, if that is not all from `start` on.
     """
 
     def __init__(

@@ -39,9 +39,9 @@ _CUDA_MEMORY_UP_TO = 1024
 
 @dataclass(frozen=True)
 class Setup:
-    """What a step's time depends on beside its resolution and its batch size.
+    """Everything that a step's time depends on, but its resolution and its batch size.
 
-    The loss function is not in it: after a change of that, steps have to be measured anew.
+    The loss function is not in it: measure steps anew after changing the loss.
     """
 
     device: str  # name of the device
@@ -51,8 +51,8 @@ class Setup:
     num_classes: int
     precision: str
     optimizer: str
-    momentum: bool  # whether it has any
-    weight_decay: bool  # likewise
+    momentum: bool  # whether the optimizer has momentum
+    weight_decay: bool  # whether the optimizer decays weights
     compile: bool
     cpu_threads: int
     local_processes: int  # that run on the machine at the same time
@@ -110,7 +110,7 @@ class Profiler:
     alone would find the machine idle.
 
     Args:
-        setup: What the profiles have to be of.
+        setup: The profiles must be measured in this setup.
         model: The model, on its device.
         accelerator: Device, precision, processes.
         seconds: About how long measuring may take for each resolution.

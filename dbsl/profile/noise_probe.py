@@ -55,7 +55,7 @@ class NoiseProbe:
         self._workers, self._rounds = workers, rounds
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._clock = -1  # of the round whose gradients are being joined
+        self._clock = -1  # clock of the round whose gradients are being joined
         self._sum: list[Tensor] = []  # by parameter, [numel]
         self._joined: dict[int, int] = {}  # batches by worker
 

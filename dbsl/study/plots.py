@@ -125,7 +125,7 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def _columns(own: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
-    steps = [max(r.steps, 1) for r in own]  # of a goal met by initial weights 0, which has no log
+    steps = [max(r.steps, 1) for r in own]  # 0 steps (met by the initial weights) have no log
     return np.array([r.batch_size for r in own]), np.array(steps)
 
 
