@@ -104,7 +104,7 @@ def build_model(
         raise ValueError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
     with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
         small_stem = named_source and _has_small_stem(name)
-        # Built with the mark, the dropout modules of the classifier can be told from all others.
+        # The mark tells the classifier's dropout modules from all others.
         model = _create(
             name,
             _transformer_args(final_resolution, resolutions or (final_resolution,)),
@@ -212,7 +212,7 @@ def join_batch_norm(model: nn.Module) -> nn.Module:
 
     Where it trains, every process must take the same passes.
     """
-    # torch's own converter leaves out the activations that timm has in some of these layers.
+    # torch's converter would drop the activations that timm has in some of these layers.
     return timm.layers.convert_sync_batchnorm(model)
 
 
@@ -267,7 +267,7 @@ def build_optimizer(
 
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the model's state in host memory."""
-    # Cloned: the model's tensors are views into one vector, which safetensors does not take.
+    # Clone: the model's tensors are views into one vector, and safetensors refuses views.
     return {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
 
 

@@ -126,7 +126,7 @@ class Arm:
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
         extra = {**self.extra, "seed": seed}
-        # Many runs: what is left of each are its figures and its last weights.
+        # There are many runs: each leaves its figures and last weights, no checkpoints.
         defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
         extra |= {n: value for n, value in defaults.items() if n not in self.settings}
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with

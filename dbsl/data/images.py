@@ -220,7 +220,7 @@ class ImageSplit:
 
     def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
-        feature = datasets.Image(mode="RGB")  # which also applies EXIF orientation
+        feature = datasets.Image(mode="RGB")  # it applies EXIF orientation, too
 
         def decode(value: Mapping[str, Any]) -> Image.Image:
             self._check_path(value)
@@ -300,7 +300,7 @@ def _process_context() -> multiprocessing.context.BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Imported once for all of them.
+    # Import once, for all loader processes.
     context.set_forkserver_preload([__name__, "datasets", "torchvision.transforms.v2"])
     return context
 

@@ -73,7 +73,7 @@ class SpeedEstimate:
             if self._known and abs(deviation) < _JUMP and before * deviation <= 0:
                 self._outlier = deviation  # wait for the next to tell
                 return
-            # No noise: forget how sure we were.
+            # The time has changed, beyond noise: forget how sure the estimate was.
             self._covariance += np.eye(2) * error**2 / float(direction @ direction)
             variance = float(direction @ self._covariance @ direction) + noise
         self._known = True
@@ -209,7 +209,7 @@ class Planner:
             return
         self._measured[report.worker] += 1
         if self.balance == "dbs":
-            # Lines are the log's: a checkpoint need not have them twice.
+            # The log keeps the lines: a checkpoint need not have them, too.
             self._since[report.worker].append(replace(report, logged=0, lines=()))
         self._speeds[report.worker].observe(
             self._models[report.resolution][report.worker],
@@ -239,7 +239,7 @@ class Planner:
         """
         others = {r: self._without(r, active) for r in self.current}
         rounds, lost = self._rounds, 0
-        # Also begun: what the lost one was ahead, and what an earlier loss left as it was.
+        # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
         ahead = max(max(clocks[w] for w in active) + 1, clocks[worker])
         begun = self._begun = max(self._begun, min(ahead, last))
         first_epoch = min(clocks[w] for w in (*active, worker)) // rounds

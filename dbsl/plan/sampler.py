@@ -160,7 +160,7 @@ class StepSampler:
         self.global_batch_size = global_batch_size
         whole, rest = divmod(samples, global_batch_size)
         self.steps_per_epoch = whole + (rest >= least and not drop_last)
-        # Too few for a step of their own join the last whole one.
+        # Samples that are too few for a step of their own join the last whole step.
         self._joined = rest if rest < least and not drop_last else 0
         self._seed = seed
         self._least = least

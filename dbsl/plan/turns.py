@@ -122,7 +122,7 @@ class LostWorker:
 
     rank: int
     worker: int
-    rounds: int  # that it had pushed
+    rounds: int  # rounds that it had pushed
     samples: int  # its samples of epochs under way; nobody trains on them any more
     reason: str
 

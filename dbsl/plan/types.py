@@ -113,7 +113,7 @@ class CurrentPlan:
     plan: Plan
     first_round: int = 0
     start: int = 0  # samples of the epoch that earlier rounds took
-    # Or what earlier rounds left, where that is not all that follows: places in the epoch's order.
+    # Places in the epoch's order that earlier rounds left, if these are not all that follow.
     left: tuple[tuple[int, int], ...] = ()
 
 

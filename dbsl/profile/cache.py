@@ -55,7 +55,7 @@ class Setup:
     weight_decay: bool  # whether the optimizer decays weights
     compile: bool
     cpu_threads: int
-    local_processes: int  # that run on the machine at the same time
+    local_processes: int  # processes that run on the machine at the same time
     torch: str
     timm: str
 
@@ -161,7 +161,7 @@ class Profiler:
             self._accelerator.print(f"measuring memory of {self.setup.model} at {resolution} px")
             step, largest = self._step(resolution), _MEMORY_UP_TO
             if self._accelerator.device.type == "cuda":
-                # Seconds there, and a line of tens of thousands of samples needs a long base.
+                # It costs seconds there. A line to tens of thousands of samples needs a long base.
                 largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
             memory = profile_memory(step, batch_sizes_to_measure(largest))
         if memory is None:
@@ -244,7 +244,7 @@ def cache_file(setup: Setup) -> Path:
 
 
 def _covers(profile: StepProfile, large_batch_size: int) -> bool:
-    # A line that was fitted to much larger batches alone says little of small ones.
+    # A line that was fitted to much larger batches says little of small ones.
     return profile.batch_sizes[-1] >= large_batch_size >= profile.batch_sizes[0]
 
 

@@ -21,8 +21,8 @@ from dbsl.base.cores import local_processes
 
 GIB = 2**30
 CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # shares of the capacity; past the host's, it kills
-# What errors say where memory is short. cuDNN and cuBLAS need some of their own, for handles and
-# workspaces, and do not raise torch.OutOfMemoryError.
+# Texts of errors where memory is short. cuDNN and cuBLAS need memory for handles and workspaces,
+# and do not raise torch.OutOfMemoryError.
 _SHORT_OF_MEMORY = (
     "out of memory",
     "STATUS_ALLOC_FAILED",
@@ -191,7 +191,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
                 raise ValueError(
                     f"memory must hold a batch of one sample, got less ({reason})"
                 ) from None
-        # Not above: there the error still holds the failed step's tensors.
+        # Not in the except block: the error there still holds the failed step's tensors.
         gc.collect()
         torch.cuda.empty_cache()
         batch = max(1, batch * 19 // 20)

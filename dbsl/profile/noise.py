@@ -141,7 +141,7 @@ def _ratio_interval(
     x: float, y: float, xx: float, xy: float, yy: float, quantile: float
 ) -> tuple[float, float]:
     """Return Fieller's interval of y/x within [0, inf], from means and their covariances."""
-    if x <= 0:  # which |G|^2 is not: too few measurements for anything
+    if x <= 0:  # |G|^2 is not negative: too few measurements
         return 0.0, math.inf
     q = quantile**2
     a, b, c = x * x - q * xx, x * y - q * xy, y * y - q * yy
@@ -151,7 +151,7 @@ def _ratio_interval(
     ends = sorted(((b - math.sqrt(root)) / a, (b + math.sqrt(root)) / a)) if a else (0.0, math.inf)
     if a > 0:
         return max(ends[0], 0.0), max(ends[1], 0.0)
-    # The mean of x may be 0: all ratios but those between the ends fit.
+    # The mean of x may be 0: then all ratios fit but those between the ends.
     return (max(ends[1], 0.0) if ends[0] < 0 else 0.0), math.inf
 
 

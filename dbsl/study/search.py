@@ -117,7 +117,7 @@ class SearchSpace:
                 "scale": given.scale,
                 "min_value": given.low,
                 "max_value": given.high,
-                # Nothing lies beyond: the best value at such a bound is not on an edge.
+                # No value lies beyond such a bound, so a best value there is not on an edge.
                 "fixed_bounds": [
                     *(["min"] if given.low == 0 else []),
                     *(["max"] if given.high == 1 else []),
