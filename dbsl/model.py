@@ -104,7 +104,7 @@ def build_model(
         raise ValueError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
     with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
         small_stem = named_source and _has_small_stem(name)
-        # Built with the mark, the dropout modules of the classifier can be told from all others.
+        # The mark tells the classifier's dropout modules from all others.
         model = _create(
             name,
             _transformer_args(final_resolution, resolutions or (final_resolution,)),
@@ -172,7 +172,7 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
     with nullcontext(True) if local else hub_or_cache() as answers:
         try:
             yield
-        except Exception as error:  # of the network, the hub, a file, the weights: many types
+        except Exception as error:  # network, hub, file or weights: many types
             reason = " ".join(str(error).split()) or type(error).__name__
             if not answers and isinstance(error, OSError):
                 reason = "the hub cannot be reached and its cache does not have them"
@@ -212,7 +212,7 @@ def join_batch_norm(model: nn.Module) -> nn.Module:
 
     Where it trains, every process must take the same passes.
     """
-    # torch's own converter leaves out the activations that timm has in some of these layers.
+    # torch's converter would drop the activations that timm has in some of these layers.
     return timm.layers.convert_sync_batchnorm(model)
 
 
@@ -267,7 +267,7 @@ def build_optimizer(
 
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the model's state in host memory."""
-    # Cloned: the model's tensors are views into one vector, which safetensors does not take.
+    # Clone: the model's tensors are views into one vector, and safetensors refuses views.
     return {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
 
 
@@ -287,8 +287,8 @@ def save_model(
         folder: Where to; made if it is not there.
         resolution: Image side that it is meant for, pixels.
         data: Names the classes and the channels' statistics.
-        state: What `copy_model_state` returned earlier; None: as the model is now.
-        name: Of the file of weights, without its ending.
+        state: State that `copy_model_state` returned earlier; None: the model as it is now.
+        name: Name of the weights' file, without its ending.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state

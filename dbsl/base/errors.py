@@ -18,7 +18,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nob
 
 EXIT_DIVERGED = 3
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
-EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
 
 
 class SyncError(RuntimeError):
@@ -72,8 +72,8 @@ def one_line_errors() -> Iterator[None]:
                 sys.stderr.flush()
                 os._exit(1)
             raise
-        # Every rank meets the same bad input, so one per machine says it; a lost peer or a full
-        # disk each rank sees from its own side.
+        # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
+        # disk is reported by each rank.
         own = not isinstance(error, ValueError)
         _say(f"error: {error}", own or os.environ.get("LOCAL_RANK", "0") == "0")
         status = EXIT_DIVERGED if isinstance(error, DivergedError) else 2

@@ -106,7 +106,7 @@ def _check_types(cls: type, flags: Sequence[str]) -> None:
         if positional and not any(kind.many for kind in kinds):
             values = values[:1]  # what follows may stand for itself
         if not any(kind.takes(values) for kind in kinds):
-            # Of a list the value that is wrong in it.
+            # Name the value of the list that is wrong.
             wrong = [v for v in values if not any(kind.takes([v]) for kind in kinds)] or values
             what = " or ".join(kind.words for kind in kinds)
             got = repr(" ".join(wrong)) if wrong else "nothing"

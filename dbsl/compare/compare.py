@@ -83,12 +83,12 @@ class Arm:
     """A config to be run with several seeds.
 
     Attributes:
-        name: Of its row in the table: the file's.
-        run: Of its runs' folders.
+        name: Name of its row in the table: the file's.
+        run: Name of its runs' folders.
         path: The file.
-        settings: All that it sets, in the file, its bases and `extra`.
+        settings: All settings of the file, its bases and `extra`.
         extra: Settings that are not from the file.
-        dataset: The file's data set, or the name of `extra`'s; `settings` may name a local copy.
+        dataset: Name of the data set; `settings` may name a local copy.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Arm:
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
         extra = {**self.extra, "seed": seed}
-        # Many runs: what is left of each are its figures and its last weights.
+        # There are many runs: each leaves its figures and last weights, no checkpoints.
         defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
         extra |= {n: value for n, value in defaults.items() if n not in self.settings}
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with

@@ -1,4 +1,4 @@
-"""What a comparison says: CSV files of arms, single runs and curves, a picture, and a table."""
+"""Output of a comparison: CSV files of arms, single runs and curves, a picture, and a table."""
 
 from __future__ import annotations
 

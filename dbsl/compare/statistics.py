@@ -19,7 +19,7 @@ from dbsl.base.lazy import lazy_import
 special = lazy_import("scipy.special")
 
 CONFIDENCE = 0.95
-MADE_ON = ("device", "precision", "torch", "timm")  # of summary.json
+MADE_ON = ("device", "precision", "torch", "timm")  # fields of summary.json
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Run:
         seed: Its seed.
         accuracy: At the last epoch, in [0, 1].
         loss: Cross-entropy on the evaluation set at the last epoch.
-        train_time_s: Seconds of training; of a simulated cluster on its workers' clock, which is
-            what they would take side by side.
+        train_time_s: Seconds of training; those of a simulated cluster are on its workers' clock,
+            as if they trained side by side.
         samples: Trained on, repeated ones counted.
         curve: Seconds of training and accuracy after each evaluated epoch.
-        epochs: Of the run.
-        workers: That trained it, side by side.
-        ema_accuracy: Of the averaged weights at the last epoch, if the run averaged any.
-        ema_loss: Of these.
+        epochs: Epochs of the run.
+        workers: Workers that trained it side by side.
+        ema_accuracy: Accuracy of the averaged weights at the last epoch, if the run averaged any.
+        ema_loss: Their loss.
         total_time_s: Seconds by the clock on the wall, start and evaluation included.
         made_on: The device, its precision, and the versions that made it, by name.
         train_accuracy: On the training images without augmentation, if the run measured it.
@@ -156,12 +156,14 @@ def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
     """Return the most epochs, at least 1, for which an arm takes at most the baseline's time.
 
     Args:
-        runs: Of the arm, all of one number of epochs.
-        baseline: Of the baseline.
+        runs: Runs of the arm, all of one number of epochs.
+        baseline: Runs of the baseline.
     """
     budget_s = fmean(run.train_time_s for run in baseline)
     epoch_s = fmean(run.train_time_s / run.epochs for run in runs)
-    return max(1, math.floor(budget_s / epoch_s * (1 + 1e-9)))  # of equal times, all epochs
+    return max(
+        1, math.floor(budget_s / epoch_s * (1 + 1e-9))
+    )  # the factor keeps all epochs of equal times
 
 
 def table(
@@ -169,9 +171,9 @@ def table(
 ) -> list[dict[str, Any]]:
     """Return a row of figures for each arm, in the order given.
 
-    *Cost per point* is what a percentage point of accuracy over the baseline costs in worker
-    seconds (training time times workers) more than the baseline's; it is negative where the arm is
-    better and cheaper, and NaN where it is not better.
+    *Cost per point*: worker seconds (training time times workers) beyond the baseline's, for each
+    percentage point of accuracy over it. It is negative where the arm is better and cheaper, and
+    NaN where it is not better.
 
     Args:
         arms: Finished runs by arm.

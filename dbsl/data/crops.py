@@ -11,7 +11,7 @@ import math
 import numpy as np
 from PIL import Image, ImageOps
 
-AREA = (0.08, 1.0)  # of a random crop over the image: torchvision's defaults, and timm's
+AREA = (0.08, 1.0)  # random crop over image: torchvision's defaults, and timm's
 RATIO = (3 / 4, 4 / 3)  # width over height
 TRIES = 10
 DRAWS = 4 * TRIES  # uniform numbers that a random crop takes

@@ -29,7 +29,7 @@ RGB = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Data:
-    """What `load_data` found.
+    """The data that `load_data` found.
 
     Attributes:
         train: Training samples.
@@ -39,8 +39,8 @@ class Data:
         mean: Channel means of images in [0, 1], for `Transform`.
         std: Channel standard deviations, likewise.
         mirror: Whether a mirrored image keeps its class.
-        image_side: Side of the images where all are squares of one size, in pixels, else None. Of
-            images that are not stored, 64 spread over each split were looked at.
+        image_side: Side of the images in pixels if all are squares of one size, else None. Where
+            images are not stored, 64 of each split were looked at.
         image_column: Column that the images come from.
         label_column: Column that the labels come from.
         eval_split: Name of the split that `evaluation` comes from, or how it was cut off.
@@ -207,7 +207,7 @@ def _decode_splits(
 
 def _channel_statistics(pixels: np.ndarray) -> tuple[RGB, RGB]:
     """Return mean and standard deviation of each channel, of pixels scaled to [0, 1]."""
-    total, squares = torch.zeros(2, 3, dtype=torch.float64)  # of integers, hence exact
+    total, squares = torch.zeros(2, 3, dtype=torch.float64)  # sums of integers, hence exact
     for start in range(0, len(pixels), _CHUNK):
         values = torch.from_numpy(pixels[start : start + _CHUNK]).double()
         total += values.sum((0, 1, 2))

@@ -27,7 +27,7 @@ def is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> boo
 def read_class_folders(
     dataset: str, tables: dict[str, datasets.Dataset], train: str
 ) -> dict[str, datasets.Dataset]:
-    """Return the splits of a folder of images, of which some may have no class folders.
+    """Return the splits of a folder of images; some splits may have no class folders.
 
     `datasets` gives no split a label where one lies less deep than the others, as the unlabelled
     ``test/`` of a competition does. The splits as deep as `train` are then read by themselves.

@@ -60,7 +60,7 @@ class ImageSource(ABC):
 
         Args:
             index_batches: Sample numbers of each batch, int64 [B]; B may differ between them.
-            transform: What the images pass.
+            transform: Cuts, resizes and augments the images.
             epoch: Epoch that the augmentation is drawn for.
         """
 
@@ -112,8 +112,8 @@ class ImageLoader(ImageSource):
         super().__init__(split.labels, device)
         self._split = split
         self._max_bad = max_bad
-        self._calls = 0  # of `batches`
-        self._requests: list[_Request] = []  # of the latest call
+        self._calls = 0  # calls of `batches`
+        self._requests: list[_Request] = []  # those of the latest call
         self._loader = DataLoader(
             split,
             batch_size=None,  # a request is a whole batch, of any size
@@ -199,7 +199,7 @@ class ImageSplit:
         labels: Class of each sample, int64 [N].
         image_column: Column of the images.
         label_column: Column that the labels came from.
-        dataset: What the user called the dataset.
+        dataset: The dataset as the user named it.
         name: Name of the split.
     """
 
@@ -220,7 +220,7 @@ class ImageSplit:
 
     def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
-        feature = datasets.Image(mode="RGB")  # which also applies EXIF orientation
+        feature = datasets.Image(mode="RGB")  # it applies EXIF orientation, too
 
         def decode(value: Mapping[str, Any]) -> Image.Image:
             self._check_path(value)
@@ -300,7 +300,7 @@ def _process_context() -> multiprocessing.context.BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Imported once for all of them.
+    # Import once, for all loader processes.
     context.set_forkserver_preload([__name__, "datasets", "torchvision.transforms.v2"])
     return context
 

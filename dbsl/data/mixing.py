@@ -24,8 +24,9 @@ class Mixing:
     into batches matters, as it does not without mixing.
 
     Args:
-        mixup_alpha: Of the Beta distribution of mixup's shares (arXiv 1710.09412); 0: none.
-        cutmix_alpha: Of CutMix's areas (arXiv 1905.04899); 0: none. With both, one is drawn.
+        mixup_alpha: Alpha of mixup's Beta distribution (arXiv 1710.09412); 0: no mixup.
+        cutmix_alpha: Alpha of CutMix's areas (arXiv 1905.04899); 0: no CutMix. With both, each
+            batch gets one of the two.
         num_classes: C.
         seed: The run's seed.
     """
@@ -43,7 +44,7 @@ class Mixing:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of these parts mixed: images [B, 3, R, R], shares of classes [B, C].
 
-        Of an odd batch the last image stays as it is: timm mixes pairs. Images are written to.
+        The last image of an odd batch stays as it is: timm mixes pairs. Images are written to.
         """
         for (images, labels), part in zip(batches, parts, strict=True):
             whole = len(labels) // 2 * 2

@@ -39,7 +39,7 @@ class Transform:
     | crop | zero-pad by side/8, crop, flip, resize | random resized crop, flip | |
     | paper | resize, flip, rotate, zoom | resize | flip, rotate, zoom |
 
-    "none" is what evaluation uses. "paper" is the augmentation of the ImageNet runs of dual-batch
+    Evaluation uses "none". "paper" is the augmentation of the ImageNet runs of dual-batch
     learning (arXiv:2509.26092): rotation within 18 degrees, zoom within 25 % with the aspect kept,
     bilinear, borders filled by reflection.
 
@@ -127,14 +127,14 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
     On the CPU the tensor may share the array's memory.
     """
-    # Copied if read-only, as a sampler's permutation is: torch would warn of the array.
+    # A read-only array, such as a sampler's permutation, is copied: torch would warn of it.
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory the copy would not be asynchronous
     return tensor.to(device, non_blocking=True)
 
 
-@functools.lru_cache(maxsize=16)  # else each batch would copy it to the device
+@functools.lru_cache(maxsize=16)  # without the cache each batch would copy it to the device
 def _affine(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _warp(
     terms = np.stack([sign * cosine, -sign * sine, sine, cosine]).astype(np.float32)
     a, b, c, d = to_device(terms, images.device).view(4, -1, 1, 1)
     # Not F.affine_grid: its matrix product runs in TF32 or bf16 where the trainer allows them,
-    # which moves pixels, and its bits may depend on the batch.
+    # That moves pixels, and its bits may depend on the batch.
     side = images.shape[-1]
     centres = (2 * torch.arange(side, device=images.device) + 1) / side - 1
     x, y = centres[None, None, :], centres[None, :, None]

@@ -90,10 +90,10 @@ def plan_dual_batch(
         large_batch_size: Samples per step of a large worker, B_L, and the most that a small one may
             take; one for all or one for each.
         time_model: Step time, one for all or one for each worker.
-        time_ratio: k, what dual batch may cost over all-large; above 1; 1.05 if nothing is given.
+        time_ratio: Time that dual batch may take over all-large, k > 1; 1.05 if nothing is given.
         small_batch_size: B_S.
         small_share: Share of the samples, in (0, 1), to train on in small batches.
-        min_batch_size: The least that a solved B_S may be.
+        min_batch_size: Smallest B_S that may be solved for.
         rounds: Rounds per epoch; a batch must fit into a worker's samples of one round.
         factor: Rule of the model-update factor.
         rounding: ``round`` as in the journal's tables, ``truncate`` as in the conference's.

@@ -67,7 +67,7 @@ def _disturbed(disturbance: Disturbance, seed: int, worker: int, epoch: int) -> 
     stream = generator(seed, "disturbance", worker)
     left = 0
     for _ in range(epoch + 1):
-        # Two draws an epoch whatever happens, so that an epoch's draws do not depend on the rest.
+        # Every epoch makes two draws, so that its draws do not depend on other epochs.
         starts, length = stream.random(), stream.random()
         if left:
             left -= 1

@@ -31,10 +31,10 @@ from dbsl.plan.types import (
 Balance = Literal["none", "dynamic", "dbs"]
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
-REFINE = 0.01  # the same each time that the number of measurements has doubled
+REFINE = 0.01  # the gain that is enough whenever the number of measurements has doubled
 NOISE = 0.10  # standard deviation of a measured time, relative
-_PRIOR = 0.5  # of a planned time model's coefficients, relative
-_DRIFT = 0.005  # of both coefficients from one measurement to the next
+_PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
+_DRIFT = 0.005  # relative drift of both coefficients between two measurements
 _OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
 _JUMP = 4.5  # standard deviations: so does one such measurement
 _LOWEST = 1e-3
@@ -73,7 +73,7 @@ class SpeedEstimate:
             if self._known and abs(deviation) < _JUMP and before * deviation <= 0:
                 self._outlier = deviation  # wait for the next to tell
                 return
-            # No noise: forget how sure we were.
+            # The time has changed, beyond noise: forget how sure the estimate was.
             self._covariance += np.eye(2) * error**2 / float(direction @ direction)
             variance = float(direction @ self._covariance @ direction) + noise
         self._known = True
@@ -167,7 +167,7 @@ class Planner:
         self._planned = dict(plans)  # for the planned time models, without lost workers
         self._active = set(range(len(next(iter(plans.values())).workers)))  # but for lost workers
         self._begun = 0  # rounds of the run that a loss left as they were planned
-        self._epochs = [0] * len(self._active)  # of each worker's last report
+        self._epochs = [0] * len(self._active)  # epoch of each worker's last report
         self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
         self._measured = [0] * len(self._speeds)  # rounds of each worker
         self._refine_at = 2  # measurements of each worker
@@ -209,7 +209,7 @@ class Planner:
             return
         self._measured[report.worker] += 1
         if self.balance == "dbs":
-            # Lines are the log's: a checkpoint need not have them twice.
+            # The log keeps the lines: a checkpoint need not have them, too.
             self._since[report.worker].append(replace(report, logged=0, lines=()))
         self._speeds[report.worker].observe(
             self._models[report.resolution][report.worker],
@@ -239,7 +239,7 @@ class Planner:
         """
         others = {r: self._without(r, active) for r in self.current}
         rounds, lost = self._rounds, 0
-        # Also begun: what the lost one was ahead, and what an earlier loss left as it was.
+        # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
         ahead = max(max(clocks[w] for w in active) + 1, clocks[worker])
         begun = self._begun = max(self._begun, min(ahead, last))
         first_epoch = min(clocks[w] for w in (*active, worker)) // rounds
@@ -258,7 +258,7 @@ class Planner:
                 kept = segments if end.first_round < first else before
                 segments = [*kept, CurrentPlan(plan, first, self._split_at(end, first))]
             self.fixed[epoch] = segments
-        self._segments.clear()  # what was decided for later epochs, nobody has begun
+        self._segments.clear()  # nobody has begun the later epochs that were planned
         self._asked.clear()
         self.current, self._planned = others, dict(others)
         self._active = set(active)

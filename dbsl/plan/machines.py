@@ -102,7 +102,7 @@ class Machines:
     def equal_batch_time(self, samples: int, rounds: int) -> float:
         """Return the predicted seconds with equal shares and one batch size that all can hold.
 
-        It is what a launcher does that knows a single batch size.
+        A launcher that knows a single batch size plans like this.
         """
         shares = largest_remainder(np.ones(len(self.limits)), samples)
         sizes = np.clip(shares // rounds, 1, self.limits.min())

@@ -27,7 +27,7 @@ class Part:
 
     worker: int
     indices: np.ndarray  # int64 [b]; may be empty in the last, shorter global batch
-    weight: float  # of their mean loss in the loss of the step
+    weight: float  # weight of their mean loss in the step's loss
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Step:
     """One optimizer step: the parts of one worker, or of all that take it together."""
 
     parts: tuple[Part, ...]
-    progress: float  # of the epoch where the step begins, in [0, 1)
-    odd: bool = False  # a last global batch of another size, of which a worker may have nothing
+    progress: float  # share of the epoch that is over when the step begins, in [0, 1)
+    odd: bool = False  # a last, shorter global batch: a worker may have no sample of it
 
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
@@ -61,7 +61,7 @@ class EpochSampler:
         first_round: Rounds of the epoch that are over.
         start: Samples of the epoch that they took.
         least: Samples of a batch at least: 2 where a model cannot train on one.
-        left: What is left of the epoch, as places in its order, if that is not all from `start` on.
+        left: Remainder of the epoch, as places in its order, if that is not all from `start` on.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class StepSampler:
         self.global_batch_size = global_batch_size
         whole, rest = divmod(samples, global_batch_size)
         self.steps_per_epoch = whole + (rest >= least and not drop_last)
-        # Too few for a step of their own join the last whole one.
+        # Samples that are too few for a step of their own join the last whole step.
         self._joined = rest if rest < least and not drop_last else 0
         self._seed = seed
         self._least = least

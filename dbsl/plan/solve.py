@@ -111,7 +111,9 @@ def solve_small_batch(
     small = to_integer(rest / small_workers)
     large_part = ratio * samples / workers
     small_part = (samples - large_part * large_workers) / small_workers
-    sample_time = model.sample_time(limit) * large_part / small_part  # of the small workers
+    sample_time = (
+        model.sample_time(limit) * large_part / small_part
+    )  # small workers' seconds a sample
     exact = model.intercept / (sample_time - model.slope)
     if model.floor and sample_time > model.slope:
         exact = max(exact, model.floor / sample_time)
@@ -122,7 +124,7 @@ def solve_small_batch(
 def published_shares(
     published: tuple[int, int], workers: int, small: int, total: int
 ) -> np.ndarray:
-    """Return d_L for every large worker, what is left over the small ones, int64 [n]."""
+    """Return shares, int64 [n]: d_L for every large worker, the rest spread over the small ones."""
     shares = np.full(workers, published[0], dtype=np.int64)
     rest = total - published[0] * (workers - small)
     shares[:small] = largest_remainder(np.ones(small), rest)

@@ -91,7 +91,7 @@ def balanced_sizes(
     def held(time_s: float) -> np.ndarray:
         return np.clip((time_s - intercepts) / slopes, least, limits)
 
-    # Later by more than rounding: at `latest` all of them hold exactly their limits.
+    # Later by more than a rounding error: at `latest` each worker holds exactly its limit.
     latest = float((slopes * limits + intercepts).max()) * (1 + 1e-9)
     soonest = float((slopes * least + intercepts).min())
     enough = held(soonest).sum() >= global_batch_size
@@ -103,7 +103,8 @@ def balanced_sizes(
         )
     )
     sizes = np.maximum(np.floor(held(time_s) + 1e-6), least).astype(np.int64)
-    # What rounding left, to whoever is soonest done with one more; what it took, from the slowest.
+    # Samples that rounding left go to the worker that is done soonest with one more; samples that
+    # it gave too many are taken from the slowest.
     while sizes.sum() > global_batch_size:
         times = np.where(sizes > least, slopes * sizes + intercepts, -np.inf)
         sizes[int(times.argmax())] -= 1

@@ -23,13 +23,13 @@ ResetMomentum = Literal["never", "stage", "round"]
 class Stage:
     """Consecutive epochs with one resolution and one batch plan (a sub-stage where it cycles)."""
 
-    index: int  # of the learning-rate stage
-    substage: int  # inside it, counted from 0
+    index: int  # number of the learning-rate stage
+    substage: int  # number inside that stage, from 0
     first_epoch: int
     end_epoch: int  # exclusive
     resolution: int  # image side, pixels
     dropout: float
-    learning_rate: float  # of the stage; a warm-up or a cosine modulates it
+    learning_rate: float  # rate of the stage; a warm-up or a cosine modulates it
 
     @property
     def epochs(self) -> range:

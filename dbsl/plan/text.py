@@ -1,4 +1,4 @@
-"""What plans say of a run before it starts, in text: tables, timelines, seconds, comparisons."""
+"""Plans as text, before a run starts: tables, timelines, seconds, comparisons."""
 
 from __future__ import annotations
 

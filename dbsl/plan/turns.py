@@ -1,4 +1,4 @@
-"""What workers do and say in turn: rounds, their reports, ends of epochs, restarts, losses."""
+"""Turns of the workers: rounds and their reports, ends of epochs, restarts, lost workers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Push = Literal["weights", "gradients"]
 
 
 class StepLine(NamedTuple):
-    """What a worker says of itself every so many of its optimizer steps."""
+    """A worker's figures, reported every so many of its optimizer steps."""
 
     worker: int
     epoch: int
     round: int
     step: int  # steps that the worker has taken in the run
-    progress: float  # of the epoch where the step began, in [0, 1)
+    progress: float  # share of the epoch that was over when the step began, in [0, 1)
     loss: float  # mean over the samples since the line before
     learning_rate: float
     # Norm of the mean gradient of the step's batch; with sync step of the global batch; with
@@ -31,7 +31,7 @@ class StepLine(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What a worker says of a round beside its weights; the server adds the staleness."""
+    """A worker's report of a round, beside its weights; the server adds the staleness."""
 
     worker: int
     epoch: int
@@ -44,13 +44,13 @@ class RoundReport:
     loss: float  # mean over the round's samples
     merge_weight: float
     staleness: int = 0
-    learning_rate: float = 0.0  # of the round's last step
-    predicted_time_s: float = 0.0  # of the compute, by the plan
+    learning_rate: float = 0.0  # in the round's last step
+    predicted_time_s: float = 0.0  # compute time by the plan
     # On the cluster's clock, which is virtual where the cluster is simulated: the round's compute,
     # and the time since the worker's last round, spent waiting for others and in transfers.
     compute_time_s: float = 0.0
     wait_time_s: float = 0.0
-    refused: bool = False  # loss or weights were not finite: nothing of it was merged
+    refused: bool = False  # loss or weights were not finite: the round was not merged
     # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
     # batch of 0 where they were not measured (see dbsl.profile.noise).
     micro_batch: int = 0
@@ -90,19 +90,19 @@ class EpochEnd:
 
 @dataclass(frozen=True)
 class Restart:
-    """What workers of another number take over from those before them.
+    """State that another number of workers takes over from the workers before.
 
     Attributes:
         weights: The global weights, a tensor.
         version: Global updates so far.
         clock: Rounds that every worker starts with behind it.
-        left: What is left of epochs that were begun, as places in their order; other epochs are
+        left: Remainders of the epochs that were begun, as places in their order; other epochs are
             whole.
         steps: Joint steps of the round that were taken.
         optimizers: Optimizer state, by worker.
-        server_optimizer: Of the server, where gradients are pushed.
+        server_optimizer: State of the server's optimizer, where gradients are pushed.
         time_s: The virtual clock.
-        outer: Of the server, where it steps on what workers changed.
+        outer: State of the server's outer optimizer, where `merge` is delta.
     """
 
     weights: Any = field(repr=False)
@@ -122,13 +122,13 @@ class LostWorker:
 
     rank: int
     worker: int
-    rounds: int  # that it had pushed
-    samples: int  # of epochs under way that nobody trains on any more
+    rounds: int  # rounds that it had pushed
+    samples: int  # its samples of epochs under way; nobody trains on them any more
     reason: str
 
 
 class Action(IntEnum):
-    """What a process would do after a step; of several processes the strongest wish counts."""
+    """What a process wants to do after a step; the strongest wish of all processes counts."""
 
     GO_ON = 0
     SAVE = 1

@@ -1,4 +1,4 @@
-"""What a plan is: who trains on how much, in which batches, and how long that takes."""
+"""Plans: who trains on how much, in which batches, and how long that takes."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Plan:
     """A dual-batch plan of one epoch: the solved quantities and one `WorkerPlan` per worker.
 
     Small workers come first. The workers' samples sum to `samples` exactly. `large_samples` and
-    `small_samples` are the solved shares, of which a worker's own may differ by one sample. Where
-    workers differ in speed or in their largest batch, no one value holds: those two, the update
-    factor and `large_batch_size` are None.
+    `small_samples` are the solved shares; a worker's own share may differ from them by one sample.
+    Where workers differ in speed or in their largest batch, no single value holds: those two, the
+    update factor and `large_batch_size` are None.
     """
 
     samples: int
@@ -113,12 +113,12 @@ class CurrentPlan:
     plan: Plan
     first_round: int = 0
     start: int = 0  # samples of the epoch that earlier rounds took
-    # Or what earlier rounds left, where that is not all that follows: places in the epoch's order.
+    # Places in the epoch's order that earlier rounds left, if these are not all that follow.
     left: tuple[tuple[int, int], ...] = ()
 
 
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
-    """Return the plan of which `asdict` was taken."""
+    """Return the plan that `asdict` was given."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
     for worker in workers:
         as_counts([worker.local_batch_size, worker.samples, worker.steps], 3)

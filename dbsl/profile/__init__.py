@@ -1,1 +1,1 @@
-"""What this machine can do: step time, memory, and the gradient noise scale."""
+"""Measurements on this machine: step time, memory, and the gradient noise scale."""

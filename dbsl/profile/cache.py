@@ -39,9 +39,9 @@ _CUDA_MEMORY_UP_TO = 1024
 
 @dataclass(frozen=True)
 class Setup:
-    """What a step's time depends on beside its resolution and its batch size.
+    """Everything that a step's time depends on, but its resolution and its batch size.
 
-    The loss function is not in it: after a change of that, steps have to be measured anew.
+    The loss function is not in it: measure steps anew after changing the loss.
     """
 
     device: str  # name of the device
@@ -51,11 +51,11 @@ class Setup:
     num_classes: int
     precision: str
     optimizer: str
-    momentum: bool  # whether it has any
-    weight_decay: bool  # likewise
+    momentum: bool  # whether the optimizer has momentum
+    weight_decay: bool  # whether the optimizer decays weights
     compile: bool
     cpu_threads: int
-    local_processes: int  # that run on the machine at the same time
+    local_processes: int  # processes that run on the machine at the same time
     torch: str
     timm: str
 
@@ -110,7 +110,7 @@ class Profiler:
     alone would find the machine idle.
 
     Args:
-        setup: What the profiles have to be of.
+        setup: The profiles must be measured in this setup.
         model: The model, on its device.
         accelerator: Device, precision, processes.
         seconds: About how long measuring may take for each resolution.
@@ -161,7 +161,7 @@ class Profiler:
             self._accelerator.print(f"measuring memory of {self.setup.model} at {resolution} px")
             step, largest = self._step(resolution), _MEMORY_UP_TO
             if self._accelerator.device.type == "cuda":
-                # Seconds there, and a line of tens of thousands of samples needs a long base.
+                # It costs seconds there. A line to tens of thousands of samples needs a long base.
                 largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
             memory = profile_memory(step, batch_sizes_to_measure(largest))
         if memory is None:
@@ -244,7 +244,7 @@ def cache_file(setup: Setup) -> Path:
 
 
 def _covers(profile: StepProfile, large_batch_size: int) -> bool:
-    # A line that was fitted to much larger batches alone says little of small ones.
+    # A line that was fitted to much larger batches says little of small ones.
     return profile.batch_sizes[-1] >= large_batch_size >= profile.batch_sizes[0]
 
 

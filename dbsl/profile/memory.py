@@ -20,9 +20,9 @@ import torch
 from dbsl.base.cores import local_processes
 
 GIB = 2**30
-CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # of the capacity; beyond the host's the system kills
-# What errors say where memory is short. cuDNN and cuBLAS need some of their own, for handles and
-# workspaces, and do not raise torch.OutOfMemoryError.
+CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # shares of the capacity; past the host's, it kills
+# Texts of errors where memory is short. cuDNN and cuBLAS need memory for handles and workspaces,
+# and do not raise torch.OutOfMemoryError.
 _SHORT_OF_MEMORY = (
     "out of memory",
     "STATUS_ALLOC_FAILED",
@@ -38,16 +38,16 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class MemoryModel:
     """Memory of one step with x samples, ``fixed + x * per_sample`` bytes, and what there is.
 
-    Capacity and reserve are of the moment and of the run: a model that was kept is `adapted`.
+    Capacity and reserve belong to the moment and the run: a cached model is `adapted` to them.
     """
 
     fixed_bytes: float  # p: parameters, optimizer state, workspace
     sample_bytes: float  # q: activations of a sample
-    capacity_bytes: float  # what the process may use
+    capacity_bytes: float  # bytes that the process may use
     margin: float  # share of the capacity that is left free
     reserve_bytes: float  # for what a run holds beside one worker's training
-    source: str  # what was measured
-    state_bytes: float = 0.0  # of the optimizer's state for one model; a part of p
+    source: str  # the quantity that was measured
+    state_bytes: float = 0.0  # optimizer state of one model; a part of p
 
     def adapted(self, capacity_bytes: float, reserve_bytes: float) -> MemoryModel:
         """Return the same line for another capacity, and for a run that reserves another part."""
@@ -191,7 +191,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
                 raise ValueError(
                     f"memory must hold a batch of one sample, got less ({reason})"
                 ) from None
-        # Not above: there the error still holds the failed step's tensors.
+        # Not in the except block: the error there still holds the failed step's tensors.
         gc.collect()
         torch.cuda.empty_cache()
         batch = max(1, batch * 19 // 20)

@@ -31,7 +31,7 @@ special = lazy_import("scipy.special")
 Squares = Sequence[tuple[int, float]]  # batch sizes, and the squared norms of their gradients
 
 CONFIDENCE = 0.95
-_KEPT = 0.95  # of a pair's weight, when the next one comes: about the last 40 count
+_KEPT = 0.95  # share of a pair's weight that is left when the next one comes: about 40 count
 _FEW = 10  # measurements, below which nothing is advised
 _WIDE = 10.0  # ratio of an interval's ends from which on it says little
 
@@ -90,7 +90,7 @@ class NoiseAverage:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._weight = self._weight_squares = 0.0
-        self._sums = [0.0] * 5  # of x, y, x*x, x*y, y*y, with x = |G|^2 and y = tr(Sigma)
+        self._sums = [0.0] * 5  # sums of x, y, xx, xy, yy; x = |G|^2, y = tr(Sigma)
         self.pairs = 0
 
     def add(self, gradient_square: float, trace: float) -> None:
@@ -141,7 +141,7 @@ def _ratio_interval(
     x: float, y: float, xx: float, xy: float, yy: float, quantile: float
 ) -> tuple[float, float]:
     """Return Fieller's interval of y/x within [0, inf], from means and their covariances."""
-    if x <= 0:  # which |G|^2 is not: too few measurements for anything
+    if x <= 0:  # |G|^2 is not negative: too few measurements
         return 0.0, math.inf
     q = quantile**2
     a, b, c = x * x - q * xx, x * y - q * xy, y * y - q * yy
@@ -151,7 +151,7 @@ def _ratio_interval(
     ends = sorted(((b - math.sqrt(root)) / a, (b + math.sqrt(root)) / a)) if a else (0.0, math.inf)
     if a > 0:
         return max(ends[0], 0.0), max(ends[1], 0.0)
-    # The mean of x may be 0: all ratios but those between the ends fit.
+    # The mean of x may be 0: then all ratios fit but those between the ends.
     return (max(ends[1], 0.0) if ends[0] < 0 else 0.0), math.inf
 
 
@@ -163,7 +163,7 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
     batch that all of them share, workers' batches of unlike sizes, or those and all of them joined.
 
     Args:
-        reports: Of one epoch.
+        reports: Reports of one epoch.
         samples: Training samples.
     """
     rounds: dict[int, list[RoundReport]] = {}
@@ -208,7 +208,7 @@ def advise(scale: NoiseScale, batch: int, name: str) -> str:
     Args:
         scale: The estimate.
         batch: Samples per step, of the largest kind in the run.
-        name: What to call it: ``B_L``, or ``the global batch``.
+        name: Name of that size: ``B_L``, or ``the global batch``.
     """
     verdict = _verdict(scale, batch) or "too uncertain to say which batch is worth having"
     return f"gradient noise scale {describe(scale)}; {name} is {batch}: {verdict}"

@@ -55,7 +55,7 @@ class NoiseProbe:
         self._workers, self._rounds = workers, rounds
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._clock = -1  # of the round whose gradients are being joined
+        self._clock = -1  # clock of the round whose gradients are being joined
         self._sum: list[Tensor] = []  # by parameter, [numel]
         self._joined: dict[int, int] = {}  # batches by worker
 
@@ -81,7 +81,7 @@ class NoiseProbe:
         if not parts or (joint and step.odd):  # not summed over the processes yet
             return {}
         part, batch = parts[-1], len(labels)
-        # A joint step's gradients are those of the mean over all; others carry the part's weight.
+        # A joint step has the gradients of the mean over all; other steps carry the part's weight.
         square = _square(p.grad for p in self._parameters if p.grad is not None)
         square = square if joint else square / part.weight**2
         whole = round(batch / part.weight) if joint else batch
@@ -127,7 +127,7 @@ class NoiseProbe:
         devices = [images.device] if images.is_cuda else []
         with torch.random.fork_rng(devices), uncompiled(self._model):
             loss = loss_of(self._model, images, labels)
-            # Not backward(): DDP would take it for the step's own.
+            # DDP would take a backward() for the step's own.
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         with torch.no_grad():
             for buffer, before in zip(self._model.buffers(), kept, strict=True):

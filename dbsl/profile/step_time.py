@@ -30,8 +30,8 @@ from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_tri
 from dbsl.profile.noise_probe import LossOf
 
 _LR = 1e-8  # while measuring: some optimizers refuse 0
-NO_OPTIMIZER = "none"  # of a worker whose gradients are pushed: the server takes the step
-TOLERANCE = 0.10  # of a prediction, relative: within it the line is said to hold
+NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
+TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
 _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
 
 
@@ -45,8 +45,8 @@ class StepProfile:
     errors: tuple[float, ...]  # standard error of each median, relative to it
     slope: float  # a, seconds per sample
     intercept: float  # b, seconds per step
-    r_squared: float  # of the fitted line
-    largest_error: float  # of the line against the measured times, relative
+    r_squared: float  # goodness of the fitted line
+    largest_error: float  # largest relative error of the line against the measured times
     holds_from: int | None  # smallest measured batch from which on the line is within TOLERANCE
     held_out_sizes: tuple[int, ...] = ()  # measured beside, and left out of the fit
     held_out_times_s: tuple[float, ...] = ()

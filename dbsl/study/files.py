@@ -94,7 +94,7 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
 def _read_root(root: Path) -> list[Study]:
     if not root.is_file():
         return [read_study(folder) for folder in find_studies(root)]
-    # The released measurements come as such an archive.
+    # The published measurements are such an archive.
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with tarfile.open(root) as archive:

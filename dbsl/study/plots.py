@@ -50,7 +50,7 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
         sizes, steps = _columns(own)
         knees = find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
         low, high = sizes[0] / 1.3, sizes[-1] * 1.3
-        # Where no larger batch was tried, nobody has seen the end of the gain.
+        # If no larger batch was tried, the end of the gain has not been seen.
         useful = knees.useful if knees.is_seen else high
         ends = (low, min(knees.perfect, useful), useful, high)
         for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
@@ -125,7 +125,7 @@ def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
 
 
 def _columns(own: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
-    steps = [max(r.steps, 1) for r in own]  # of a goal met by initial weights 0, which has no log
+    steps = [max(r.steps, 1) for r in own]  # 0 steps (met by the initial weights) have no log
     return np.array([r.batch_size for r in own]), np.array(steps)
 
 
@@ -141,7 +141,7 @@ def _finish(axes: Axes, sizes: np.ndarray, title: str, label: str) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(plain)
-    # Numbers between the decades only where there is hardly a decade.
+    # Show numbers between the decades only on an axis of about one decade.
     low, high = axes.get_ylim()
     axes.yaxis.set_minor_formatter(plain if high < 30 * low else NullFormatter())
     axes.margins(y=0.1)

@@ -1,4 +1,4 @@
-"""What a study comes to: a table, the knees with their rules, files and pictures."""
+"""Results of a study: a table, the knees with their rules, files and pictures."""
 
 from __future__ import annotations
 

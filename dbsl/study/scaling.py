@@ -22,7 +22,7 @@ PERFECT, USEFUL = 1.2, 1.1  # factors of the two rules
 PERFECT_RULE = f"the largest b with steps(b) <= {PERFECT} * steps(b0) * b0 / b"
 USEFUL_RULE = f"the smallest b with steps(b) <= {USEFUL} * min steps"
 CRITICAL_RULE = "B of the fit steps(b) = S_min * (1 + B / b): there twice S_min, twice the samples"
-EDGE = 0.05  # of a search range, on its own scale
+EDGE = 0.05  # share of a search range, on its own scale
 EDGE_RULE = f"in the outermost {EDGE:.0%} of the range searched".replace("%", " %")
 
 
@@ -123,8 +123,8 @@ def steps_to_result(
 ) -> Result | None:
     """Return the first measurement strictly under the goal, the least over complete trials.
 
-    Of equal ones the trial with the lower number counts. Trials that diverged or were cut short do
-    not, whatever was measured before.
+    Between equal ones the trial with the lower number counts. Trials that diverged or were cut
+    short do not count, whatever was measured before.
 
     Args:
         study: The trials of one batch size.
@@ -177,8 +177,8 @@ def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
 def critical_batch(steps: Mapping[int, int]) -> float | None:
     """Return the batch size at which training takes twice the fewest steps and samples.
 
-    Of the curve steps(b) = S_min*(1 + B/b) of McCandlish et al. (arXiv 1812.06162, eq. 2.11), with
-    least relative errors. It is what the gradient noise scale predicts.
+    Fits the curve steps(b) = S_min*(1 + B/b) of McCandlish et al. (arXiv 1812.06162, eq. 2.11) by
+    least relative errors, and returns B. The gradient noise scale predicts it.
 
     Args:
         steps: Steps to result by batch size.

@@ -21,7 +21,7 @@ from dbsl.base.seeds import stream_seed
 filelock, optuna = lazy_import("filelock"), lazy_import("optuna")
 
 _STORE_TIMEOUT_S = 120.0  # for the store's lock, which nobody holds for longer than a query
-_ATTEMPTS = 3  # of a trial whose process died; then it is the trial that kills
+_ATTEMPTS = 3  # attempts at a trial whose process died; after that the trial is to blame
 _ID, _SEARCHED, _ATTEMPT, _STATUS = "trial_id", "searched", "attempt", "status"
 
 
@@ -39,7 +39,7 @@ class Range:
         return self.low == self.high
 
     def distribution(self) -> optuna.distributions.FloatDistribution:
-        """Return what Optuna searches: of a reversed scale 1 - value."""
+        """Return the distribution that Optuna searches; a reversed scale has 1 - value."""
         if self.scale == "REVERSE_LOG_SCALE":
             return optuna.distributions.FloatDistribution(1 - self.high, 1 - self.low, log=True)
         return optuna.distributions.FloatDistribution(
@@ -53,14 +53,14 @@ class Range:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is tuned at every batch size.
+    """Metaparameters that are tuned at every batch size.
 
     Attributes:
         effective_rate: Learning rate / (1 - momentum), whose best values differ less between
             momenta than those of the learning rate itself.
         momentum: Momentum in [0, 1); None for an optimizer without it.
-        end_factor: What the learning rate falls to, as a factor on it, in (0, 1].
-        decay_share: Of the step budget, the part over which it falls, in (0, 1].
+        end_factor: Last learning rate over the first, in (0, 1].
+        decay_share: Share of the step budget over which the learning rate falls, in (0, 1].
         weight_decay: Weight decay, not on biases and norms.
     """
 
@@ -117,7 +117,7 @@ class SearchSpace:
                 "scale": given.scale,
                 "min_value": given.low,
                 "max_value": given.high,
-                # Nothing lies beyond: the best value at such a bound is not on an edge.
+                # No value lies beyond such a bound, so a best value there is not on an edge.
                 "fixed_bounds": [
                     *(["min"] if given.low == 0 else []),
                     *(["max"] if given.high == 1 else []),
@@ -173,7 +173,7 @@ class TrialStore:
         """Take on the next trial that waits, of the first study that has one.
 
         Args:
-            studies: What is searched in each, by its name, in the order of work.
+            studies: Search space of each study, by name, in the order of work.
 
         Returns:
             None where no trial waits; some may run in other processes.

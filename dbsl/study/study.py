@@ -49,7 +49,7 @@ from dbsl.study.trials import Images, ImageTask, reached_at, run_trial
 SETTINGS = "study.yaml"
 _OPTIMIZERS = ("sgd", "momentum", "nesterov")
 _PARENT = "DBSL_STUDY_PARENT"
-# May change from one launch to the next: none of them changes a trial.
+# Settings that may change from one launch to the next: none changes a trial.
 _MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
 _MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
@@ -157,7 +157,7 @@ def _run_claim(
         early_stopping=config.early_stopping,
         may_go_on=may_go_on,
     )
-    # First the files: a process that dies before the store knows runs the trial again, alike.
+    # Files first: if the process dies before the store knows, the trial runs again and is the same.
     write_trial(_folder_of(config, folder, optimizer, batch_size), trial)
     reached = reached_at(trial, config.goal_error)
     store.finish(claim, trial.status, reached)

@@ -85,17 +85,17 @@ def run_trial(
     early_stopping: bool = True,
     may_go_on: Callable[[], object] = lambda: None,
 ) -> Trial:
-    """Train, and return what was measured.
+    """Train, and return the measurements.
 
     A trial whose loss is not finite at any measurement is INFEASIBLE and ends there.
 
     Args:
-        task: What is trained.
+        task: The model, optimizer and data to train.
         trial_id: Number of the trial.
         parameters: Its metaparameters.
         budget: Steps at most.
         goal: Error to fall under.
-        spacing: Between measurements, as a share of the steps so far.
+        spacing: Steps between measurements, as a share of the steps so far.
         best: Steps to result of the best trial so far.
         early_stopping: End where the goal is reached (COMPLETE), or cannot be reached before the
             best trial did (INCOMPLETE): neither changes the least steps to result.
@@ -134,7 +134,7 @@ class ImageTask:
     `seed` alone. Every batch has `batch_size` samples; the rest of an epoch is left out.
 
     Args:
-        images: What all trials have in common.
+        images: Data and settings that all trials share.
         optimizer: sgd (without momentum), momentum, nesterov, or a name that timm.optim knows.
         batch_size: Samples per step.
         parameters: The trial's metaparameters.
@@ -223,15 +223,15 @@ class ImageTask:
 
 @dataclass
 class Images:
-    """What a study's trials have in common.
+    """Data and settings that a study's trials share.
 
     Attributes:
         data: Images to train on and to evaluate with.
         model: Name in timm's registry.
-        transform: Of training images.
-        dropout: Before the classifier.
-        label_smoothing: Of the training loss.
-        eval_batch_size: Samples.
+        transform: Augmentation of training images.
+        dropout: Dropout before the classifier.
+        label_smoothing: Label smoothing of the training loss.
+        eval_batch_size: Samples per step of evaluation.
         accelerator: Device and precision.
     """
 
