@@ -794,7 +794,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_image_loader_processes_end_with_a_script_that_is_killed(tmp_path, uneven):
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(dbsl.data.dataset.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(dbsl.data.dataset.__file__).parents[2])}
     script = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py"), uneven],
         stdout=subprocess.PIPE,

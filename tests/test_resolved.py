@@ -8,7 +8,7 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
-import train
+import dbsl.open
 from dbsl.base.errors import RunStopped
 from dbsl.log import plots, worker_plots
 from dbsl.log.log import RunLog
@@ -41,7 +41,7 @@ def no_pictures():
             (worker_plots, "worker_history"),
         ):
             patches.setattr(module, name, lambda *arguments: None)
-        patches.setattr(train, "threads_of_process", lambda: 1)
+        patches.setattr(dbsl.open, "threads_of_process", lambda: 1)
         patches.setattr(RunLog, "images", lambda *arguments: None)
         yield
 
@@ -70,7 +70,7 @@ def planned(monkeypatch, tmp_path, *flags):
         runs.append(run)
         raise RunStopped
 
-    monkeypatch.setattr(train, "connect", stop)
+    monkeypatch.setattr(dbsl.open, "connect", stop)
     AcceleratorState._reset_state(True)
     with pytest.raises(RunStopped):
         main(parse_config(Config, [*flags, "--output-dir", str(tmp_path / "again")]))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 
-import train
+import dbsl.open
 from dbsl.base.errors import one_line_errors
 from dbsl.run.folder import RunFolder, default_folder
 from train import Config, main
@@ -61,7 +61,7 @@ def test_a_folder_left_empty_goes_again_with_the_parents_that_were_made_for_it(
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monkeypatch):
-    monkeypatch.setattr(train, "prepare", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(dbsl.open, "prepare", lambda *_: pytest.fail("went on"))
     with pytest.raises(ValueError, match="output_dir must be a folder that can be written"):
         main(Config(**TINY, output_dir="/proc/no/such"))
 
