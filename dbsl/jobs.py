@@ -31,7 +31,7 @@ class Launch:
     Attributes:
         title: In words, for people.
         folder: Its run folder.
-        flags: Of train.py, without those that name the folder.
+        flags: Flags of train.py, without those that name the folder.
     """
 
     title: str

@@ -27,7 +27,7 @@ def threads_of_process(jobs: int = 1) -> int:
         jobs: Runs that share this process's cores.
     """
     threads = max(1, cores_of_process() // jobs)
-    first = os.environ.get(_THREADS, "").partition(",")[0].strip()  # of nested levels the outer
+    first = os.environ.get(_THREADS, "").partition(",")[0].strip()  # the outer one of nested levels
     bound = int(first) if first.isdecimal() else 0
     if bound == 0 or (bound == 1 and _launcher_has_set_it()):
         return threads
@@ -46,4 +46,4 @@ def _launcher_has_set_it() -> bool:
     try:
         return _THREADS not in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):
-        return True  # of another user, say: more often the launcher's
+        return True  # another user's process, say: the launcher set it more often

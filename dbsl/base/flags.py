@@ -36,7 +36,7 @@ def parse_flags(
     Args:
         cls: The dataclass.
         flags: The command line; unset: this process's.
-        prog: What the command is called.
+        prog: Name of the command.
         common: Fields that the help shows first.
         others: Flags that the caller has read himself, with their help.
         check: Make the dataclass's own checks; without them the result is of another class.
@@ -104,7 +104,7 @@ def _check_types(cls: type, flags: Sequence[str]) -> None:
             continue  # unset again what a file sets
         kinds = _kinds(hints[name])
         if positional and not any(kind.many for kind in kinds):
-            values = values[:1]  # what follows may stand for itself
+            values = values[:1]  # the next word may stand for itself
         if not any(kind.takes(values) for kind in kinds):
             # Name the value of the list that is wrong.
             wrong = [v for v in values if not any(kind.takes([v]) for kind in kinds)] or values
@@ -115,7 +115,7 @@ def _check_types(cls: type, flags: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What a flag may be: in words, how a value is read, and whether there may be many."""
+    """Form of a flag: in words, how a value is read, and whether there may be many."""
 
     words: str
     read: Callable[[str], object]

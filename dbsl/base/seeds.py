@@ -19,7 +19,7 @@ def stream_seed(seed: int, purpose: str, *keys: int) -> int:
     Args:
         seed: The run's seed, at least 0.
         purpose: Name of the stream; different names give independent streams.
-        keys: What the stream belongs to (epoch, worker, round), each at least 0.
+        keys: Owner of the stream (epoch, worker, round), each at least 0.
     """
     # SeedSequence pads with zeros: without their number, keys (1,) and (1, 0) would be one stream.
     entropy = [seed, zlib.crc32(purpose.encode()), len(keys), *keys]

@@ -136,7 +136,7 @@ class Arm:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is not finished, and report."""
+    """Run the arms that are not finished, and report."""
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
     command = _command(argv, config.arms)

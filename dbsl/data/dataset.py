@@ -37,7 +37,7 @@ class Data:
         num_classes: Number of classes; labels lie in [0, num_classes).
         class_names: Their names.
         mean: Channel means of images in [0, 1], for `Transform`.
-        std: Channel standard deviations, likewise.
+        std: Channel standard deviations of images in [0, 1].
         mirror: Whether a mirrored image keeps its class.
         image_side: Side of the images in pixels if all are squares of one size, else None. Where
             images are not stored, 64 of each split were looked at.
@@ -89,7 +89,7 @@ def load_data(
         holdout: Share of the training images, in (0, 1), to evaluate on in place of the evaluation
             split; `train_samples` are chosen from the rest. Unset: a fifth, where there is no
             evaluation split. Settings tuned on held-out images leave the test images unseen.
-        seed: Seed of the subsets and of what is held out.
+        seed: Seed of the subsets and of the held-out images.
         loader_workers: Loader processes per split; 0 decodes in this process; unset: this
             process's part of the cores, at most 8.
         device: Where batches are made.

@@ -55,7 +55,7 @@ class EpochSampler:
 
     Args:
         shares: Samples per worker and epoch, each at least `rounds`; where the epoch has begun
-            with other shares, of what is left of it.
+            with other shares, of its remainder.
         rounds: Rounds per epoch, or those that are left.
         seed: The run's seed.
         first_round: Rounds of the epoch that are over.

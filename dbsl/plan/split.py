@@ -43,7 +43,7 @@ def bounded_split(
 ) -> np.ndarray:
     """Split `total` in proportion to `weights`, each part within its bounds, int64 [n].
 
-    Parts that meet a bound stay there and the others share what is left. If even the lowest bounds
+    Parts that meet a bound stay there and the others share the rest. If even the lowest bounds
     are more than the total, the first part alone takes it.
     """
     if lowest.sum() > total:

@@ -119,7 +119,7 @@ class StudyConfig:  # every field is a flag, its comment the help
         return min(limit for limit in limits if limit is not None)
 
     def space(self, optimizer: str) -> SearchSpace:
-        """Return what is searched for an optimizer."""
+        """Return the search space of an optimizer."""
         log, linear = "LOG_SCALE", "LINEAR_SCALE"
         has_momentum = optimizer not in _WITHOUT_MOMENTUM
         return SearchSpace(
