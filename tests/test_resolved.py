@@ -66,7 +66,7 @@ def planned(monkeypatch, tmp_path, *flags):
     """Return the run that train.py would train with these flags."""
     runs = []
 
-    def stop(run, accelerator):
+    def stop(run, *_):
         runs.append(run)
         raise RunStopped
 
