@@ -15,7 +15,7 @@ quality:  ## check without changing: format, lint, imports between rooms, tables
 	lint-imports
 	python -m plots.tables --check
 
-test:  ## the short tests
+test:  ## the short tests, in two processes (one: pytest -n 0)
 	pytest
 
 nightly:  ## the short tests and the slow ones, none that needs a GPU

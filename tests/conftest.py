@@ -5,37 +5,115 @@ import signal
 import time
 import traceback
 import warnings
+from functools import cache
 
 import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from PIL import Image
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no network
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import dbsl.data.dataset
+
 torch.set_num_threads(1)
 # A busy machine is no failure; the same cases every time, so that a failure can be repeated.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("tests")
+hypothesis.settings.register_profile("short", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile("nightly", deadline=None, derandomize=True, max_examples=1000)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="begin no test after so many minutes, and say how many were left",
+    )
 
 
 def pytest_configure(config):
     """Hide GPUs from all tests but those that are asked for with ``-m gpu``: the rest is gloo's."""
     if not _asked_for("gpu", config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    hypothesis.settings.load_profile("nightly" if _asked_for("slow", config) else "short")
+    if config.option.minutes:
+        end = time.time() + 60 * config.option.minutes
+        # xdist's processes are configured later, and get the environment of the first.
+        config.stash[END] = float(os.environ.setdefault("PYTEST_END", str(end)))
+
+
+END = pytest.StashKey[float]()
+
+
+def pytest_runtest_setup(item):
+    """Begin no test when the time is over, nor one whose own limit is more than is left."""
+    limit = item.get_closest_marker("timeout")
+    may_last = limit.args[0] if limit else 0
+    if time.time() + may_last > item.config.stash.get(END, float("inf")):
+        pytest.skip("not run: the time given by --minutes")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what --minutes left out: a run that ended early must not look like a whole one."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    left = sum("not run: the time given by --minutes" in str(report.longrepr) for report in skipped)
+    if terminalreporter.config.option.minutes:
+        terminalreporter.write_line(f"not run for want of time: {left} tests")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what takes minutes, unless ``-m slow`` asks for it."""
+    """Leave out what is for ``make nightly``, unless ``-m slow`` asks for it."""
     if not _asked_for("slow", config):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: -m slow"))
+        left = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in {*left}]
 
 
 def _asked_for(marker, config):
     return re.search(rf"(?<!not )\b{marker}\b", config.option.markexpr or "") is not None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures():
+    """Have runs draw a pixel: a second saved each. Pictures have tests of their own."""
+
+    def draw(*arguments):
+        path = arguments[-1]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (1, 1)).save(path)
+
+    with pytest.MonkeyPatch.context() as patches:
+        for name in (
+            "plots.plan_timeline",
+            "plots.accuracy_and_loss",
+            "worker_plots.worker_history",
+        ):
+            patches.setattr(f"dbsl.log.{name}", draw)
+        yield patches
+
+
+@pytest.fixture
+def pictures(no_pictures, monkeypatch):
+    """Draw as a run does."""
+    for target, name, drawing in no_pictures._setattr:
+        monkeypatch.setattr(target, name, drawing)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def digits_once():
+    """Make the tables of the digits once for all tests."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(dbsl.data.tables, "_digits", cache(dbsl.data.tables._digits))
+        yield
 
 
 class TinyNet(nn.Module):
@@ -122,15 +200,12 @@ def usual_signals():
 
 
 @pytest.fixture
-def accelerator():
+def accelerator(fresh_accelerator):
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
     yield accelerator
     accelerator.end_training()
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture

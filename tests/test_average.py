@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
 from torch import nn
 
-import train
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.run.average import WeightAverage, recompute_statistics, statistics_batches
+from tests.helpers import run
 
 
 def test_average_is_exponential_and_starts_at_the_first_weights():
@@ -116,25 +115,18 @@ def test_without_batch_norm_no_image_is_read():
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):
     settings = {
-        "model": "test_resnet",
-        "resolutions": (16,),
         "train_samples": 200,
         "eval_samples": 60,
         "epochs": 4,
         "eval_every": 2,
         "large_batch_size": (8,),
-        "slope": (0.001,),
-        "intercept": (0.01,),
         "mixed_precision": "no",
-        "report_to": "none",
     }
     events = {}
     for name, decay in (("raw", 0.0), ("both", 0.5)):
-        AcceleratorState._reset_state(True)
-        train.main(train.Config(**settings, ema_decay=decay, output_dir=str(tmp_path / name)))
+        run(tmp_path / name, **settings, ema_decay=decay)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         events[name] = [e for e in map(json.loads, lines) if e["event"] == "eval"]
-    AcceleratorState._reset_state(True)
     assert [e["loss"] for e in events["raw"]] == [e["loss"] for e in events["both"]]
     raw, averaged = load_model(tmp_path / "both"), load_model(tmp_path / "both", ema=True)
     assert not (tmp_path / "raw/model_ema.safetensors").exists()

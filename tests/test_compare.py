@@ -2,12 +2,15 @@ import csv
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import train
+from dbsl import jobs
 from dbsl.base.errors import one_line_errors
 from dbsl.base.flags import parse_flags
 from dbsl.compare import compare
@@ -22,6 +25,7 @@ from dbsl.compare.statistics import (
     table,
 )
 from dbsl.run.parse import parse_config
+from tests.helpers import ROOT, Forked
 
 ARM = {
     "model": "test_resnet",
@@ -127,6 +131,17 @@ def test_figure_shows_means_and_intervals():
 
 
 @pytest.fixture
+def forked(monkeypatch):
+    """Have runs begin as forks of this process, which has the imports already."""
+
+    def start(command, env, start_new_session, stdout=None, stderr=None):
+        assert command[:2] == [sys.executable, str(ROOT / "train.py")]
+        return Forked(lambda: train.main(parse_config(train.Config, command[2:])))
+
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=start))
+
+
+@pytest.fixture
 def arms(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs/tiny").mkdir(parents=True)
@@ -138,6 +153,7 @@ def arms(tmp_path, monkeypatch):
     return paths
 
 
+@pytest.mark.usefixtures("forked")
 def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
     compare.main([*arms, "--seeds", "1"])
     assert "run 2/2: dual, seed 0" in capfd.readouterr().out
@@ -191,6 +207,7 @@ def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch
     assert error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arms = []
@@ -273,6 +290,7 @@ def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_rows_of_another_machine_count_as_finished_runs_of_the_same_settings(arms, tmp_path, capfd):
     compare.main([arms[0], "--seeds", "1", "--set", "eval_train=true"])
     rows = (tmp_path / "results/tiny/arms_runs.csv").read_text()
@@ -287,6 +305,7 @@ def test_rows_of_another_machine_count_as_finished_runs_of_the_same_settings(arm
     assert "run 2/2" in capfd.readouterr().out  # other settings are other runs
 
 
+@pytest.mark.usefixtures("forked")
 def test_varied_settings_are_arms_of_their_own(arms, tmp_path):
     options = ["--seeds", "1", "--set", "epochs=1", "--vary", "lr=0.1,0.05", "--vary", "seed=1"]
     with pytest.raises(ValueError, match="must leave seed to the comparison"):
@@ -309,6 +328,7 @@ def test_nothing_finished_is_refused(arms):
         compare.main([*arms, "--report-only"])
 
 
+@pytest.mark.usefixtures("forked")
 def test_rows_of_before_settings_were_recorded_stay_and_count_for_nothing(arms, tmp_path):
     folder = tmp_path / "results/tiny"
     folder.mkdir(parents=True)

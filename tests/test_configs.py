@@ -3,19 +3,16 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState
 from PIL import Image
 
 import train
 from dbsl.base.flags import parse_flags
-from dbsl.log import plots, worker_plots
 from dbsl.run.parse import parse_config, read_settings
+from tests.helpers import ROOT, slow
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(
     path.relative_to(ROOT)
     for folder in ("configs", "examples")
@@ -23,19 +20,22 @@ CONFIGS = sorted(
 )
 
 
+# One of each method and model; what the others differ in shows when they are parsed.
+TRAINED = {
+    *("mini/conventional", "mini/dual_3_k105", "mini/factor_sqrt", "mini/cyclic", "mini/hybrid"),
+    *("mini/ssp", "mini/asp", "mini/all_large_rounds_4", "beyond/cutmix", "beyond/delta"),
+    *("beyond/ema", "cifar100/ddp_512", "cifar100/bsp", "vit/hybrid", "imagenet/hybrid_1"),
+    *("digits/first_command", "mixed_gpus"),
+}
+
+
 @pytest.fixture(autouse=True)
-def tiny(tmp_path, monkeypatch):
-    """A fresh accelerator, one place to run in, and no pictures: these have tests of their own."""
-    AcceleratorState._reset_state(True)
+def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for module, name in (
-        (plots, "plan_timeline"),
-        (plots, "accuracy_and_loss"),
-        (worker_plots, "worker_history"),
-    ):
-        monkeypatch.setattr(module, name, lambda *arguments: None)
-    yield
-    AcceleratorState._reset_state(True)
+
+
+def in_short_set(path):
+    return path.parts[0] == "examples" or str(path.with_suffix("")).partition("/")[2] in TRAINED
 
 
 def shrunk(config, tmp_path):
@@ -80,9 +80,20 @@ def test_there_are_configs_of_every_table():
     tables = {"mini", "beyond", "beyond_imagenette", "vit", "cifar100", "imagenet"}
     assert tables | {"cifar100_conference", "base"} <= folders
     assert sum(path.parts[0] == "examples" for path in CONFIGS) >= 4
+    assert sum(map(in_short_set, CONFIGS)) >= len(TRAINED) + 4
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_config_parses_and_sets_something(path):
+    config = parse_config(train.Config, ["--config", str(ROOT / path)])
+    assert config != train.Config()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[slow] * (not in_short_set(path))) for path in CONFIGS],
+    ids=str,
+)
 def test_config_trains_a_few_steps(tmp_path, path):
     config = parse_config(train.Config, ["--config", str(ROOT / path)])
     train.main(shrunk(config, tmp_path))

@@ -45,13 +45,6 @@ class Count(TorchDispatchMode):
         return found
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
 def waiting(read, count):
     def counted(tensor, *args, **kwargs):
         count.waits += 1

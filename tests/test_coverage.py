@@ -5,9 +5,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from benchmarks.coverage import cases, check
 
 
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_every_sample_is_trained_on_once_or_counted_as_lost(case):
     try:

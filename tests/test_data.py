@@ -25,6 +25,7 @@ from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.plan.sampler import EpochSampler
+from tests.helpers import ROOT
 
 SHARED = Path(__file__).parents[1] / ".." / "shared" / "data"
 # A test may ask for more loader processes than the machine has cores.
@@ -794,7 +795,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_image_loader_processes_end_with_a_script_that_is_killed(tmp_path, uneven):
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(dbsl.data.dataset.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     script = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py"), uneven],
         stdout=subprocess.PIPE,

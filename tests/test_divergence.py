@@ -4,19 +4,12 @@ import json
 import math
 
 import pytest
-from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
 from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.model import default_learning_rate
-from train import Config, main
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+from tests.helpers import run
+from train import Config
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 74.0, 5.7])
@@ -35,14 +28,11 @@ def test_a_loss_far_above_guessing_is_said_once_with_what_to_lower(loss):
 
 
 def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, capsys):
-    settings = {"model": "test_resnet", "train_samples": 60, "eval_samples": 20, "epochs": 1}
-    settings |= {"resolutions": (16,), "slope": (0.001,), "intercept": (0.01,), "cpu_threads": 1}
-    settings |= {"lr": 1e18, "warmup_epochs": 0, "mixed_precision": "no", "report_to": "none"}
+    settings = {"lr": 1e18, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
     folder = tmp_path / "run"
     for resume in (None, "auto"):  # finished, and no better for it
-        AcceleratorState._reset_state(True)
         with pytest.raises(SystemExit) as ended, one_line_errors():
-            main(Config(**settings, output_dir=str(folder), resume=resume))
+            run(folder, **settings, resume=resume)
         assert ended.value.code == EXIT_DIVERGED == 3
         said = capsys.readouterr()
         assert "error: the loss of the final evaluation is not finite" in said.err
@@ -76,12 +66,9 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(optimizer, rate):
 
 def test_a_run_whose_rounds_were_all_refused_is_no_success(tmp_path, capsys):
     """The weights are the initial ones, whose loss is finite."""
-    settings = {"model": "test_resnet", "train_samples": 60, "eval_samples": 20, "epochs": 1}
-    settings |= {"resolutions": (16,), "slope": (0.001,), "intercept": (0.01,), "cpu_threads": 1}
-    settings |= {"lr": 1e30, "warmup_epochs": 0, "mixed_precision": "no", "report_to": "none"}
-    AcceleratorState._reset_state(True)
+    settings = {"lr": 1e30, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
     with pytest.raises(SystemExit) as ended, one_line_errors():
-        main(Config(**settings, workers=2, output_dir=str(tmp_path / "run")))
+        run(tmp_path / "run", **settings, workers=2)
     assert ended.value.code == EXIT_DIVERGED
     assert "error: every round of the last epoch was refused" in capsys.readouterr().err
     assert json.loads((tmp_path / "run/summary.json").read_text())["last_epoch_refused"]

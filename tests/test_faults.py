@@ -7,7 +7,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from benchmarks import fuzz
@@ -17,13 +16,6 @@ from dbsl.checkpoint.on_disk import checkpoints_in
 from dbsl.cluster.liveness import _interface_to
 from dbsl.plan.split import check_global_batch
 from tests.test_resume import MODES, ROUNDS, run
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])

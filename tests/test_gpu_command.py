@@ -29,9 +29,8 @@ from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.parse import parse_config
+from tests.helpers import ROOT
 from train import Config
-
-ROOT = Path(__file__).resolve().parent.parent
 
 STUBS = """
 import os, subprocess, sys, time

@@ -92,11 +92,9 @@ def hub(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    AcceleratorState._reset_state(True)
     yield server
     server.shutdown()
     server.server_close()
-    AcceleratorState._reset_state(True)
 
 
 def config(tmp_path, **settings):

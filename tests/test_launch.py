@@ -1,7 +1,6 @@
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +15,9 @@ from dbsl.base.lazy import lazy_import
 from dbsl.cluster.liveness import chosen_backend, remember
 from dbsl.run.accelerator import computes_bf16, describe_precision, start_accelerator
 from dbsl.run.parse import parse_config
+from tests.helpers import ROOT
 from train import Config
 
-ROOT = Path(__file__).resolve().parent.parent
 # With the handler that a terminal's process has; that of a background job is ignored.
 RUN_TRAIN = """
 import runpy, signal, sys
@@ -26,13 +25,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv.pop())
 runpy.run_path("train.py", run_name="__main__")
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def measure(model, sizes, rng, probe, epoch=0, data=None):
     [
         ("micro", (64,)),
         ("sizes", (16, 64)),
-        ("sizes", (8, 16, 64)),
-        ("joined", (16, 16, 16, 16)),
+        pytest.param("sizes", (8, 16, 64), marks=pytest.mark.slow),
+        pytest.param("joined", (16, 16, 16, 16), marks=pytest.mark.slow),
         ("joined", (8, 32, 32)),
     ],
 )

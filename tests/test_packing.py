@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.base.serialize import pack, unpack
@@ -31,7 +31,6 @@ def through_json(state):
 
 
 @given(STATES)
-@settings(max_examples=300, deadline=None)
 def test_plain_values_come_back_equal_and_of_the_same_types(state):
     assert repr(through_json(state)) == repr(state)
 

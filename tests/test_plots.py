@@ -15,6 +15,8 @@ from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.stages import default_milestones, make_stages
 from dbsl.plan.types import Plan, WorkerPlan
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 STAGES = make_stages(4, [24, 32], milestones=(2,), learning_rate=0.1, gamma=0.5)
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
@@ -24,31 +21,34 @@ from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
 from dbsl.cluster.steps import OwnSteps
-from dbsl.log.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.folder import RunFolder
+from dbsl.run.parse import parse_config
 from dbsl.run.resolved import with_resolved
 from dbsl.run.run import round_sampler
-from train import Config, main, parse_config
+from tests import helpers
+from tests.helpers import (
+    fingerprint,
+    metrics_of,
+    rounds_of,
+    slow,
+    start_ranks,
+    to_flags,
+    torchrun,
+    wait_all,
+    wait_until,
+)
+from train import Config
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = {
-    "model": "test_resnet",
-    "train_samples": 60,
-    "eval_samples": 20,
+SETTINGS = {
     "resolutions": (16, 32),
     "epochs": 3,
     "lr_milestones": (2,),
-    "slope": (0.001,),
-    "intercept": (0.01,),
-    "lr": 0.02,
     "dropout": (0.1, 0.3),
-    "report_to": "none",
-    "cpu_threads": 1,
     "checkpoint_every": 1,
     "log_every": 2,
 }
@@ -66,35 +66,8 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures():
-    with pytest.MonkeyPatch.context() as patches:
-        for place in ("plots.plan_timeline", "plots.accuracy_and_loss"):
-            patches.setattr(f"dbsl.{place}", lambda *arguments: None)
-        patches.setattr("dbsl.log.worker_plots.worker_history", lambda *arguments: None)
-        patches.setattr("dbsl.log.log.RunLog.images", lambda *arguments: None)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
 def run(folder, **settings):
-    AcceleratorState._reset_state(True)
-    main(Config(**{**TINY, **settings, "output_dir": str(folder)}))
-
-
-def fingerprint(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = [
-        {k: v for k, v in json.loads(line).items() if "time" not in k and k not in MEASURED}
-        for line in lines
-    ]
-    return rows, (folder / "model.safetensors").read_bytes()
+    return helpers.run(folder, **{**SETTINGS, **settings})
 
 
 def at_step(monkeypatch, number, act):
@@ -166,13 +139,24 @@ def misaligned(monkeypatch):
     monkeypatch.setattr(resume, "read_shard", lambda *arguments: moved(read(*arguments)))
 
 
+KILLED = dict.fromkeys(MODES, "") | {"balance": "epochs-float32"}
+KILLED |= dict.fromkeys(("delta", "asp", "step", "gradients"), "in-rounds-bf16")
+
+
 @pytest.mark.usefixtures("misaligned")
 @pytest.mark.parametrize(
-    ("every", "precision"),
-    [(1, "no"), ("0.0001m", "bf16")],
-    ids=["epochs-float32", "in-rounds-bf16"],
+    ("mode", "every", "precision"),
+    [
+        pytest.param(
+            mode, every, precision, id=f"{mode}-{name}", marks=[slow] * (name not in short)
+        )
+        for mode, short in KILLED.items()
+        for name, every, precision in (
+            ("epochs-float32", 1, "no"),
+            ("in-rounds-bf16", "0.0001m", "bf16"),
+        )
+    ],
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_killed_and_resumed_is_the_unbroken_run(
     tmp_path, monkeypatch, unbroken, mode, every, precision
 ):
@@ -189,11 +173,18 @@ def test_killed_and_resumed_is_the_unbroken_run(
 
 
 @pytest.mark.usefixtures("misaligned", "usual_signals")
-@pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])
 @pytest.mark.parametrize(
-    ("number", "precision"),
-    [(signal.SIGTERM, "no"), (signal.SIGINT, "bf16")],
-    ids=["SIGTERM-float32", "SIGINT-bf16"],
+    ("mode", "number", "precision"),
+    [
+        ("step", signal.SIGTERM, "no"),
+        ("asp", signal.SIGINT, "bf16"),
+        *(
+            pytest.param(mode, number, precision, marks=slow)
+            for mode in ("bsp", "asp", "step", "gradients")
+            for number, precision in ((signal.SIGTERM, "no"), (signal.SIGINT, "bf16"))
+            if (mode, precision) not in (("step", "no"), ("asp", "bf16"))
+        ),
+    ],
 )
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     tmp_path, monkeypatch, capsys, unbroken, mode, number, precision
@@ -265,7 +256,7 @@ def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_trainin
         "epoch-0003",
     }
     run(tmp_path / "run", **again, allow_config_change=True)
-    rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
+    rounds = rounds_of(tmp_path / "run")
     assert {e["learning_rate"] for e in rounds if e["epoch"] == 2} == {0.002}
     assert (tmp_path / "run/checkpoints/epoch-0003.old").is_dir()
 
@@ -318,7 +309,9 @@ def test_a_checkpoint_of_other_classes_says_so(ended, tmp_path, monkeypatch):
 
 
 # Without a barrier, a worker of the longer run had begun its next epoch before the last had ended.
-@pytest.mark.parametrize("mode", ["bsp", "step", "gradients"])
+@pytest.mark.parametrize(
+    "mode", ["bsp", pytest.param("step", marks=slow), pytest.param("gradients", marks=slow)]
+)
 def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     settings = {**MODES[mode], "warmup_epochs": 0, "schedule": "fixed", "dropout": (0.1,)}
     settings |= {"checkpoint_every": 0, "lr_milestones": (1,)}  # the last is saved all the same
@@ -333,7 +326,9 @@ def test_a_run_made_longer_is_one_that_was_that_long(tmp_path, mode):
     assert fingerprint(tmp_path / "whole")[1] == fingerprint(tmp_path / "longer")[1]
 
 
-@pytest.mark.parametrize("workers", [4, 3], ids=["same workers", "other workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(4, marks=slow), 3], ids=["same workers", "other workers"]
+)
 def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_path, workers):
     settings = {**ROUNDS, "large_batch_size": (4, 8), "lr_milestones": None}
     with pytest.raises(RunStopped):
@@ -345,7 +340,7 @@ def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_
         run(tmp_path / "run", **again, epochs=8)
     assert files_of(tmp_path / "run") == before
     run(tmp_path / "run", **again | {"lr_milestones": (1, 2)}, epochs=3)
-    rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
+    rounds = rounds_of(tmp_path / "run")
     assert [sum(e["samples"] for e in rounds if e["epoch"] == n) for n in range(3)] == [60] * 3
 
 
@@ -409,8 +404,18 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
     assert had_some == [turn[1:] != (0, 0) for turn in turns]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 6])
-@pytest.mark.parametrize("mode", ["bsp", "asp", "step"])
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [
+        *(("bsp", 3), ("asp", 2), ("step", 6)),
+        *(
+            pytest.param(mode, workers, marks=slow)
+            for mode in ("bsp", "asp", "step")
+            for workers in (2, 3, 6)
+            if (mode, workers) not in (("bsp", 3), ("asp", 2), ("step", 6))
+        ),
+    ],
+)
 def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, mode, workers):
     seen = []
     settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
@@ -425,7 +430,7 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
     before = metrics_before(tmp_path / "run", state)
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
     run(tmp_path / "run", **settings, allow_config_change=True)
-    rounds = [e for e in fingerprint(tmp_path / "run")[0] if e["event"] == "round"]
+    rounds = rounds_of(tmp_path / "run")
     after = rounds[len(before) :]
     for epoch in range(3):
         seen = sum(e["samples"] for e in before + after if e["epoch"] == epoch)
@@ -534,61 +539,13 @@ def test_resuming_by_folder_keeps_the_runs_settings_and_flags_win(tmp_path):
 # --- real processes
 
 
-def launch(flags, *, ranks, port, under_torchrun=False):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "train.py", *flags]
-    if under_torchrun:
-        head = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]
-        command[1:1] = [*head, "--nproc-per-node", str(ranks)]
-        return [subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)]
-    processes = []
-    for rank in range(ranks):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-        several = {**numbers, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-        several = {k: str(v) for k, v in several.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment | several,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    return processes
-
-
-def to_flags(folder, **settings):
-    out = ["--output-dir", str(folder), "--resume", "auto"]
-    for name, value in {**TINY, **settings}.items():
-        values = value if isinstance(value, tuple) else (value,)
-        out += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return out
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def start(folder, ranks=3, **settings):
+    return start_ranks(to_flags(folder, **{**SETTINGS, **settings, "resume": "auto"}), ranks)
 
 
 def wait_for(path, processes):
-    deadline = time.monotonic() + 90
-    while not path.exists():
-        assert time.monotonic() < deadline, "no checkpoint came"
-        assert all(p.poll() is None for p in processes), [p.stdout.read() for p in processes]
-        time.sleep(0.01)
-
-
-def outputs(processes):
-    try:
-        return [p.communicate(timeout=90)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
+    wait_until(lambda: path.exists() or any(p.poll() is not None for p in processes), 90, path)
+    assert path.exists(), [p.stderr for p in processes]
 
 
 REAL = {
@@ -597,85 +554,72 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("mode", REAL)
+@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=slow)])
 def test_three_processes_one_killed_all_name_it_and_resume_to_the_same_bits(tmp_path, mode):
     settings = {**REAL[mode], "worker_timeout": 30}
-    whole = launch(to_flags(tmp_path / "whole", **settings), ranks=3, port=free_port())
-    outputs(whole)
-    flags = to_flags(tmp_path / "run", **settings)
-    broken = launch(flags, ranks=3, port=free_port())
+    assert wait_all(start(tmp_path / "whole", **settings)) == [0, 0, 0]
+    broken = start(tmp_path / "run", **settings)
     wait_for(tmp_path / "run/checkpoints/epoch-0002/manifest.json", broken)
     broken[2].kill()
-    said = outputs(broken)
-    assert [p.returncode for p in broken] == [2, 2, -9]
-    assert all("error: rank 2 died or fell silent" in text for text in said[:2]), said
-    again = launch(flags, ranks=3, port=free_port())
-    said = outputs(again)
-    assert [p.returncode for p in again] == [0, 0, 0], said
-    assert "resumed from" in said[0]
+    assert wait_all(broken) == [2, 2, -9]
+    said = [process.stderr for process in broken[:2]]
+    assert all("error: rank 2 died or fell silent" in text for text in said), said
+    again = start(tmp_path / "run", **settings)
+    assert wait_all(again) == [0, 0, 0], again[0].stderr
+    assert "resumed from" in again[0].stdout
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
 
 
+LONG = {**ROUNDS, "epochs": 16, "resolutions": (16,), "dropout": (0.1,), "train_samples": 120}
+
+
 def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_path):
-    settings = {**ROUNDS, "sync": "asp", "epochs": 40, "train_samples": 120, "worker_timeout": 30}
+    settings = {**LONG, "sync": "asp", "worker_timeout": 30}
     folder = tmp_path / "run"
-    processes = launch(to_flags(folder, **settings), ranks=3, port=free_port())
+    processes = start(folder, **settings)
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
     processes[2].kill()
-    said = outputs(processes)
-    assert [p.returncode for p in processes[:2]] == [0, 0], said
-    assert "warning: rank 2 (worker 2) was lost after" in said[0]
+    assert wait_all(processes)[:2] == [0, 0], processes[0].stderr
+    assert "warning: rank 2 (worker 2) was lost after" in processes[0].stdout + processes[0].stderr
     assert json.loads((folder / "summary.json").read_text())["lost_workers"] == [2]
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (lost,) = [e for e in events if e["event"] == "lost"]
     trained = {
         epoch: sum(e["samples"] for e in events if e["event"] == "round" and e["epoch"] == epoch)
-        for epoch in range(40)
+        for epoch in range(16)
     }
-    assert trained[39] == 120  # the others have taken its share over
-    assert sum(trained.values()) + lost["samples"] == 40 * 120
+    assert trained[15] == 120  # the others have taken its share over
+    assert sum(trained.values()) + lost["samples"] == 16 * 120
 
 
 def test_a_lost_worker_is_back_after_the_next_resume(tmp_path):
-    settings = {**ROUNDS, "sync": "asp", "epochs": 40, "train_samples": 120, "worker_timeout": 30}
+    settings = {**LONG, "sync": "asp", "worker_timeout": 30}
     folder = tmp_path / "run"
-    flags = to_flags(folder, **settings)
-    processes = launch(flags, ranks=3, port=free_port())
+    processes = start(folder, **settings)
     wait_for(folder / "checkpoints/epoch-0002/manifest.json", processes)
     processes[2].kill()
-    deadline = time.monotonic() + 60
-    while '"lost"' not in (folder / "metrics.jsonl").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: '"lost"' in (folder / "metrics.jsonl").read_text())
     for process in processes[:2]:
         process.send_signal(signal.SIGTERM)
-    said = outputs(processes)
-    assert [p.returncode for p in processes[:2]] == [EXIT_STOPPED] * 2, said
-    again = launch(flags, ranks=3, port=free_port())
-    said = outputs(again)
-    assert [p.returncode for p in again] == [0, 0, 0], said
-    rounds = [e for e in fingerprint(folder)[0] if e["event"] == "round" and e["epoch"] == 39]
+    assert wait_all(processes)[:2] == [EXIT_STOPPED] * 2, processes[0].stderr
+    again = start(folder, **settings)
+    assert wait_all(again) == [0, 0, 0], again[0].stderr
+    rounds = [e for e in rounds_of(folder) if e["epoch"] == 15]
     assert {e["worker"] for e in rounds} == {0, 1, 2}
     assert min(e["samples"] for e in rounds) > 0
     assert sum(e["samples"] for e in rounds) == 120
 
 
+@slow
 def test_torchrun_restarts_and_the_run_goes_on_by_itself(tmp_path):
-    flags = to_flags(tmp_path / "run", **ROUNDS, epochs=8)
-    flags = [flag for flag in flags if flag not in ("--resume", "auto")]
-    (launcher,) = launch(flags, ranks=2, port=0, under_torchrun=True)
-    done = tmp_path / "run/checkpoints/epoch-0002/manifest.json"
-    deadline = time.monotonic() + 90
-    while not done.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True
-    ).stdout.split()
+    launcher = torchrun(to_flags(tmp_path / "run", **{**SETTINGS, **ROUNDS, "epochs": 8}))
+    wait_until((tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists, 90)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     try:
         _, said = launcher.communicate(timeout=120)
     finally:
         launcher.kill()
     assert launcher.returncode == 0, said
-    events = [e["event"] for e in fingerprint(tmp_path / "run")[0]]
+    events = [e["event"] for e in metrics_of(tmp_path / "run")]
     assert events.count("eval") == 8

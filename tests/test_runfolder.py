@@ -3,29 +3,12 @@
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 
 import dbsl.open
 from dbsl.base.errors import one_line_errors
 from dbsl.run.folder import RunFolder, default_folder
+from tests.helpers import TINY
 from train import Config, main
-
-TINY = {
-    "model": "test_resnet",
-    "train_samples": 60,
-    "eval_samples": 40,
-    "resolutions": (16,),
-    "slope": (0.001,),
-    "intercept": (0.01,),
-    "report_to": "none",
-}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def test_runs_of_one_second_that_nobody_named_get_a_folder_each(tmp_path, accelerator):

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dbsl.base.serialize import pack, unpack
 from dbsl.base.words import short_loss
-from dbsl.log import log as runlog
+from dbsl.log import display
 from dbsl.log.alarm import Alarm
 from dbsl.log.log import RunLog
 from dbsl.log.plots import read_metrics, stage_spans
@@ -265,7 +265,7 @@ def test_progress_bar_on_a_terminal_moves_with_every_step(tmp_path, accelerator,
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(runlog, "_BAR_EVERY_S", 0.0)
+    monkeypatch.setattr(display, "_BAR_EVERY_S", 0.0)
     plans = make_plans()
     total = sum(w.steps for plan in plans.values() for w in plan.workers)
     with RunLog(tmp_path, accelerator, STAGES, plans, counted=range(4)) as log:
@@ -286,7 +286,7 @@ def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
     tmp_path, accelerator, monkeypatch, capsys
 ):
     now = [0.0]
-    monkeypatch.setattr(runlog.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
     plans = make_plans()
     with RunLog(tmp_path, accelerator, STAGES, plans) as log:
         log.meter.begin(Round((0,), 0, 0), anew=True)

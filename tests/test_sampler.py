@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.plan.sampler import (
@@ -12,7 +12,6 @@ from dbsl.plan.sampler import (
 )
 
 
-@settings(max_examples=300)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=8),
     st.integers(0, 5),

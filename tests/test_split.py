@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import scipy.optimize  # noqa: F401 - or the first example of a test would pay for its import
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.plan.dual_batch import plan_dual_batch
@@ -16,7 +16,6 @@ from dbsl.plan.types import TimeModel
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-@settings(max_examples=1000)
 @given(sizes_lists, sizes_lists, st.integers(0, 400), st.integers(0, 9), st.booleans())
 def test_each_sample_once_an_epoch_whatever_the_sizes_and_their_changes(
     sizes, others, extra, seed, drop_last
@@ -104,7 +103,6 @@ def test_a_batch_that_fills_every_worker_to_its_limit_is_split_so():
     assert balanced_sizes(58, machines, np.array([6, 52])).tolist() == [6, 52]
 
 
-@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 0.2), st.integers(1, 60)),
@@ -187,7 +185,6 @@ def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
     assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
 
 
-@settings(max_examples=300)
 @given(sizes_lists, st.integers(0, 400), st.integers(1, 2), st.booleans())
 def test_where_batch_norm_is_over_all_processes_each_has_samples_in_every_step(
     sizes, extra, least, drop_last

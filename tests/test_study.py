@@ -1,12 +1,11 @@
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,8 +30,7 @@ from dbsl.study.trials import (
     measured_steps,
     run_trial,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers import Forked, wait_until
 
 TINY = {
     "--batch-sizes": "16,32",
@@ -46,13 +44,6 @@ TINY = {
     "--mixed-precision": "no",
     "--cpu-threads": "1",
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def flags(folder, **changes):
@@ -367,71 +358,48 @@ def test_killed_study_goes_on_with_no_trial_lost_or_repeated(tmp_path):
     unbroken = tmp_path / "unbroken"
     run_study(unbroken)
     broken = tmp_path / "broken"
-    command = [sys.executable, "-m", "dbsl.study", *flags(broken)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    for done in (2, 5):
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        lines = 0
-        for line in process.stdout:
-            lines += ", trial " in line
-            if lines == (done if done == 2 else 3):
-                break
+    for done, lines in ((2, 2), (5, 3)):
+        process = Forked(lambda: study.main(flags(broken)))
+        wait_until(lambda p=process, n=lines: p.stdout.count(", trial ") >= n)
         time.sleep(0.05)  # inside the next trial, as a rule
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-        process.stdout.close()
-        assert lines >= 2
+        process.kill()
         finished = len(trials_of(broken))
         assert done <= finished < 12
-    output = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    ran = [line for line in output.splitlines() if ", trial " in line]
+    last = Forked(lambda: study.main(flags(broken)))
+    assert last.wait(120) == 0, last.stderr
+    ran = [line for line in last.stdout.splitlines() if ", trial " in line]
     assert 1 <= len(ran) <= 12 - finished + 1  # one may have been written, but not been recorded
     assert trials_of(broken) == trials_of(unbroken)
 
 
-def test_study_in_two_processes_finds_what_one_does(tmp_path):
+def test_study_in_two_processes_finds_what_one_does(tmp_path, monkeypatch, capsys):
+    children = []
+
+    def start(command, env, start_new_session):
+        assert command[:3] == [sys.executable, "-m", "dbsl.study"]
+        children.append(Forked(lambda: study.main(command[3:]), **env))
+        return children[-1]
+
     run_study(tmp_path / "one")
-    command = [sys.executable, "-m", "dbsl.study", *flags(tmp_path / "two"), "--processes", "2"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    assert done.stdout.count("digits/test_resnet/sgd:") == 1  # one report, of all
+    patched = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(study, "subprocess", patched)
+    capsys.readouterr()
+    run_study(tmp_path / "two", processes=2)
+    said = capsys.readouterr().out + "".join(child.stdout for child in children)
+    assert said.count("digits/test_resnet/sgd:") == 1  # one report, of all
+    assert len(children) == 2
     one, two = (json.loads((tmp_path / n / "report.json").read_text()) for n in ("one", "two"))
     assert one == two
     assert len(trials_of(tmp_path / "two")) == 12
 
 
 def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "dbsl.study.study",
-        *flags(tmp_path, max_steps=600, goal_error=0.001),
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process.stdout.readline()
+    process = Forked(lambda: study.main(flags(tmp_path, max_steps=600, goal_error=0.001)))
+    wait_until(lambda: process.stdout.count("\n"))
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "giving its trial back" in errors
-    assert "stopped; the same command goes on" in errors
+    assert process.wait(60) == 75
+    assert "giving its trial back" in process.stderr
+    assert "stopped; the same command goes on" in process.stderr
     counts = TrialStore(tmp_path).counts("sgd/16")
     assert counts["running"] == 0
     assert counts["waiting"] + counts["finished"] == 3

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.turns import EpochEnd, RoundReport
+from tests.helpers import ROOT
 
 FAST = TimeModel(0.001, 0.01)
 
@@ -279,6 +279,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_with_a_launch_for_each_process_the_others_outlive_one_that_dies(tmp_path):
     (tmp_path / "script.py").write_text(ONE_OF_TWO)
     with socket.socket() as probe:
@@ -286,8 +287,7 @@ def test_with_a_launch_for_each_process_the_others_outlive_one_that_dies(tmp_pat
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
     command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launches = [
         subprocess.Popen(
             [*command, "--node-rank", str(rank), str(tmp_path / "script.py")],

@@ -1,92 +1,57 @@
 """The whole script: on digits in one process and in two, twice the same, and refusing bad input."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import one_line_errors
 from dbsl.base.helptext import read_source
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.log.meter import MEASURED
 from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
 from dbsl.run.parse import COMMON, config_to_yaml, parse_config
+from tests import helpers
+from tests.helpers import (
+    TINY,
+    fingerprint,
+    metrics_of,
+    rounds_of,
+    slow,
+    start_ranks,
+    to_flags,
+    torchrun,
+    wait_all,
+)
 from train import Config, main
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = {
-    "model": "test_resnet",
-    "train_samples": 60,
+SETTINGS = {
     "eval_samples": 40,
     "resolutions": (16, 32),
     "epochs": 3,
     "lr_milestones": (2,),
     "large_batch_size": (10,),
     "small_workers": 1,
-    "slope": (0.001,),
-    "intercept": (0.01,),
-    "lr": 0.02,
-    "report_to": "none",
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-def metrics_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    # Equal runs may differ in their times alone.
-    return [
-        {k: v for k, v in json.loads(line).items() if "time" not in k and k not in MEASURED}
-        for line in lines
-    ]
-
-
 def run(folder, **settings):
-    config = Config(**{**TINY, **settings, "output_dir": str(folder)})
-    AcceleratorState._reset_state(True)
-    main(config)
-    return config
+    return helpers.run(folder, **{**SETTINGS, **settings})
 
 
-def launch(processes, *arguments, timeout_s=240):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "train.py", *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+def run_in_ranks(folder, **settings):
+    return helpers.run_in_ranks(folder, **{**SETTINGS, **settings})
 
 
 def flags(folder, **settings):
-    config = {**TINY, **settings, "output_dir": str(folder)}
-    out = []
-    for name, value in config.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, tuple) else (value,)
-        out += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return out
+    return to_flags(folder, **{**SETTINGS, **settings})
 
 
+@pytest.mark.usefixtures("pictures")
 def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     folder = tmp_path / "run"
     config = run(folder, checkpoint_every=2)
@@ -110,7 +75,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         *("final_accuracy", "best_accuracy", "final_loss", "train_time_s", "total_time_s"),
         *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
         *("noise_scale", "noise_scale_low", "noise_scale_high"),
-        *("device", "precision", "torch", "timm"),
+        *("device", "precision", "torch", "timm", "classes"),
     }
     assert (summary["samples_seen"], summary["workers"], summary["small_workers"]) == (180, 4, 1)
 
@@ -142,34 +107,16 @@ def test_saved_model_reads_back_and_evaluates_to_the_summary(tmp_path):
     assert correct / 40 == pytest.approx(summary["final_accuracy"])
 
 
-@pytest.mark.parametrize("sync", ["bsp", "ssp", "asp"])
+@pytest.mark.parametrize(
+    "sync", ["asp", pytest.param("bsp", marks=slow), pytest.param("ssp", marks=slow)]
+)
 def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
     settings = {"dropout": (0.1, 0.3), "rounds_per_epoch": 2, "large_batch_size": (6,)}
     for name in ("one", "two"):
         run(tmp_path / name, sync=sync, **settings)
-    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
-    assert weights[0] == weights[1]
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     run(tmp_path / "other", sync=sync, **settings, seed=1)
-    assert (tmp_path / "other/model.safetensors").read_bytes() != weights[0]
-
-
-def test_a_measured_run_repeats_from_its_own_config(tmp_path):
-    measured = {"slope": None, "intercept": None, "profile_seconds": 0.2}
-    run(tmp_path / "one", **measured)
-    again = parse_config(
-        Config,
-        ["--config", str(tmp_path / "one/config.yaml"), "--output-dir", str(tmp_path / "two")],
-    )
-    assert again.slope is None
-    assert again.resolved["slope"]
-    AcceleratorState._reset_state(True)
-    main(again)
-    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (
-        tmp_path / "two/model.safetensors"
-    ).read_bytes()
-    assert (tmp_path / "one/config.yaml").read_text() == (tmp_path / "two/config.yaml").read_text()
+    assert fingerprint(tmp_path / "other")[1] != fingerprint(tmp_path / "one")[1]
 
 
 def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
@@ -202,34 +149,31 @@ def test_auto_large_batch_is_found_and_written_down(tmp_path, capsys):
     assert "a larger one would leave a round too few steps" in capsys.readouterr().out
 
 
-def test_two_processes_at_a_barrier_repeat_to_the_bit(tmp_path):
-    for name in ("one", "two"):
-        done = launch(2, *flags(tmp_path / name, epochs=2, lr_milestones=1))
-        assert done.returncode == 0, done.stderr
-    assert "2 workers in 2 processes, 1 on small batches" in done.stdout
-    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (
-        tmp_path / "two/model.safetensors"
-    ).read_bytes()
-    rounds = [e for e in metrics_of(tmp_path / "one") if e["event"] == "round"]
+def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(tmp_path):
+    settings = {**SETTINGS, "epochs": 2, "lr_milestones": (1,)}
+    launched = torchrun(to_flags(tmp_path / "one", **settings))
+    printed, error = launched.communicate(timeout=240)
+    assert launched.returncode == 0, error
+    assert "2 workers in 2 processes, 1 on small batches" in printed
+    run_in_ranks(tmp_path / "two", **settings)
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
+    rounds = rounds_of(tmp_path / "one")
     assert [(e["epoch"], e["worker"]) for e in rounds] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert sum(e["samples"] for e in rounds) == 120
 
 
 @pytest.mark.parametrize("sync", ["ssp", "asp"])
 def test_two_processes_through_the_server_finish_with_everything_counted(tmp_path, sync):
-    done = launch(2, *flags(tmp_path / "run", sync=sync))
-    assert done.returncode == 0, done.stderr
+    run_in_ranks(tmp_path / "run", sync=sync)
     events = metrics_of(tmp_path / "run")
     assert [e["epoch"] for e in events if e["event"] == "eval"] == [0, 1, 2]
     assert sum(e["samples"] for e in events if e["event"] == "round") == 180
 
 
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
-    settings = {"merge": "delta", "rounds_per_epoch": 2, "cpu_threads": 1, "lr": 0.005}
+    settings = {"merge": "delta", "rounds_per_epoch": 2, "lr": 0.005}
     settings |= {"outer_lr": 0.3, "outer_momentum": 0.5, "mixed_precision": "no"}
-    done = launch(2, *flags(tmp_path / "two", **settings))
-    assert done.returncode == 0, done.stderr
+    run_in_ranks(tmp_path / "two", **settings)
     run(tmp_path / "one", workers=2, **settings)
     assert eval_losses(tmp_path / "two") == pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
     run(tmp_path / "mean", workers=2, **settings | {"merge": "mean"})
@@ -238,7 +182,7 @@ def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
 
 def test_learning_rates_follow_the_workers_batch(tmp_path):
     run(tmp_path / "run", lr_scaling="sqrt", warmup_epochs=0, small_batch_size=(4,))
-    rounds = [e for e in metrics_of(tmp_path / "run") if e["event"] == "round"]
+    rounds = rounds_of(tmp_path / "run")
     for event in rounds:
         rate = 0.02 * (0.2 if event["epoch"] == 2 else 1.0)
         expected = rate * (event["local_batch_size"] / 10) ** 0.5
@@ -246,7 +190,7 @@ def test_learning_rates_follow_the_workers_batch(tmp_path):
     assert {event["local_batch_size"] for event in rounds} == {4, 10}
 
 
-JOINT = {"small_workers": 0, "large_batch_size": None, "cpu_threads": 1, "train_samples": 63}
+JOINT = {"small_workers": 0, "large_batch_size": None, "train_samples": 63}
 
 
 def eval_losses(folder):
@@ -260,16 +204,13 @@ def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_th
         ("two", {"sync": "step"}),
         ("server", {"push": "gradients"}),
     ):
-        done = launch(2, *flags(tmp_path / name, **{**JOINT, **options, **extra}))
-        assert done.returncode == 0, done.stderr
-    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
-    assert files[0] == files[1]
+        run_in_ranks(tmp_path / name, **JOINT, **options, **extra)
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     settings = {**JOINT, "workers": 2, **options}
     run(tmp_path / "alone", sync="step", **settings)
     for name in ("alone", "server"):
         assert eval_losses(tmp_path / name) == pytest.approx(eval_losses(tmp_path / "one"), 1e-3)
-    rounds = [e for e in metrics_of(tmp_path / "server") if e["event"] == "round"]
+    rounds = rounds_of(tmp_path / "server")
     # Six global batches of 10, and one of 3: too few for two workers with batch norm.
     assert [e["samples"] for e in rounds[:2]] == [45, 18]
 
@@ -277,11 +218,11 @@ def test_joint_steps_in_processes_repeat_to_the_bit_and_equal_one_process_and_th
 @pytest.mark.parametrize(
     "how",
     [
-        {"balance": "dynamic"},
+        pytest.param({"balance": "dynamic"}, marks=slow),
         {"balance": "dbs", "rounds_per_epoch": 2, "balance_every": 1},
         {"balance": "dynamic", "sync": "step", "rounds_per_epoch": 3, "balance_every": 1},
-        {"balance": "dbs", "push": "gradients", "balance_every": 2},
-        {"balance": "dynamic", "sync": "asp"},
+        pytest.param({"balance": "dbs", "push": "gradients", "balance_every": 2}, marks=slow),
+        pytest.param({"balance": "dynamic", "sync": "asp"}, marks=slow),
     ],
     ids=["rounds", "rounds-dbs-half-epochs", "step-thirds-of-epochs", "pushes-dbs", "asp"],
 )
@@ -297,7 +238,7 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
             small_workers=0 if joint else 1,
             **how,
         )
-    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "two")
+    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "two")
     assert " px: batches " in capsys.readouterr().out
     events = metrics_of(tmp_path / "one")
     changed = [e for e in events if e["event"] == "plan" and "from_epoch" in e]
@@ -312,18 +253,19 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
     [
         {"train_samples": 41, "local_batch_sizes": (30, 10)},  # one more than the global batch
         {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dynamic"},
-        {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dbs"},
+        pytest.param(
+            {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dbs"},
+            marks=slow,
+        ),
         {"train_samples": 80, "push": "gradients", "sync": "ssp", "local_batch_sizes": (17, 3)},
     ],
     ids=["one-sample-more", "100-times-slower", "100-times-slower-dbs", "ssp-gradients"],
 )
 def test_no_joint_step_hangs(tmp_path, settings):
     if "slowdown" in settings:  # real waiting takes long
-        settings = {**settings, "epochs": 2, "lr_milestones": 1, "resolutions": 16}
-    options = {"sync": "step", **settings}
-    done = launch(2, *flags(tmp_path / "run", **{**JOINT, **options}), timeout_s=200)
-    assert done.returncode == 0, done.stderr
-    rounds = [e for e in metrics_of(tmp_path / "run") if e["event"] == "round"]
+        settings = {**settings, "epochs": 2, "lr_milestones": (1,), "resolutions": (16,)}
+    run_in_ranks(tmp_path / "run", **{**JOINT, "sync": "step", **settings})
+    rounds = rounds_of(tmp_path / "run")
     epochs = 1 + max(e["epoch"] for e in rounds)
     assert sum(e["samples"] for e in rounds) == epochs * settings["train_samples"]
 
@@ -331,10 +273,11 @@ def test_no_joint_step_hangs(tmp_path, settings):
 def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/precious.txt").write_text("kept")
-    done = launch(2, *flags(tmp_path / "run"), timeout_s=120)
-    assert done.returncode != 0
-    assert "error: output_dir must be a new folder" in done.stderr
-    assert 'train.py", line' not in done.stderr  # the launcher's own traceback is all there is
+    processes = start_ranks(flags(tmp_path / "run"), 2)
+    assert wait_all(processes) == [2, 2]
+    said = "".join(process.stderr for process in processes)
+    assert said.startswith("error: output_dir must be a new folder")
+    assert said.count("\n") == 1
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
@@ -452,7 +395,14 @@ def test_errors_of_other_code_keep_their_traceback():
 
 def test_config_parses_back_from_its_yaml(tmp_path):
     config = Config(
-        **{**TINY, "resolutions": (24, 32), "dropout": (0.1, 0.2), "lr": 1e-5, "pretrained": True}
+        **{
+            **TINY,
+            **SETTINGS,
+            "resolutions": (24, 32),
+            "dropout": (0.1, 0.2),
+            "lr": 1e-5,
+            "pretrained": True,
+        }
     )
     (tmp_path / "config.yaml").write_text(config_to_yaml(asdict(config)))
     assert parse_config(Config, ["--config", str(tmp_path / "config.yaml")]) == config

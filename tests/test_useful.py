@@ -2,41 +2,33 @@ import json
 
 import pytest
 import yaml
-from accelerate.state import AcceleratorState
 
 import train
 from dbsl.run.evidence import find_evidence
 from dbsl.run.parse import parse_config
 from dbsl.run.resolved import with_resolved
+from tests import helpers
+from tests.helpers import TINY, slow
 
-SETTINGS = {
-    "model": "test_resnet",
-    "dataset": "digits",
-    "resolutions": (16,),
+SETTINGS = TINY | {
     "train_samples": 240,
     "eval_samples": 40,
     "epochs": 4,
-    "slope": (0.001,),
     "intercept": (0.0001,),
     "lr": 0.01,
     "dropout": (0.1,),
     "mixed_precision": "no",
     "checkpoint_every": 0,
-    "report_to": "none",
 }
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def run(folder, **changes):
-    AcceleratorState._reset_state(True)
-    train.main(train.Config(**(SETTINGS | {"output_dir": str(folder)} | changes)))
+    helpers.run(folder, **(SETTINGS | changes))
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return (folder / "model.safetensors").read_bytes(), records
 
@@ -62,7 +54,12 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+SHORT = ("dual batch", "asp")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[slow] * (mode not in SHORT)) for mode in MODES]
+)
 def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     with_noise, records = run(tmp_path / "with", **MODES[mode])
     without, silent = run(tmp_path / "without", noise_scale=False, **MODES[mode])
@@ -106,7 +103,7 @@ def evidence(**changes):
 def test_auto_is_bounded_by_a_studys_useful_maximum(tmp_path):
     write_study(tmp_path / "study", "digits/test_resnet/nesterov", 12)
     given = {"large_batch_size": "auto", "batch_limit": "useful", "memory_limit": 64.0}
-    _, records = run(tmp_path / "run", batch_evidence=str(tmp_path / "study"), **given)
+    _, records = run(tmp_path / "run", batch_evidence=str(tmp_path / "study"), epochs=1, **given)
     (plan, *_) = [row for row in records if row["event"] == "plan"]
     assert {worker["local_batch_size"] for worker in plan["workers"]} == {12}
     again = parse_config(train.Config, ["--config", str(tmp_path / "run/config.yaml")])
@@ -120,7 +117,7 @@ def test_auto_of_joint_steps_shares_the_useful_batch(tmp_path):
     write_study(tmp_path / "study", "digits/test_resnet/nesterov", 14)
     given = {"large_batch_size": "auto", "batch_limit": "useful", "memory_limit": 64.0}
     where = {"batch_evidence": str(tmp_path / "study")}
-    _, records = run(tmp_path / "run", sync="step", **where, **given)
+    _, records = run(tmp_path / "run", sync="step", epochs=1, **where, **given)
     (plan, *_) = [row for row in records if row["event"] == "plan"]
     assert [worker["local_batch_size"] for worker in plan["workers"]] == [4] * 4
 

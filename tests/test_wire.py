@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.cluster.messages import (
@@ -99,7 +99,6 @@ NUMBERS = st.one_of(st.floats(), st.integers(-3, 2**60).map(float))
 
 
 @given(st.lists(NUMBERS, min_size=len(fields(RoundReport)), max_size=len(fields(RoundReport))))
-@settings(max_examples=500, deadline=None)
 def test_numbers_of_any_kind_are_a_report_or_refused(numbers):
     try:
         report = decode(torch.tensor(numbers, dtype=torch.float64))

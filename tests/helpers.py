@@ -1,0 +1,204 @@
+"""What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from dbsl.base.errors import one_line_errors
+from dbsl.log.meter import MEASURED
+from dbsl.run.parse import parse_config
+from train import Config, main
+
+ROOT = Path(__file__).resolve().parent.parent
+slow = pytest.mark.slow  # of what `make nightly` runs
+TINY = {
+    "model": "test_resnet",
+    "train_samples": 60,
+    "eval_samples": 20,
+    "resolutions": (16,),
+    "slope": (0.001,),
+    "intercept": (0.01,),
+    "lr": 0.02,
+    "cpu_threads": 1,
+    "report_to": "none",
+}
+
+
+def run(folder, **settings):
+    """Train in this process, with `TINY` where nothing else is said, and return the config."""
+    config = Config(**{**TINY, **settings, "output_dir": str(folder)})
+    AcceleratorState._reset_state(True)
+    main(config)
+    return config
+
+
+def to_flags(folder, **settings):
+    """Return the flags of the run that `run` would make."""
+    out = []
+    for name, value in {**TINY, **settings, "output_dir": str(folder)}.items():
+        if value is None:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, bool):
+            out.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
+        else:
+            out += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return out
+
+
+def metrics_of(folder):
+    """Return the events of a run without measured times, which differ between equal runs."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if "time" not in k and k not in MEASURED}
+        for line in lines
+    ]
+
+
+def fingerprint(folder):
+    return metrics_of(folder), (folder / "model.safetensors").read_bytes()
+
+
+def rounds_of(folder):
+    return [event for event in metrics_of(folder) if event["event"] == "round"]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Forked:
+    """A command in a fork of this process, which has the imports already.
+
+    As much of `subprocess.Popen` as tests use; stdout and stderr are texts, also while it runs.
+    """
+
+    def __init__(self, call, **environment):
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
+        self._said = None
+        self.returncode = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.environ.update(environment)
+                for file, number in zip(self._files, (1, 2), strict=True):
+                    os.dup2(file.fileno(), number)
+                sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1) for n in (1, 2))
+                for number in (signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                AcceleratorState._reset_state(True)
+                with one_line_errors():
+                    call()
+                status = 0
+            except SystemExit as ended:
+                status = ended.code or 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._said = [self._read(0), self._read(1)]
+                for file in self._files:
+                    file.close()
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout=240):
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"a process did not end within {timeout} s"
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+        self.wait(30)
+
+    @property
+    def stdout(self):
+        return self._read(0)
+
+    @property
+    def stderr(self):
+        return self._read(1)
+
+    def _read(self, number):
+        if self._said is not None:
+            return self._said[number]
+        file = self._files[number]
+        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
+def start_ranks(flags, ranks):
+    """Start `ranks` processes of one run, as a launcher does, and return them without waiting."""
+    together = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
+    return [
+        Forked(
+            lambda: main(parse_config(Config, flags)),
+            MASTER_ADDR="127.0.0.1",
+            **{k: str(v) for k, v in {**together, "RANK": rank, "LOCAL_RANK": rank}.items()},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def wait_all(processes, timeout_s=90):
+    """Wait for processes of one run, and return their exit statuses."""
+    try:
+        return [process.wait(timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def torchrun(flags, ranks=2):
+    """Launch train.py as people do, with imports of its own: half a minute of CPU time."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]
+    command += ["--nproc-per-node", str(ranks), "train.py", *flags]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run_in_ranks(folder, ranks=2, **settings):
+    """Train in several processes to the end, and return what rank 0 printed."""
+    processes = start_ranks(to_flags(folder, **settings), ranks)
+    statuses = wait_all(processes)
+    assert statuses == [0] * ranks, [process.stderr for process in processes]
+    return processes[0].stdout
+
+
+def wait_until(condition, seconds=60, what="it"):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what} in vain"
+        time.sleep(0.01)
