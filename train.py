@@ -8,6 +8,12 @@
 
 The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
 process all workers live in it (a simulated cluster); with several, each process is one worker.
+
+`open_session` loads the data, plans every worker's batches, and builds the model, the optimizers
+and the cluster. Then workers take turns. A turn is a worker's round: pull the global weights, take
+optimizer steps on its share of the epoch, push. The cluster merges what is pushed (`--merge`, or
+`open_session(..., merge=rule)`). With `--sync step` or `--push gradients` all workers share each
+optimizer step instead: a joint step, of which every worker computes a part.
 """
 
 from __future__ import annotations
@@ -75,24 +81,27 @@ def learning_rate(session: Session, moment: float) -> float:
 def train_round(session: Session, turn: Round) -> None:
     """Give the workers of a turn their round: pull, train on their shares, push."""
     config, stepper, accelerator = session.config, session.stepper, session.accelerator
-    with session.round(turn) as work:  # enter: global weights -> model; leave: back, with a report
+    with session.round(turn) as work:  # enter: pull into the model; leave: push from it
         for step in work.steps():
-            for part, images, labels in work.parts(step):  # one; of joint steps one of each worker
+            # One part, this worker's batch; for a joint step in one process, one of every worker.
+            for part, images, labels in work.parts(step):
                 # images [B, 3, R, R], labels [B]: B is the worker's batch size, R the stage's side
-                with stepper.part(step, part) as weight:  # 1, or b_i/B of a joint step
+                with stepper.part(step, part) as weight:  # 1; in a joint step B / sum of all B
                     with accelerator.autocast():
                         loss = loss_function(stepper.model(images), labels, config)
                     accelerator.backward(loss if weight == 1 else loss * weight)
                 work.add(part, loss, len(labels))
             lr = work.lr_factor * learning_rate(session, turn.epoch + step.progress)
-            with work.stepping(step, lr):  # the gradients are there
-                stepper.step(step, lr)  # here, of all workers together, or at the server
+            with work.stepping(step, lr):  # counts the step; measures its gradients if it is time
+                # A step of the worker's own optimizer, or a joint one. With --push gradients the
+                # server takes it, after the push. All of them clear the gradients.
+                stepper.step(step, lr)
             session.checkpointer.after_step(round_over=work.over)  # saves, or stops, if it is time
 
 
 @torch.no_grad()
 def evaluate(session: Session, source: ImageSource | None = None) -> tuple[float, float, int]:
-    """Return accuracy in [0, 1], cross-entropy and number of evaluation images, or of others."""
+    """Return accuracy in [0, 1], cross-entropy and number of images; unset: of evaluation."""
     model, accelerator = session.model, session.accelerator
     model.eval()
     totals = torch.zeros(3, device=accelerator.device)  # correct, loss, samples
@@ -102,7 +111,7 @@ def evaluate(session: Session, source: ImageSource | None = None) -> tuple[float
         loss = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()
         totals += torch.stack([correct, loss, torch.full_like(loss, len(labels))])
-    if session.together:  # each process has evaluated a part of the images
+    if session.shares_evaluation:  # each process has evaluated a part of the images
         totals = accelerator.reduce(totals)
     correct, loss, samples = totals.tolist()
     return correct / samples, loss / samples, round(samples)
@@ -110,9 +119,10 @@ def evaluate(session: Session, source: ImageSource | None = None) -> tuple[float
 
 def end_epoch(session: Session, end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
-    config, log, average = session.config, session.log, session.run.average
-    last, train_time_s = end.epoch + 1 == config.epochs, session.train_time_s(end)
-    due, result = last or (end.epoch + 1) % config.eval_every == 0, None
+    config, log, ema = session.config, session.log, session.run.ema
+    train_time_s, result = session.train_time_s(end), None
+    last = end.epoch + 1 == config.epochs
+    due = last or (end.epoch + 1) % config.eval_every == 0
     with session.stopwatch.evaluating() as spent:
         session.cluster.load(end)
         if due:
@@ -124,10 +134,10 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
             session.save_model("model")
         if config.save_best and result and log.is_best(result):
             session.save_model(BEST)
-        if average:
-            average.add(session.cluster.weights.vector)
-        if average and result:
-            with session.averaged_weights():
+        if ema:
+            ema.add(session.cluster.weights.vector)
+        if ema and result:
+            with session.ema_weights():
                 accuracy, loss, _ = evaluate(session)
                 result = replace(result, ema_accuracy=accuracy, ema_loss=loss)
                 if last:
@@ -144,14 +154,14 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
 def train(session: Session) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     cluster, log = session.cluster, session.log
-    for turn in cluster.turns():  # of this process's workers, in the order of their clocks
+    for turn in cluster.turns():  # rounds of this process's workers, and each epoch's end
         if isinstance(turn, Round):
             train_round(session, turn)
-        for report in cluster.reports():  # of all workers, in the process that has the server
+        for report in cluster.reports():  # all workers' rounds; none but on the main process
             log.round(report, virtual_time_s=cluster.time_s)
-        for worker in cluster.lost():
+        for worker in cluster.lost():  # its process died, and the others go on
             log.lost(worker)
-        if isinstance(turn, EpochEnd):  # all workers have pushed
+        if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
             end_epoch(session, turn)
             session.checkpointer.after_epoch(turn)
 

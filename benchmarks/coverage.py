@@ -201,7 +201,7 @@ def prepare(case: Case) -> Run:
         least=case.least,
         noise=None,
         mixing=None,
-        average=None,
+        ema=None,
         loss_of=None,
         measured=True,
     )

@@ -215,7 +215,7 @@ def evaluation(settings: Settings, pace: Pace) -> None:
         session = SimpleNamespace(
             model=model,
             accelerator=accelerator,
-            together=False,
+            shares_evaluation=False,
             evaluation_images=lambda source, images=images: images,
         )
         train.evaluate(session)

@@ -235,7 +235,7 @@ class Checkpointer:
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
             "meter": self._session.meter.state_dict(),
-            "average": self._run.average and self._run.average.state_dict(),
+            "average": self._run.ema and self._run.ema.state_dict(),
             "epochs_done": self._epochs_done,
             **self._session.stopwatch.state_dict(),
         }
@@ -279,9 +279,9 @@ class Checkpointer:
             buffers = integer_buffers(self._run.model)
             for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
                 buffer.copy_(saved)
-            if self._run.average and state.get("average"):
+            if self._run.ema and state.get("average"):
                 device = self._cluster.weights.vector.device
-                self._run.average.load_state_dict(state["average"], device)
+                self._run.ema.load_state_dict(state["average"], device)
             if "meter" in state:  # not in checkpoints of before
                 meter = self._session.meter
                 load = meter.restart if resumed.restart else meter.load_state_dict

@@ -187,7 +187,7 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
         ),
         mixing=mixing,
         loss_of=loss_of,
-        average=WeightAverage(config.ema_decay) if config.ema_decay else None,
+        ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=machines.measured,
     )
 

@@ -45,7 +45,7 @@ class Run:
         noise: Measures what the gradient noise scale is estimated from.
         mixing: Mixes images and labels of a batch; None: they stay as they are.
         loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
-        average: Of the global weights over epochs; None: not kept.
+        ema: Average of the global weights over epochs; None: not kept.
         measured: Whether the time models were measured, not given.
     """
 
@@ -63,7 +63,7 @@ class Run:
     noise: NoiseProbe
     mixing: Mixing | None
     loss_of: LossOf
-    average: WeightAverage | None
+    ema: WeightAverage | None
     measured: bool
 
     @property

@@ -68,14 +68,14 @@ class Session:
         return self.run.model
 
     @property
-    def waits(self) -> bool:
+    def waits_for_evaluation(self) -> bool:
         """Whether nobody trains while there is an evaluation."""
         return self.accelerator.num_processes == 1 or self.config.sync in ("bsp", "step")
 
     @property
-    def together(self) -> bool:
+    def shares_evaluation(self) -> bool:
         """Whether all processes evaluate at a time, each its part of the images."""
-        return self.waits and self.accelerator.num_processes > 1
+        return self.waits_for_evaluation and self.accelerator.num_processes > 1
 
     @property
     def side(self) -> int:
@@ -89,7 +89,7 @@ class Session:
 
     def train_time_s(self, end: EpochEnd) -> float:
         """Return the seconds of training up to an epoch's end."""
-        return self.stopwatch.train_s(end.ended_at, without_evaluation=self.waits)
+        return self.stopwatch.train_s(end.ended_at, without_evaluation=self.waits_for_evaluation)
 
     @contextmanager
     def round(self, turn: Round) -> Iterator[Work]:
@@ -123,21 +123,21 @@ class Session:
         source = source or self.run.data.evaluation
         ranks = (self.accelerator.process_index, self.accelerator.num_processes)
         batches = evaluation_batches(
-            len(source), self.run.evaluation_batch, *(ranks if self.together else ())
+            len(source), self.run.evaluation_batch, *(ranks if self.shares_evaluation else ())
         )
         return source.batches(batches, self.run.evaluation_transform)
 
     @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def ema_weights(self) -> Iterator[None]:
         """Give the model the averaged weights for a while, with batch norm's statistics of them."""
         run = self.run
-        with run.average.inside(self.cluster.weights, run.model):
+        with run.ema.inside(self.cluster.weights, run.model):
             recompute_statistics(
                 *(run.model, self.cluster.weights, run.data.train, run.evaluation_transform),
                 self.accelerator,
                 batch_size=run.statistics_batch,
                 seed=run.config.seed,
-                together=self.together,
+                together=self.shares_evaluation,
             )
             yield
 
