@@ -252,7 +252,15 @@ def test_plans_that_follow_simulated_times_repeat_to_the_bit(tmp_path, capsys, h
     "settings",
     [
         {"train_samples": 41, "local_batch_sizes": (30, 10)},  # one more than the global batch
-        {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dynamic"},
+        pytest.param(
+            {
+                "train_samples": 80,
+                "slowdown": "1:100",
+                "global_batch_size": 20,
+                "balance": "dynamic",
+            },
+            marks=slow,
+        ),
         pytest.param(
             {"train_samples": 80, "slowdown": "1:100", "global_batch_size": 20, "balance": "dbs"},
             marks=slow,
