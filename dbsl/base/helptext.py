@@ -67,12 +67,12 @@ class _Shown(argparse.Action):
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the names of fields by group, and what the source says of each.
 
-    Groups come in the order of the classes: a class's own before those that it inherits.
+    Groups that a class inherits come before its own, as its fields do.
     """
     groups: dict[str, list[str]] = {}
     words: dict[str, str] = {}
     above: list[str] = []
-    sources = [inspect.getsource(c) for c in cls.__mro__ if dataclasses.is_dataclass(c)]
+    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
     for line in "\n".join(sources).splitlines():
         if found := _GROUP.fullmatch(line):
             groups[found[1]] = []

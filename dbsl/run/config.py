@@ -29,7 +29,7 @@ _STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 
 
 @dataclass(frozen=True)
-class RunConfig(DataConfig, ModelConfig, BatchConfig, SyncConfig, EmulationConfig, StageConfig):
+class RunConfig(StageConfig, EmulationConfig, SyncConfig, BatchConfig, ModelConfig, DataConfig):
     """Everything that `dbsl` reads; train.py adds what it alone reads."""
 
     # --- run
