@@ -128,7 +128,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
         if due:
             result = Evaluation(session.side, *evaluate(session), spent())
         if config.eval_train and last:
-            accuracy, loss, _ = evaluate(session, session.run.data.train)
+            accuracy, loss, *_ = evaluate(session, session.run.data.train)
             result = replace(result, train_accuracy=accuracy, train_loss=loss)
         if last:
             session.save_model("model")
@@ -138,7 +138,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
             ema.add(session.cluster.weights.vector)
         if ema and result:
             with session.ema_weights():
-                accuracy, loss, _ = evaluate(session)
+                accuracy, loss, *_ = evaluate(session)
                 result = replace(result, ema_accuracy=accuracy, ema_loss=loss)
                 if last:
                     session.save_model(EMA)

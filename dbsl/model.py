@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -183,8 +182,8 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def least_batch(model: nn.Module, resolution: int, device: torch.device) -> int:
-    """Return the fewest images that the model trains on: 2 where batch norm sees one pixel each.
+def least_batch(model: nn.Module, example: torch.Tensor) -> int:
+    """Return the fewest samples that the model trains on: 2 where batch norm sees one value each.
 
     A ResNet's last maps are 1x1 pixel at 8 px; the variance of a single value is no statistic.
     """
@@ -198,9 +197,8 @@ def least_batch(model: nn.Module, resolution: int, device: torch.device) -> int:
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     hooks = [norm.register_forward_pre_hook(look) for norm in norms]
     training = model.training
-    parameter = next(model.parameters())
     model.eval()
-    model(torch.zeros(1, 3, resolution, resolution, device=device, dtype=parameter.dtype))
+    model(example)
     model.train(training)
     for hook in hooks:
         hook.remove()
@@ -282,6 +280,8 @@ def save_model(
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
+    Of a model of one's own there are the weights alone.
+
     Args:
         model: The model.
         folder: Where to; made if it is not there.
@@ -292,10 +292,24 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
-    config, weights = folder / "config.json.tmp", folder / f"{name}.safetensors.tmp"
+    weights = folder / f"{name}.safetensors.tmp"
+    temporaries = [weights]
+    if model.created_with is not None:
+        temporaries.insert(0, _write_timm_config(model, folder, resolution, data))
+    weights.touch()
+    mode = weights.stat().st_mode  # safetensors leaves it to the owner alone
+    save_file(dict(state), weights, metadata={"format": "pt"})
+    weights.chmod(mode)
+    for temporary in temporaries:
+        put_in_place(temporary, temporary.with_suffix(""))
+
+
+def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Data) -> Path:
+    """Write ``config.json`` under a temporary name."""
+    temporary = folder / "config.json.tmp"
     timm.models._hub.save_config_for_hf(
         model,
-        config,
+        temporary,
         model_config={
             "label_names": list(data.class_names),
             "small_stem": model.small_stem,
@@ -311,10 +325,7 @@ def save_model(
         },
         model_args={"drop_rate": 0.0, **model.created_with},
     )
-    save_file(dict(state), weights, metadata={"format": "pt"})
-    shutil.copymode(config, weights)  # safetensors leaves it to the owner alone
-    for temporary in (config, weights):
-        put_in_place(temporary, temporary.with_suffix(""))
+    return temporary
 
 
 def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> nn.Module:

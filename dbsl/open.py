@@ -23,6 +23,7 @@ from dbsl.checkpoint.resume import (
     take_over_folder,
 )
 from dbsl.cluster.server import MergeRule
+from dbsl.data.sources import TrainingData
 from dbsl.log.divergence import check_result
 from dbsl.log.hub import check_hub, push_run
 from dbsl.log.meter import StepMeter
@@ -32,6 +33,7 @@ from dbsl.model import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.cluster import connect
 from dbsl.run.folder import RunFolder, default_folder
+from dbsl.run.own import Own
 from dbsl.run.prepare import prepare, print_run
 from dbsl.run.resolved import found_by, with_resolved
 from dbsl.run.session import Session
@@ -39,11 +41,17 @@ from dbsl.run.stopping import Stopping, deadline_of
 
 Config = Any  # train.py's
 LossFunction = Callable[[Tensor, Tensor, Config], Tensor]
+ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
 
 @contextmanager
 def open_session(
-    given: Config, loss_function: LossFunction, *, merge: MergeRule | None = None
+    given: Config,
+    loss_function: LossFunction,
+    *,
+    data: TrainingData | None = None,
+    model: ModelOrBuilder | None = None,
+    merge: MergeRule | None = None,
 ) -> Iterator[Session | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
@@ -53,6 +61,10 @@ def open_session(
     Args:
         given: The settings as they were given.
         loss_function: Mean loss of logits [B, C] and labels, [B] or shares of classes [B, C].
+        data: Data of one's own, such as `dbsl.data.tensors.TensorData`; None: the images that
+            `dataset` names.
+        model: A module of one's own, or a function that builds one from the run's seed; None:
+            timm's that `model` names.
         merge: A merge rule of one's own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
             None: the one that `merge` names. It gets all n workers' weights at a barrier, else each
             push alone.
@@ -60,6 +72,8 @@ def open_session(
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
     """
+    own = Own(data, model)
+    given = own.named(given)
     deadline = deadline_of(given.max_minutes)
     check_tracker(given.report_to)
     check_optimizer(given.optimizer)
@@ -86,7 +100,7 @@ def open_session(
             return loss_function(model(images), labels, config)
 
     if config.plan_only:
-        print_run(prepare(config, accelerator, loss_of), None, accelerator)
+        print_run(prepare(config, accelerator, loss_of, own), None, accelerator)
         accelerator.end_training()
         yield None
         return
@@ -94,7 +108,7 @@ def open_session(
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
     with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
-        run = prepare(config, accelerator, loss_of)
+        run = prepare(config, accelerator, loss_of, own)
         resolved = found_by(given, run.config, accelerator.num_processes)
         run = replace(run, config=replace(run.config, resolved=resolved))
         with Stopping(deadline) as stopping:

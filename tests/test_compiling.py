@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from dbsl.cluster import compiling
 from dbsl.cluster.compiling import compile_for
 from dbsl.cluster.weights import FlatWeights
+from dbsl.data.sources import image_batch
 from dbsl.model import build_model
 
 
@@ -27,12 +28,16 @@ def calls(monkeypatch):
     return found
 
 
+def examples(size, side):
+    return image_batch(size, side, 3, torch.device("cpu"))
+
+
 def test_every_graph_is_called_three_times_from_gradients_of_its_own(calls):
     model = build_model("test_resnet", 3, final_resolution=16, resolutions=(16,))
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-    compile_for(model, {16: {4, 6}}, {16: 0.5}, Accelerator(cpu=True))
+    compile_for(model, {16: {4, 6}}, {16: 0.5}, Accelerator(cpu=True), examples)
     assert [call.shape[0] for call in calls] == [4] * 3 + [6] * 3
     assert not any(call.left_over for call in calls)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -9,6 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train
+from dbsl.data.sources import image_batch
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
 from dbsl.profile import __main__ as command
@@ -247,15 +248,13 @@ def test_memory_is_reserved_for_the_state_that_workers_have(settings, processes,
 
 def test_a_step_that_fails_for_want_of_memory_leaves_a_smaller_one_possible(accelerator):
     model = build_model("test_resnet", 3, final_resolution=32)
-    step = TrainingStep(model, 16, 3, accelerator)
-    make = step._batch
 
-    def batch(size):
+    def example(size, side):
         if size > 8:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return make(size)
+        return image_batch(size, side, 3, accelerator.device)
 
-    step._batch = batch
+    step = TrainingStep(model, 16, 3, accelerator, example=example)
     assert confirm_batch(step, 10) == 8
 
 

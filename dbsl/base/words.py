@@ -23,6 +23,11 @@ def short_loss(loss: float) -> str:
     return f"{loss:.1e}".replace("e+", "e")
 
 
+def px(resolution: int, before: str = "", after: str = "") -> str:
+    """Return an image side in pixels with what stands around it; nothing where there is none, 0."""
+    return f"{before}{resolution} px{after}" if resolution else ""
+
+
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -322,7 +322,8 @@ class Checkpointer:
                 data, resolution = self._run.data, self._run.config.resolutions[-1]
                 save_model(self._run.model, target, resolution, data, state=copy.model)
                 for name in ("model.safetensors", "config.json"):
-                    files[name] = describe(target / name)
+                    if (target / name).exists():  # of a model of one's own there is no config.json
+                        files[name] = describe(target / name)
             if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
                 files[_BEST_FILE] = describe(target / _BEST_FILE)
             if self._control is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dbsl.base.words import px
 from dbsl.plan.turns import Restart
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
 from dbsl.run.run import Run, round_sampler
@@ -130,8 +131,8 @@ def _check_same_steps(state: Mapping[str, Any], run: Run, before: Mapping[str, A
         new = run.plans[resolution].global_batch_size if resolution in run.plans else None
         if new != plan["global_batch_size"]:
             raise ValueError(
-                f"global_batch_size must stay {plan['global_batch_size']} at {resolution} px when "
-                f"a run is resumed, got {new}"
+                f"global_batch_size must stay {plan['global_batch_size']}"
+                f"{px(resolution, ' at ')} when a run is resumed, got {new}"
             )
     rounds = before["rounds_per_epoch"]
     if before["sync"] == "step" and rounds != run.rounds:

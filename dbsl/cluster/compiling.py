@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.data.sources import Batch
 from dbsl.model import set_dropout
 
 _MOST_GRAPHS = 64  # of a run; whatever comes after them runs uncompiled
@@ -41,6 +42,7 @@ def compile_for(
     batch_sizes: Mapping[int, Collection[int]],
     dropout: Mapping[int, float],
     accelerator: Accelerator,
+    example: Callable[[int, int], Batch],
 ) -> None:
     """Compile a model in place, and make the graphs that training will need.
 
@@ -52,6 +54,7 @@ def compile_for(
         batch_sizes: Samples of the batches that are trained on, by resolution.
         dropout: Before the classifier, by resolution.
         accelerator: Tells the device and the precision.
+        example: Batch of a size at a resolution, on the device.
     """
     device = accelerator.device
     compile_in_place(model, device)
@@ -62,9 +65,7 @@ def compile_for(
         for resolution, sizes in batch_sizes.items():
             set_dropout(model, dropout[resolution])
             for size in sorted(sizes):
-                images = torch.zeros(size, 3, resolution, resolution, device=device)
-                images = images.contiguous(memory_format=torch.channels_last)
-                labels = torch.zeros(size, dtype=torch.int64, device=device)
+                images, labels = example(size, resolution)
                 for _ in range(_CALLS):
                     with accelerator.autocast():
                         loss = F.cross_entropy(model(images), labels)

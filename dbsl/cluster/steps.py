@@ -170,7 +170,7 @@ class DistributedSteps(_Stepper):
         clock: ComputeClock,
         build_optimizer: BuildOptimizer,
         worker: int,
-        example: Tensor,  # images that the model takes, [B, 3, R, R]
+        example: Tensor,  # inputs that the model takes, [B, ...]
         on_exchange: Callable[[], object] = lambda: None,
         wire: torch.dtype | None = None,  # that gradients are rounded to on their way
     ) -> None:
@@ -247,8 +247,9 @@ class DistributedSteps(_Stepper):
         counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
         counted = [counter.clone() for counter in counters]
         devices = [before.device] if before.is_cuda else []
+        example = example.to(before if example.is_floating_point() else before.device)
         with torch.random.fork_rng(devices), uncompiled(self._raw):
-            self.model(example.to(before)).sum().backward()
+            self.model(example).sum().backward()
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
         weights.load(before)

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import generator
 from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
 from dbsl.data.pixel_cache import Decoded, decode_cached
+from dbsl.data.sources import Batch, image_batch
 from dbsl.data.tables import open_labelled
+from dbsl.data.transforms import Augment, Transform
 from dbsl.plan.dual_batch import largest_remainder
+from dbsl.plan.stages import default_resolutions
 
 datasets, timm = lazy_import("datasets"), lazy_import("timm")
 
@@ -57,6 +61,20 @@ class Data:
     image_column: str
     label_column: str
     eval_split: str
+    unit: ClassVar[str] = "image"
+
+    @property
+    def resolutions(self) -> tuple[int, ...]:
+        """Resolutions of the stages where none are given."""
+        return default_resolutions(self.image_side)
+
+    def transform(self, resolution: int, augment: Augment, seed: int) -> Transform:
+        """Return what images pass at a resolution."""
+        return Transform(resolution, augment, self.mirror, self.mean, self.std, seed)
+
+    def example(self, size: int, resolution: int) -> Batch:
+        """Return a batch of random images on the device."""
+        return image_batch(size, resolution, self.num_classes, self.train.device)
 
 
 def load_data(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dbsl.base.words import px
+
 PREDICTION_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
 PREDICTION_EPOCHS = 3  # in which a worker's time is off before anything is said
 
@@ -45,8 +47,8 @@ class Alarm:
         self._said.add(resolution)
         worst = max(missing, key=lambda worker: abs(errors[worker]))
         return (
-            f"warning: at {resolution} px {len(missing)} of {len(workers)} workers took other "
-            f"times than planned, {PREDICTION_EPOCHS} epochs in a row (worker {worst}: "
+            f"warning: {px(resolution, 'at ', ' ')}{len(missing)} of {len(workers)} workers took "
+            f"other times than planned, {PREDICTION_EPOCHS} epochs in a row (worker {worst}: "
             f"{100 * errors[worst]:+.0f} %)\n  to measure again: {self.profile_command}"
         )
 

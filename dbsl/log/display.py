@@ -21,10 +21,11 @@ class Display:
         total: Steps of the run.
         done: Steps of it that earlier sessions took.
         epochs: Epochs of the run.
+        unit: What samples are called.
     """
 
-    def __init__(self, total: int, done: int, epochs: int) -> None:
-        self.total, self.done, self._epochs = total, done, epochs
+    def __init__(self, total: int, done: int, epochs: int, unit: str = "images") -> None:
+        self.total, self.done, self._epochs, self._unit = total, done, epochs, unit
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -53,7 +54,7 @@ class Display:
         spent = time.perf_counter() - self._since
         if spent >= self._every_s:
             loss = f"loss {short_loss(self.loss)}, " if math.isfinite(self.loss) else ""
-            speed = images_per_s(self._samples / spent)
+            speed = speed_in_words(self._samples / spent, self._unit)
             text = f"epoch {epoch + 1}/{self._epochs}, "
             if self._bar.disable:
                 whose = "" if worker is None else f" (worker {worker})"
@@ -80,6 +81,6 @@ class Display:
         self._bar.close()
 
 
-def images_per_s(speed: float) -> str:
+def speed_in_words(speed: float, unit: str) -> str:
     """Return a speed in words."""
-    return f"{speed:.0f} images/s" if speed >= 10 else f"{speed:.2g} images/s"
+    return f"{speed:.0f} {unit}/s" if speed >= 10 else f"{speed:.2g} {unit}/s"

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
+from dbsl.base.words import px
 from dbsl.cluster.messages import share_text
 from dbsl.plan.types import Plan
 
@@ -77,7 +78,12 @@ def push_run(config: Config, folder: Path, accelerator: Accelerator) -> None:
 
 
 def write_card(
-    folder: Path, config: Config, plans: Mapping[int, Plan], values: Mapping[str, Any]
+    folder: Path,
+    config: Config,
+    plans: Mapping[int, Plan],
+    values: Mapping[str, Any],
+    *,
+    of_timm: bool = True,
 ) -> None:
     """Write the model card of a finished run, with its own figures.
 
@@ -86,17 +92,21 @@ def write_card(
         config: Its settings, complete.
         plans: Its plans by resolution.
         values: What summary.json has.
+        of_timm: Whether timm builds the model; else the user's own script does.
     """
-    data = huggingface_hub.ModelCardData(**_metadata(folder, config, values))
-    text = f"---\n{data.to_yaml()}\n---\n\n{_body(folder, config, plans, values)}"
+    data = huggingface_hub.ModelCardData(**_metadata(folder, config, values, of_timm))
+    text = f"---\n{data.to_yaml()}\n---\n\n{_body(folder, config, plans, values, of_timm)}"
     write_text(folder / CARD, text)
 
 
-def _metadata(folder: Path, config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(
+    folder: Path, config: Config, values: Mapping[str, Any], of_timm: bool
+) -> dict[str, Any]:
+    task = "image-classification" if config.resolutions[-1] else None
     on_hub = bool(_HUB_ID.fullmatch(config.dataset)) and not Path(config.dataset).exists()
     name = config.dataset if on_hub else Path(config.dataset).name
     result = huggingface_hub.EvalResult(
-        task_type="image-classification",
+        task_type=task or "other",
         dataset_type=name,
         dataset_name=name,
         metric_type="accuracy",
@@ -104,9 +114,9 @@ def _metadata(folder: Path, config: Config, values: Mapping[str, Any]) -> dict[s
         metric_value=values["final_accuracy"],
     )
     return {
-        "library_name": "timm",
-        "pipeline_tag": "image-classification",
-        "tags": ["image-classification", "timm", "dbsl", "dual-batch-learning"],
+        "library_name": "timm" if of_timm else "pytorch",
+        "pipeline_tag": task,
+        "tags": [*[task] * bool(task), *["timm"] * of_timm, "dbsl", "dual-batch-learning"],
         "datasets": [config.dataset] if on_hub else None,
         "base_model": _base_model(config),
         "model_name": folder.name,
@@ -123,7 +133,11 @@ def _base_model(config: Config) -> str | None:
 
 
 def _body(
-    folder: Path, config: Config, plans: Mapping[int, Plan], values: Mapping[str, Any]
+    folder: Path,
+    config: Config,
+    plans: Mapping[int, Plan],
+    values: Mapping[str, Any],
+    of_timm: bool,
 ) -> str:
     rows = [
         ("accuracy, last epoch", f"{values['final_accuracy']:.2%}".replace("%", " %")),
@@ -140,15 +154,16 @@ def _body(
         ema = f"{values['final_ema_accuracy']:.2%}".replace("%", " %")
         rows.insert(1, ("the same of averaged weights (`model_ema.safetensors`)", ema))
     batches = [
-        f"| {resolution} px | {sizes} |"
+        f"| {px(resolution) or 'all'} | {sizes} |"
         for resolution, plan in plans.items()
         for sizes in [_batches(plan)]
     ]
     lines = [
         f"# {folder.name}",
         "",
-        f"A timm `{config.model}` for {config.resolutions[-1]} px images, trained on "
-        f"`{config.dataset}` by workers with batch sizes of their own (dual-batch learning).",
+        f"A {'timm ' * of_timm}`{config.model}`{px(config.resolutions[-1], ' for ', ' images')}, "
+        f"trained on `{config.dataset}` by workers with batch sizes of their own (dual-batch "
+        "learning).",
         "",
         "| one run, no mean over seeds | |",
         "|---|---|",
@@ -158,6 +173,17 @@ def _body(
         "|---|---|",
         *batches,
         "",
+        *(_how_to_load(folder) if of_timm else _how_to_load_own(folder, config)),
+        "",
+        "To train it again: `accelerate launch train.py --config config.yaml`, with the settings "
+        "beside this file.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _how_to_load(folder: Path) -> list[str]:
+    return [
         "To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; else "
         f"`timm.create_model('local-dir:{folder.name}', pretrained=True)` does, too):",
         "",
@@ -166,12 +192,19 @@ def _body(
         "",
         f'model = load_model("{folder.name}")',
         "```",
-        "",
-        "To train it again: `accelerate launch train.py --config config.yaml`, with the settings "
-        "beside this file.",
-        "",
     ]
-    return "\n".join(lines)
+
+
+def _how_to_load_own(folder: Path, config: Config) -> list[str]:
+    return [
+        f"To read the model, build `{config.model}` as the script that trained it does, then:",
+        "",
+        "```python",
+        "from safetensors.torch import load_file",
+        "",
+        f'model.load_state_dict(load_file("{folder.name}/model.safetensors"))',
+        "```",
+    ]
 
 
 def _batches(plan: Plan) -> str:

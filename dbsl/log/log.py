@@ -23,9 +23,9 @@ from PIL import Image
 
 from dbsl.base.errors import SaveError
 from dbsl.base.files import write_text
-from dbsl.base.words import plural, short_loss
+from dbsl.base.words import plural, px, short_loss
 from dbsl.log.alarm import Alarm
-from dbsl.log.display import Display, images_per_s
+from dbsl.log.display import Display, speed_in_words
 from dbsl.log.divergence import DivergenceWarning
 from dbsl.log.meter import StepMeter
 from dbsl.log.rows import (
@@ -118,7 +118,8 @@ class RunLog:
         self._file = _open_metrics(folder / "metrics.jsonl", state["metrics_bytes"] if state else 0)
         steps = sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in stages)
         done = self._steps_done(state, steps) if state else 0
-        self._display = Display(steps, done, epochs)
+        self._unit = "images" if stages[-1].resolution else "samples"
+        self._display = Display(steps, done, epochs, self._unit)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         if not state:
             for stage in stages:
@@ -277,7 +278,7 @@ class RunLog:
         self._display.expect(left * (self._steps_of(plan) - self._steps_of(before)))
         self._write("plan", plan_row(stage, plan) | {"from_epoch": epoch})
         self._print(
-            f"from epoch {epoch + 1} on at {stage.resolution} px: {plan_changes(before, plan)}"
+            f"from epoch {epoch + 1} on{px(stage.resolution, ' at ')}: {plan_changes(before, plan)}"
         )
 
     def epoch_end(
@@ -359,9 +360,9 @@ class RunLog:
             tracker.log(record, step=self._step(tracker))
         epochs = self._stages[-1].end_epoch
         self._print(
-            f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {resolution} px  "
+            f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
             f"lr {learning_rate:.3g}  loss {short_loss(total['loss'])}{result}  "
-            f"{images_per_s(speed)}"
+            f"{speed_in_words(speed, self._unit)}"
             f"{times_in_words([values['time_s'] for values in workers.values()])}"
         )
         if warning := self._alarm.times(epoch, resolution, workers):
@@ -381,6 +382,20 @@ class RunLog:
                 predicted = sum(v["predicted_time_s"] for v in own) / len(own)
                 means[f"predicted_{name}_workers_time_s"] = predicted
         return means
+
+    def metrics(self, epoch: int, values: Mapping[str, float]) -> None:
+        """Record metrics of one's own at an epoch's end: in metrics.jsonl and in the tracker.
+
+        Args:
+            epoch: The epoch.
+            values: Metrics by name, such as ``eval/top5``.
+        """
+        if not self.enabled:
+            return
+        self._write("metrics", {"epoch": epoch, **values})
+        for tracker in self._accelerator.trackers:
+            step = None if tracker.name == "wandb" else epoch
+            tracker.log({"epoch": epoch, **values}, step=step)
 
     def images(self, files: Mapping[str, Path]) -> None:
         """Send picture files, by their names in the tracker, to the trackers that take any."""
@@ -434,7 +449,7 @@ class RunLog:
                 tracker.tracker.summary.update(dict(values))
         if "noise_advice" in values:
             self._print(values["noise_advice"])
-        self._print(f"{result_in_words(values)}; all of it in {self.folder}")
+        self._print(f"{result_in_words(values, self._unit)}; all of it in {self.folder}")
 
     def close(self) -> None:
         """Close the file and the progress bar; `Accelerator.end_training` closes the trackers."""

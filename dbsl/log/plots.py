@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dbsl.base.files import write_bytes
-from dbsl.base.words import duration
+from dbsl.base.words import duration, px
 from dbsl.plan.stages import Stage
 from dbsl.plan.text import (
     MAX_ROWS,
@@ -107,7 +107,9 @@ def timeline_figure(
         epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
         rest = f"  (the first {MAX_ROWS} of {len(own)} rows)" if len(own) > MAX_ROWS else ""
         axes.set_title(
-            f"{resolution} px images, {epochs}: {comparison(plan)}{rest}", loc="left", fontsize=11
+            f"{px(resolution, after=' images, ')}{epochs}: {comparison(plan)}{rest}",
+            loc="left",
+            fontsize=11,
         )
     panels[-1, 0].set_xlabel("seconds since the epoch began")
     small, large = (Patch(color=c, label=f"computes on {n} batches") for c, n in _KINDS)
@@ -175,7 +177,7 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     panels[1, 0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     if not evaluations:
         panels[0, 0].set_ylim(0, 100)
-    panels[0, 0].set_ylabel("accuracy on the evaluation images (%)")
+    panels[0, 0].set_ylabel("accuracy of the evaluation (%)")
     panels[1, 0].set_ylabel("loss")
     return figure
 
@@ -275,10 +277,11 @@ def _shade(
                 axes.axvspan(start, stop, color="black", alpha=0.07, lw=0)
         if stop - start < 0.02 * end:  # no room for a name
             continue
+        side = px(stage["resolution"], after=", " if narrow else "\n")
         top.text(
             (start + stop) / 2,
             1.01,
-            f"{stage['resolution']} px{', ' if narrow else chr(10)}lr {stage['learning_rate']:.3g}",
+            f"{side}lr {stage['learning_rate']:.3g}",
             transform=top.get_xaxis_transform(),
             rotation=90 if narrow else 0,
             ha="center",

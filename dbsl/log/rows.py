@@ -113,7 +113,7 @@ def two_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def result_in_words(values: Mapping[str, Any]) -> str:
+def result_in_words(values: Mapping[str, Any], unit: str) -> str:
     """Return what there is of the result, in one line."""
     formats = {
         "final_accuracy": "accuracy {:.2%}",
@@ -121,7 +121,7 @@ def result_in_words(values: Mapping[str, Any]) -> str:
         "final_loss": ", loss {}",
         "train_time_s": ", training {:.1f} s",
         "total_time_s": " of {:.1f} s",
-        "images_per_s": ", {:.0f} images/s",
+        "images_per_s": f", {{:.0f}} {unit}/s",
     }
     shown = dict(values)
     if "final_loss" in shown:

@@ -96,9 +96,9 @@ def sum_up(session: Session) -> None:
         }
         log.summary(values)
         if no_result(values) is None:
-            write_card(
-                folder, config, {s.resolution: run.plans[s.resolution] for s in run.stages}, values
-            )
+            plans = {s.resolution: run.plans[s.resolution] for s in run.stages}
+            of_timm = run.model.created_with is not None
+            write_card(folder, config, plans, values, of_timm=of_timm)
         else:  # nor one of before the run was made longer
             (folder / CARD).unlink(missing_ok=True)
     log.close()

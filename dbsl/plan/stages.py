@@ -18,6 +18,8 @@ LrSchedule = Literal["step", "cosine"]
 LrScaling = Literal["none", "sqrt", "linear"]
 ResetMomentum = Literal["never", "stage", "round"]
 
+NO_SIDE = 0  # the only resolution of inputs that are no images
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -150,7 +152,12 @@ def unused_resolutions(
 
 
 def check_resolutions(resolutions: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless the resolutions are one or more positive, ascending sides."""
+    """Raise ``ValueError`` unless the resolutions are one or more positive, ascending sides.
+
+    `NO_SIDE` alone passes, too: whoever loads images refuses it.
+    """
+    if tuple(resolutions) == (NO_SIDE,):
+        return
     if not resolutions:
         raise ValueError("resolutions must name at least one image side in pixels, got none")
     if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from dbsl.base.words import duration
+from dbsl.base.words import duration, px
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import Plan, WorkerPlan
 
@@ -114,7 +114,7 @@ def format_run(
             continue
         rates = ", ".join(f"{s.learning_rate:g}" for s in own)
         ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"
-        lines.append(f"{resolution} px, {epoch_spans(own)}, lr {rates}{ratio}")
+        lines.append(f"{px(resolution, after=', ')}{epoch_spans(own)}, lr {rates}{ratio}")
         lines.append(format_plan(plan))
         if timelines:
             lines.append(timeline(plan, rounds))

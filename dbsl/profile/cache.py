@@ -19,9 +19,11 @@ from torch import nn
 from dbsl.base.cores import local_processes
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
+from dbsl.base.words import px
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.step_time import (
+    Example,
     StepProfile,
     TrainingStep,
     batch_sizes_to_measure,
@@ -117,6 +119,7 @@ class Profiler:
         refresh: Measure even what the cache has.
         file: Take the profiles from this file instead.
         loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
+        example: Batch of a size at a resolution, on the device; unset: random images.
         reserve: Bytes that a run needs beside one worker's training, from those of an optimizer's
             state.
 
@@ -134,6 +137,7 @@ class Profiler:
         refresh: bool = False,
         file: Path | None = None,
         loss_of: LossOf | None = None,
+        example: Example | None = None,
         reserve: Callable[[float], float] = lambda state_bytes: 0.0,
     ) -> None:
         self.setup = setup
@@ -143,6 +147,7 @@ class Profiler:
         self._accelerator = accelerator
         self._seconds = seconds
         self._loss_of = loss_of
+        self._example = example
         self._reserve = reserve
         self._known = {} if refresh and not file else _read(self.path, setup, strict=bool(file))
         self._announced = False
@@ -158,7 +163,9 @@ class Profiler:
         if self._all(known is not None and known.memory is not None):
             memory = known.memory
         else:
-            self._accelerator.print(f"measuring memory of {self.setup.model} at {resolution} px")
+            self._accelerator.print(
+                f"measuring memory of {self.setup.model}{px(resolution, ' at ')}"
+            )
             step, largest = self._step(resolution), _MEMORY_UP_TO
             if self._accelerator.device.type == "cuda":
                 # It costs seconds there. A line to tens of thousands of samples needs a long base.
@@ -174,7 +181,7 @@ class Profiler:
         if self._accelerator.device.type == "cuda":
             batch = confirm_batch(self._step(resolution), batch)
         self._accelerator.print(
-            f"large batch at {resolution} px: {batch} ({memory.describe()}"
+            f"large batch{px(resolution, ' at ')}: {batch} ({memory.describe()}"
             f"{'; a larger one would leave a round too few steps' if batch == at_most else ''})"
         )
         return batch
@@ -187,8 +194,8 @@ class Profiler:
         usable = known is not None and _covers(known, large_batch_size) and not held_out
         if self.file and not usable:
             raise ValueError(
-                f"profile must have {resolution} px with batches up to {large_batch_size}, got "
-                f"{_contents(self._known)} in {self.file}"
+                f"profile must have {px(resolution, after=' with ')}batches up to "
+                f"{large_batch_size}, got {_contents(self._known)} in {self.file}"
             )
         if self._all(usable):
             if not self._announced:
@@ -197,7 +204,8 @@ class Profiler:
                 self._announced = True
             return replace(known, memory=known.memory and self._adapted(known.memory))
         self._accelerator.print(
-            f"measuring steps of {self.setup.model} at {resolution} px, {self._seconds:g} s at most"
+            f"measuring steps of {self.setup.model}{px(resolution, ' at ')}, "
+            f"{self._seconds:g} s at most"
         )
         profile = profile_steps(
             self._step(resolution),
@@ -223,6 +231,7 @@ class Profiler:
             momentum=self.setup.momentum,
             weight_decay=self.setup.weight_decay,
             compiled=self.setup.compile,
+            example=self._example,
         )
 
     def _adapted(self, memory: MemoryModel) -> MemoryModel:
@@ -249,7 +258,10 @@ def _covers(profile: StepProfile, large_batch_size: int) -> bool:
 
 
 def _contents(profiles: Mapping[int, StepProfile]) -> str:
-    return ", ".join(f"{r} px up to {p.batch_sizes[-1]}" for r, p in profiles.items()) or "nothing"
+    return (
+        ", ".join(f"{px(r, after=' ')}up to {p.batch_sizes[-1]}" for r, p in profiles.items())
+        or "nothing"
+    )
 
 
 def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:

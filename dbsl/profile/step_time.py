@@ -23,11 +23,15 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.words import px
 from dbsl.cluster.compiling import compile_in_place
+from dbsl.data.sources import Batch, image_batch
 from dbsl.model import build_optimizer
 from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.profile.noise_probe import LossOf
+
+Example = Callable[[int, int], Batch]  # of batch size and resolution
 
 _LR = 1e-8  # while measuring: some optimizers refuse 0
 NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
@@ -77,9 +81,9 @@ class StepProfile:
         )
         least = f", and {1e3 * self.floor:.4g} ms at least" if self.floor else ""
         text = (
-            f"{self.resolution} px: a step with x samples takes {1e3 * self.slope:.4g} ms * x + "
-            f"{1e3 * self.intercept:.4g} ms{least} (R2 {self.r_squared:.4f}, largest error "
-            f"{self.largest_error:.1%}, {holds})"
+            f"{px(self.resolution, after=': ')}a step with x samples takes "
+            f"{1e3 * self.slope:.4g} ms * x + {1e3 * self.intercept:.4g} ms{least} "
+            f"(R2 {self.r_squared:.4f}, largest error {self.largest_error:.1%}, {holds})"
         )
         if self.held_out_sizes:
             rows = zip(self.held_out_sizes, self.held_out_times_s, strict=True)
@@ -103,6 +107,7 @@ class TrainingStep:
         momentum: Whether it has momentum.
         weight_decay: Whether it has weight decay.
         compiled: Whether the copy is compiled.
+        example: Batch of a size at a resolution, on the device; unset: random images.
     """
 
     def __init__(
@@ -117,8 +122,10 @@ class TrainingStep:
         momentum: bool = True,
         weight_decay: bool = True,
         compiled: bool = False,
+        example: Example | None = None,
     ) -> None:
         self.accelerator = accelerator
+        self._example = example or self._images_of
         self.resolution = resolution
         self.num_classes = num_classes
         self._model = copy.deepcopy(model).train()
@@ -137,7 +144,7 @@ class TrainingStep:
         """Take one step; a batch size larger than any before makes new images."""
         if self._images is None or batch_size > len(self._images):
             self._images = self._labels = None  # free the old ones first
-            self._images, self._labels = self._batch(batch_size)
+            self._images, self._labels = self._example(batch_size, self.resolution)
         loss = self._loss_of(self._model, self._images[:batch_size], self._labels[:batch_size])
         loss.backward()
         if self._optimizer is not None:
@@ -157,12 +164,8 @@ class TrainingStep:
         with self.accelerator.autocast():
             return F.cross_entropy(model(images), labels)
 
-    def _batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        device, side = self.accelerator.device, self.resolution
-        stream = torch.Generator(device).manual_seed(0)
-        images = torch.randn(size, 3, side, side, device=device, generator=stream)
-        labels = torch.arange(size, device=device) % self.num_classes
-        return images.contiguous(memory_format=torch.channels_last), labels
+    def _images_of(self, size: int, resolution: int) -> Batch:
+        return image_batch(size, resolution, self.num_classes, self.accelerator.device)
 
 
 def profile_steps(

@@ -77,7 +77,7 @@ def connect(
         weights = FlatWeights(model)
         if config.compile:  # only now: graphs keep the weights' addresses
             dropout = {stage.resolution: stage.dropout for stage in run.stages}
-            compile_for(model, run.batch_sizes(workers), dropout, accelerator)
+            compile_for(model, run.batch_sizes(workers), dropout, accelerator, run.data.example)
         return weights
 
     common = {
@@ -94,8 +94,7 @@ def connect(
         else:
             if config.sync_batch_norm:
                 model = join_batch_norm(model)
-            side = config.resolutions[0]
-            example = torch.zeros(2, 3, side, side)
+            example, _ = run.data.example(2, config.resolutions[0])
             stepper = DistributedSteps(
                 model, weights, clock, prepared, own, example, on_exchange=control.enter, wire=wire
             )

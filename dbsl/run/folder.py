@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.files import write_text
+from dbsl.base.words import px
 from dbsl.cluster.liveness import remember
 from dbsl.cluster.messages import share_text
 from dbsl.plan.types import Plan
@@ -82,7 +83,7 @@ class RunFolder:
         """
         if self._lock is None:
             return
-        rows = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
+        rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
         settings = {name: v for name, v in asdict(given).items() if name not in _NOT_KEPT}
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))

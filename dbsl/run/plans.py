@@ -14,7 +14,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.data.dataset import Data
+from dbsl.base.words import px
+from dbsl.data.sources import TrainingData
 from dbsl.plan.dual_batch import plan_with_fallback
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
 from dbsl.plan.machines import Machines, largest_remainder
@@ -75,7 +76,7 @@ def largest_auto_batch(round_samples: int) -> int:
 
 
 def know_machines(
-    config: Config, model: nn.Module, data: Data, accelerator: Accelerator, loss_of: LossOf
+    config: Config, model: nn.Module, data: TrainingData, accelerator: Accelerator, loss_of: LossOf
 ) -> tuple[Knowledge, Config]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     resolutions, workers = config.resolutions, config.workers
@@ -101,7 +102,7 @@ def know_machines(
     if measured or find_limits:
         profiler = Profiler(
             Setup.of(
-                config.model,
+                _profiled_name(config, model, data),
                 model,
                 data.num_classes,
                 accelerator,
@@ -116,6 +117,7 @@ def know_machines(
             refresh=config.profile_refresh,
             file=Path(config.profile) if config.profile else None,
             loss_of=loss_of,
+            example=data.example,
             reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
         )
     enough_steps = largest_auto_batch(share)
@@ -220,7 +222,7 @@ class Planning:
         plan, fell_back = self._rounds(resolution, models, measured=self._known.measured)
         if fell_back:
             self._small[resolution] = [plan.small_batch_size] * self._config.workers
-            say(f"at {resolution} px {fell_back}")
+            say(f"{px(resolution, 'at ', ' ')}{fell_back}")
         return plan
 
     def replan(self, resolution: int, models: Sequence[TimeModel]) -> Plan:
@@ -326,6 +328,16 @@ class Planning:
         total = total or int(self._first_sizes(resolution).sum())
         limits = self._known.limits[resolution]
         return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)
+
+
+def _profiled_name(config: Config, model: nn.Module, data: TrainingData) -> str:
+    """Return what step times are kept by: a model of one's own by its inputs, too."""
+    if model.created_with is not None:
+        return config.model
+    inputs, _ = data.example(1, config.resolutions[-1])
+    sides = () if config.resolutions[-1] else inputs.shape[1:]
+    kind = str(inputs.dtype).removeprefix("torch.")
+    return "-".join([config.model, kind, *map(str, sides)])
 
 
 def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> list[list[float]]:

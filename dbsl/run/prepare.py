@@ -11,18 +11,18 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.base.words import plural
-from dbsl.data.dataset import load_data
+from dbsl.data.dataset import Data, load_data
 from dbsl.data.mixing import Mixing
-from dbsl.data.transforms import Transform
+from dbsl.data.sources import TrainingData
 from dbsl.model import build_model, check_patches, least_batch
 from dbsl.plan.dual_batch import count_workers
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import check_parts
 from dbsl.plan.stages import (
+    NO_SIDE,
     Stage,
     default_milestones,
-    default_resolutions,
     default_warmup,
     make_stages,
     stage_at,
@@ -34,19 +34,25 @@ from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
+from dbsl.run.own import Own
 from dbsl.run.plans import Planning, know_machines, optimizer_of_worker, takes_joint_steps
 from dbsl.run.run import Run, round_sampler, steps_of
 
 Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
+_NOTHING_OWN = Own()
 
-def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
+
+def prepare(
+    config: Config, accelerator: Accelerator, loss_of: LossOf, own: Own = _NOTHING_OWN
+) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
     Args:
         config: The run's settings.
         accelerator: Device, precision, processes.
         loss_of: Mean loss of a model on images and labels, a part of the steps that are measured.
+        own: Data and a model that are not those that the settings name.
     """
     workers, small_workers = count_workers(
         accelerator.num_processes,
@@ -77,26 +83,14 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
             f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
             f"true in {accelerator.num_processes} processes on {accelerator.device.type}"
         )
-    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
-        data = load_data(
-            config.dataset,
-            image_column=config.image_column,
-            label_column=config.label_column,
-            train_samples=config.train_samples,
-            eval_samples=config.eval_samples,
-            holdout=config.holdout,
-            seed=config.seed,
-            loader_workers=config.loader_workers,
-            device=accelerator.device,
-            max_bad_images=config.max_bad_images,
-        )
+    data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
     milestones, warmup = config.lr_milestones, config.warmup_epochs
     asked_for = config.resolutions is not None and "resolutions" not in config.resolved
     config = replace(
         config,
         workers=workers,
         small_workers=small_workers,
-        resolutions=tuple(config.resolutions or default_resolutions(data.image_side)),
+        resolutions=tuple(config.resolutions or data.resolutions),
         lr_milestones=(
             default_milestones(config.epochs) if milestones is None else tuple(milestones)
         ),
@@ -116,21 +110,24 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
     unused = unused_resolutions(stages, config.resolutions, config.schedule)
     if unused and asked_for:
         accelerator.print(f"warning: {unused}")
-    model = build_model(
-        config.model,
-        data.num_classes,
-        final_resolution=config.resolutions[-1],
-        resolutions=config.resolutions,
-        pretrained=config.pretrained,
-        seed=config.seed,
-        say=accelerator.print,
-    ).to(accelerator.device, memory_format=torch.channels_last)
-    check_patches(model, config.resolutions)
+    if own.model is not None:
+        model = own.build(config, data, accelerator)
+    else:
+        model = build_model(
+            config.model,
+            data.num_classes,
+            final_resolution=config.resolutions[-1],
+            resolutions=config.resolutions,
+            pretrained=config.pretrained,
+            seed=config.seed,
+            say=accelerator.print,
+        ).to(accelerator.device, memory_format=torch.channels_last)
+        check_patches(model, config.resolutions)
     if model.input_statistics:  # what its weights were trained with
         mean, std = model.input_statistics
         data = replace(data, mean=mean, std=std)
-    least = least_batch(model, config.resolutions[0], accelerator.device)
-    _check_samples(len(data.train), config, least)
+    least = least_batch(model, data.example(1, config.resolutions[0])[0])
+    _check_samples(data, config, least)
     machines, config = know_machines(config, model, data, accelerator, loss_of)
     planning = Planning(config, machines, len(data.train), least)
     plans = {
@@ -146,9 +143,7 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
             )
     rounds = rounds_of_epoch(plans, config)
     transforms = {
-        resolution: Transform(
-            resolution, config.augment, data.mirror, data.mean, data.std, config.seed
-        )
+        resolution: data.transform(resolution, config.augment, config.seed)
         for resolution in config.resolutions
     }
     mixing = None
@@ -192,16 +187,35 @@ def prepare(config: Config, accelerator: Accelerator, loss_of: LossOf) -> Run:
     )
 
 
-def _check_samples(samples: int, config: Config, least: int) -> None:
+def _load_images(config: Config, accelerator: Accelerator) -> Data:
+    if config.resolutions == (NO_SIDE,):
+        raise ValueError(f"resolutions must be positive for images, got {NO_SIDE}")
+    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
+        return load_data(
+            config.dataset,
+            image_column=config.image_column,
+            label_column=config.label_column,
+            train_samples=config.train_samples,
+            eval_samples=config.eval_samples,
+            holdout=config.holdout,
+            seed=config.seed,
+            loader_workers=config.loader_workers,
+            device=accelerator.device,
+            max_bad_images=config.max_bad_images,
+        )
+
+
+def _check_samples(data: TrainingData, config: Config, least: int) -> None:
     """Raise ``ValueError`` unless each worker can have `least` samples in each round."""
+    samples = len(data.train)
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
     needed = config.workers * rounds * least
     if samples < needed:
         why = ", whose batch norm needs 2 at a time" if least > 1 else ""
         raise ValueError(
-            f"dataset must have at least {needed} training images for {config.workers} workers in "
-            f"{plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
-            "(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add images"
+            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
+            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
+            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
         )
 
 
@@ -268,6 +282,8 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: Config) -> int:
 def profile_command(run: Run, processes: int) -> str:
     """Return the command that measures a run's step times anew."""
     config = run.config
+    if run.model.created_with is None or not config.resolutions[0]:
+        return "the command of this run with --profile-refresh"  # dbsl.profile builds timm's models
     largest = max(w.local_batch_size for plan in run.plans.values() for w in plan.workers)
     launch = "python" if processes == 1 else "accelerate launch (as this run)"
     return (
@@ -290,7 +306,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
     where = "simulated in one process" if processes == 1 else f"in {processes} processes"
     plans = format_run(run.stages, run.plans, config.rounds_per_epoch, timelines=folder is None)
     lines = [
-        f"{config.model} on {config.dataset}: {len(data.train)} training images, "
+        f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{config.workers} workers {where}, {config.small_workers} on small batches, "
         f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "

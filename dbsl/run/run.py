@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from dbsl.data.dataset import Data
 from dbsl.data.mixing import Mixing
-from dbsl.data.transforms import Transform
+from dbsl.data.sources import TrainingData
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler, evaluation_batch_size
@@ -50,14 +49,14 @@ class Run:
     """
 
     config: Config
-    data: Data
+    data: TrainingData
     stages: tuple[Stage, ...]
     model: nn.Module
     plans: dict[int, Plan]
     planner: Planner
     models: dict[int, list[TimeModel]]
     emulation: Emulation
-    transforms: dict[int, Transform]
+    transforms: dict[int, Any]
     rounds: int
     least: int
     noise: NoiseProbe
@@ -67,9 +66,9 @@ class Run:
     measured: bool
 
     @property
-    def evaluation_transform(self) -> Transform:
+    def evaluation_transform(self) -> Any:
         """What images pass for an evaluation: the last resolution, nothing at random."""
-        return replace(self.transforms[self.config.resolutions[-1]], augment="none")
+        return self.data.transform(self.config.resolutions[-1], "none", self.config.seed)
 
     @property
     def evaluation_batch(self) -> int:

@@ -80,7 +80,7 @@ class Session:
     @property
     def side(self) -> int:
         """Image side of evaluations, pixels."""
-        return self.run.evaluation_transform.resolution
+        return self.run.config.resolutions[-1]
 
     def save_model(self, name: str) -> None:
         """Write the model's weights as they are now into the run folder, on the main process."""

@@ -248,7 +248,7 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
         ),
         accelerator,
     )
-    least = least_batch(images.build(config.seed), resolution, accelerator.device)
+    least = least_batch(images.build(config.seed), data.example(1, resolution)[0])
     in_range("batch_sizes", min(config.batch_sizes), least)
     return images
 

@@ -1,0 +1,150 @@
+"""Torch datasets of one's own as training data: tables, tokens, anything of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dbsl.data.sources import Batch
+from dbsl.data.transforms import to_device
+from dbsl.plan.stages import NO_SIDE
+
+
+class TensorSource:
+    """Inputs and labels of one split, kept on the device: a batch is one gather.
+
+    Attributes:
+        inputs: [N, ...].
+        labels: [N].
+        bad: Empty.
+    """
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+        self.bad: Mapping[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
+    ) -> Iterator[Batch]:
+        """See `Source.batches`; there is no transform."""
+        for samples in index_batches:
+            places = to_device(samples, self.inputs.device)
+            yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """Two map-style datasets of (input tensor, label) as data for `open_session`.
+
+    Each sample is read once, checked, and kept on the device.
+
+    Attributes:
+        train: Training samples: a dataset, then a source.
+        evaluation: Evaluation samples, likewise.
+        num_classes: Number of classes; labels are whole numbers in [0, num_classes).
+        name: Name of the data, in the settings and the run folder.
+
+    Raises:
+        ValueError: If a dataset is empty, or a sample is not of the shape and type of the first.
+    """
+
+    train: Any
+    evaluation: Any
+    num_classes: int
+    name: str = "tensors"
+    unit: str = field(default="sample", init=False)
+    eval_split: str = field(default="a dataset of its own", init=False)
+    resolutions: tuple[int, ...] = field(default=(NO_SIDE,), init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+        first = None
+        for split in ("train", "evaluation"):
+            samples = getattr(self, split)
+            if not isinstance(samples, TensorSource):
+                samples = _read(samples, split, self.num_classes, first)
+                object.__setattr__(self, split, samples)  # frozen: there is no other way
+            first = samples.inputs[0]
+
+    def on(self, device: torch.device) -> TensorData:
+        """See `TrainingData.on`."""
+        train, evaluation = (
+            TensorSource(source.inputs.to(device), source.labels.to(device))
+            for source in (self.train, self.evaluation)
+        )
+        return replace(self, train=train, evaluation=evaluation)
+
+    def transform(self, resolution: int, augment: str, seed: int) -> None:
+        """Return None: samples are as they are."""
+
+    def example(self, size: int, resolution: int) -> Batch:
+        """Return the first training samples, repeated where there are fewer."""
+        places = torch.arange(size, device=self.train.inputs.device) % len(self.train)
+        return self.train.inputs[places], self.train.labels[places]
+
+
+def _read(
+    dataset: Sequence[tuple[Tensor, int]], split: str, classes: int, first: Tensor | None
+) -> TensorSource:
+    """Return the samples of a dataset.
+
+    Args:
+        dataset: A map-style dataset.
+        split: Its name, for messages.
+        classes: Labels lie in [0, classes).
+        first: An input that all must be like; None: the dataset's own first.
+    """
+    inputs, labels = [], []
+    for number in range(_length(dataset, split)):
+        try:
+            sample, label = dataset[number]
+            label = int(label)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{split} must give a pair of a tensor and a whole number for each sample, "
+                f"got sample {number} of which this is no such ({error})"
+            ) from None
+        if not isinstance(sample, Tensor):
+            raise ValueError(
+                f"{split} must have tensors for inputs, got {type(sample).__name__} "
+                f"in sample {number}"
+            )
+        first = sample if first is None else first
+        if (sample.shape, sample.dtype) != (first.shape, first.dtype):
+            raise ValueError(
+                f"{split} must have inputs of one shape and type, {_kind(first)} as the first, "
+                f"got {_kind(sample)} in sample {number}"
+            )
+        if not 0 <= label < classes:
+            raise ValueError(
+                f"{split} must have labels in [0, {classes}), got {label} in sample {number}"
+            )
+        inputs.append(sample)
+        labels.append(label)
+    return TensorSource(torch.stack(inputs), torch.tensor(labels))
+
+
+def _length(dataset: Any, split: str) -> int:
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = 0
+    if not length:
+        raise ValueError(
+            f"{split} must be a map-style dataset with samples, got {type(dataset).__name__} "
+            "without any"
+        )
+    return length
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,133 @@
+"""Data and a model of one's own, in place of those that settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from torch import nn
+
+from dbsl.base.seeds import stream_seed
+from dbsl.data.sources import TrainingData
+
+Config = Any  # train.py's
+
+# Settings that say which data and which model; with one's own they have nothing to say.
+_OF_DATA = ("image_column", "label_column", "train_samples", "eval_samples", "holdout")
+_OF_DATA += ("augment", "mixup", "cutmix", "loader_workers", "max_bad_images", "resolutions")
+_OF_MODEL = ("pretrained", "dropout")
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a run has of its own.
+
+    Attributes:
+        data: Such as `dbsl.data.tensors.TensorData`; None: the dataset that the settings name.
+        model: A module, or a function that builds one from the run's seed; None: timm's model that
+            the settings name.
+    """
+
+    data: TrainingData | None = None
+    model: nn.Module | Callable[[], nn.Module] | None = None
+
+    def named(self, given: Config) -> Config:
+        """Return the settings with the names of the data and the model that there are.
+
+        Raises:
+            ValueError: If data or model is no such thing, or a setting asks for others.
+        """
+        if self.data is not None:
+            if not isinstance(self.data, TrainingData):
+                names = (*TrainingData.__annotations__, "on", "transform", "example")
+                missing = next(name for name in names if not hasattr(self.data, name))
+                raise ValueError(
+                    "data must have what dbsl.data.sources.TrainingData names, got "
+                    f"{type(self.data).__name__} without {missing!r}"
+                )
+            if self.model is None:
+                raise ValueError("model must be given with data of one's own, got none")
+            given = _named(given, "dataset", self.data.name, "data", _OF_DATA)
+        if self.model is not None:
+            if not callable(self.model):
+                raise ValueError(
+                    "model must be a module or a function that builds one, got "
+                    f"{type(self.model).__name__}"
+                )
+            given = _named(given, "model", _name(self.model), "a model", _OF_MODEL)
+        return given
+
+    def build(self, config: Config, data: TrainingData, accelerator: Accelerator) -> nn.Module:
+        """Return the model on the device, with the same weights in all processes.
+
+        Raises:
+            ValueError: If it cannot take the data, or tells other classes apart.
+        """
+        model = self.model
+        if not isinstance(model, nn.Module):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_seed(config.seed, "initial weights"))
+                model = model()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must build a module, got {type(model).__name__}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(f"model must have parameters to train, got {_name(model)} without any")
+        inputs, _ = data.example(2, config.resolutions[-1])
+        channels_last = inputs.dim() == 4 and inputs.stride(1) == 1 < inputs.shape[1]
+        layout = {"memory_format": torch.channels_last} if channels_last else {}
+        model = model.to(accelerator.device, **layout)
+        with torch.no_grad():
+            for value in model.state_dict().values():  # of rank 0, whatever the others have built
+                value.copy_(broadcast(value.contiguous()))
+        # What `build_model` notes of timm's models.
+        model.created_with, model.small_stem, model.input_statistics = None, False, None
+        model.head_dropouts = []
+        _check_scores(model, inputs, data.num_classes)
+        return model
+
+
+def _named(given: Config, setting: str, name: str, what: str, others: tuple[str, ...]) -> Config:
+    """Return the settings with a name; refuse another one, and settings without a meaning."""
+    defaults = {field.name: field.default for field in fields(given)}
+    for other in others:
+        value = getattr(given, other)
+        if value != defaults[other]:
+            raise ValueError(f"{other} must be left out with {what} of one's own, got {value}")
+    if getattr(given, setting) not in (defaults[setting], name):
+        raise ValueError(
+            f"{setting} must be left out or {name} with {what} of one's own, "
+            f"got {getattr(given, setting)}"
+        )
+    return replace(given, **{setting: name})
+
+
+def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__name__", type(model).__name__).strip("<>")
+
+
+@torch.no_grad()
+def _check_scores(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
+    """Raise ``ValueError`` unless the model gives a score for each of the data's classes."""
+    kind = f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
+    training = model.training
+    try:
+        scores = model.eval()(inputs)
+    except Exception as error:  # any code of anybody's
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"model must take the data's inputs, {kind}, got {type(error).__name__} of "
+            f"{_name(model)} ({reason})"
+        ) from error
+    model.train(training)
+    shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+    if shape != [len(inputs), classes]:
+        raise ValueError(
+            f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
+            f"for inputs {kind}, got {shape} of {_name(model)}"
+        )

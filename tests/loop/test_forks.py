@@ -1,0 +1,313 @@
+"""The forks of train.py in examples/forks/ apply, stay short, and train what they say."""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import train
+from dbsl.base.errors import RunStopped
+from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.data.tensors import TensorData
+from dbsl.log.meter import MEASURED
+from dbsl.open import open_session
+
+ROOT = Path(train.__file__).resolve().parent
+FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
+MOST_LINES = 25  # added and removed
+COMMON = {
+    "epochs": 2,
+    "lr_milestones": (1,),
+    "slope": (0.001,),
+    "intercept": (0.01,),
+    "report_to": "none",
+    "mixed_precision": "no",
+    "cpu_threads": 1,
+}
+TINY = {
+    **COMMON,
+    "model": "test_resnet",
+    "train_samples": 60,
+    "eval_samples": 20,
+    "resolutions": (16,),
+    "large_batch_size": (10,),
+    "lr": 0.02,
+}
+ROUNDS = {"large_batch_size": (10,), "rounds_per_epoch": 2}
+MODES = {
+    "bsp": {**ROUNDS, "small_workers": 1, "ema_decay": 0.5, "eval_train": True},
+    "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "time_noise": 0.1},
+    "step": {"sync": "step", "local_batch_sizes": (3, 5, 8, 4), "balance": "dynamic"},
+    "gradients": {"push": "gradients", "local_batch_sizes": (3, 5, 8, 4), "push_every": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_runs(monkeypatch):
+    """No pictures, and each run with an accelerator of its own."""
+    for name in ("plots.plan_timeline", "plots.accuracy_and_loss", "worker_plots.worker_history"):
+        monkeypatch.setattr(f"dbsl.log.{name}", lambda *arguments: None)
+    monkeypatch.setattr("dbsl.log.log.RunLog.images", lambda *arguments: None)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def patched(name, folder):
+    """Return a copy of train.py with a fork's diff applied."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "train.py"
+    script.write_bytes((ROOT / "train.py").read_bytes())
+    command = ["git", "apply", "--whitespace=error", str(FORKS[name])]
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    subprocess.run(command, cwd=folder, check=True, env=environment)
+    return script
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """Return ``fork(name)``: the module that train.py becomes by a diff."""
+
+    def load(name):
+        script = patched(name, tmp_path / name)
+        spec = importlib.util.spec_from_file_location(f"fork_{name}", script)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def run(module, folder, settings):
+    AcceleratorState._reset_state(True)
+    module.main(module.Config(**{**settings, "output_dir": str(folder)}))
+    return json.loads((folder / "summary.json").read_text())
+
+
+def launch(script, processes, folder, settings):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(script), "--output-dir", str(folder)]
+    for name, value in settings.items():
+        values = value if isinstance(value, tuple) else (value,)
+        on = [] if value is True else map(str, values)
+        command += [f"--{name.replace('_', '-')}", *on]
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, **own}
+    )
+
+
+def rows(folder, event):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if row["event"] == event]
+
+
+def fingerprint(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    told = [{k: v for k, v in x.items() if "time" not in k and k not in MEASURED} for x in lines]
+    return told, (folder / "model.safetensors").read_bytes()
+
+
+def stopped_at_step(number, module, folder, settings):
+    """Run until so many steps are taken, and have SIGTERM come then."""
+    after_step, count = Checkpointer.after_step, itertools.count(1)
+
+    def counted(self, **options):
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        after_step(self, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "after_step", counted)
+        with pytest.raises(RunStopped):
+            run(module, folder, settings)
+
+
+def changed_lines(path):
+    """Return the lines that a diff adds and removes."""
+    lines = [x for x in path.read_text().splitlines() if not x.startswith(("+++", "---"))]
+    return sum(x.startswith("+") for x in lines), sum(x.startswith("-") for x in lines)
+
+
+def test_every_fork_applies_is_short_and_says_what_it_does(tmp_path):
+    assert len(FORKS) >= 7
+    for name, path in FORKS.items():
+        patched(name, tmp_path / name)
+        head = path.read_text().partition("--- a/train.py")[0].splitlines()
+        assert 2 <= len(head) <= 3, name
+        assert all(line.startswith("# ") for line in head), name
+        assert sum(changed_lines(path)) <= MOST_LINES + 1, name
+    page = (ROOT / "docs/forks.md").read_text()
+    told = re.findall(r"\[(\w+)\.diff\]\(\S+\) \| \+(\d+) -(\d+) \|", page)
+    assert {n: (int(a), int(r)) for n, a, r in told} == {n: changed_lines(FORKS[n]) for n in FORKS}
+
+
+# --- data and a model of one's own
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_table_trains_by_every_sync_and_goes_on_to_the_same_bits(fork, tmp_path, mode, capsys):
+    tabular = fork("tabular")
+    settings = {**COMMON, "lr": 0.05, **MODES[mode]}
+    summary = run(tabular, tmp_path / "whole", settings)
+    assert summary["classes"] == 3
+    assert summary["samples_seen"] == 2 * 142
+    printed = capsys.readouterr().out
+    assert "build_mlp on wine: 142 training samples, 36 for evaluation" in printed
+    assert " samples/s" in printed
+    assert not re.search(r"\d px|image", printed)
+
+    stopped_at_step(9, tabular, tmp_path / "broken", settings)
+    again = {**settings, "resume": str(tmp_path / "broken")}
+    run(tabular, tmp_path / "broken", again)
+    assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
+
+
+def test_a_model_of_ones_own_is_saved_as_weights_and_the_card_says_how_to_read_them(fork, tmp_path):
+    tabular, folder = fork("tabular"), tmp_path / "wine"
+    summary = run(tabular, folder, {**COMMON, **ROUNDS, "epochs": 8, "lr": 0.05})
+    assert summary["final_accuracy"] > 0.8  # of three classes
+    assert not list(folder.rglob("config.json"))
+    model = tabular.build_mlp()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    card = (folder / "README.md").read_text()
+    assert 'model.load_state_dict(load_file("wine/model.safetensors"))' in card
+    assert "timm" not in card.replace("torch, timm", "")
+    assert " px" not in card
+    assert "dataset: wine\n" in (folder / "config.yaml").read_text()
+    assert list(json.loads((folder / "plan.json").read_text())) == ["plan"]
+
+
+def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, capsys):
+    settings = {**COMMON, "slope": None, "intercept": None, "profile_seconds": 0.2, "epochs": 1}
+    run(fork("tabular"), tmp_path / "run", {**settings, "lr_milestones": ()})
+    printed = capsys.readouterr().out
+    assert "measuring steps of build_mlp-float32-13, 0.2 s at most" in printed
+    assert re.search(r"^a step with x samples takes", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_tokens_are_learnt_from_an_embedding(fork, tmp_path):
+    settings = {**COMMON, "epochs": 6, "lr_milestones": (), "lr": 0.1, "small_workers": 1}
+    assert run(fork("tokens"), tmp_path / "run", settings)["final_accuracy"] > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), [("tabular", "step"), ("tokens", "bsp")])
+def test_two_processes_train_on_what_is_no_image(tmp_path, name, mode):
+    script = patched(name, tmp_path / name)
+    settings = {**COMMON, "sync": mode, "large_batch_size": 8, "lr": 0.05}
+    done = launch(script, 2, tmp_path / "run", settings)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["workers"] == 2
+
+
+def table(samples=30, width=4, classes=3):
+    return TensorDataset(torch.randn(samples, width), torch.arange(samples) % classes)
+
+
+def linear(width=4, classes=3):
+    return nn.Sequential(nn.Linear(width, classes))
+
+
+def opened(folder, data, own, **settings):
+    AcceleratorState._reset_state(True)
+    config = train.Config(**{**COMMON, **settings, "output_dir": str(folder)})
+    with open_session(config, train.loss_function, data=data, model=own) as session:
+        train.train(session)
+
+
+def test_a_module_is_taken_as_it_is_and_images_keep_their_resolutions(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, bias=False)
+            self.head = nn.Linear(4, 10)
+
+        def forward(self, images):
+            return self.head(self.conv(images).mean((2, 3)))
+
+    model, folder = Net(), tmp_path / "run"
+    settings = {k: TINY[k] for k in ("train_samples", "eval_samples", "large_batch_size")}
+    opened(folder, None, model, **settings, resolutions=(8, 16))
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert {row["resolution"] for row in rows(folder, "round")} == {8, 16} or COMMON["epochs"] < 3
+    assert "model: Net\n" in (folder / "config.yaml").read_text()
+
+
+WRONG = {
+    "dataset of two shapes": (
+        lambda: TensorData([(torch.zeros(4), 0), (torch.zeros(5), 1)], table(), 3),
+        r"train must have inputs of one shape and type, float32 \[4\] as the first, "
+        r"got float32 \[5\] in sample 1",
+    ),
+    "evaluation of another shape": (
+        lambda: TensorData(table(), table(width=5), 3),
+        r"evaluation must have inputs of one shape .* got float32 \[5\] in sample 0",
+    ),
+    "label too large": (
+        lambda: TensorData(table(classes=4), table(), 3),
+        r"train must have labels in \[0, 3\), got 3 in sample 3",
+    ),
+    "no pairs": (
+        lambda: TensorData(torch.zeros(8, 4), table(), 3),
+        "train must give a pair of a tensor and a whole number .* got sample 0",
+    ),
+    "no samples": (
+        lambda: TensorData([], table(), 3),
+        "train must be a map-style dataset with samples, got list without any",
+    ),
+    "no data": (lambda: (table(), table()), "data must have .* got tuple without 'name'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
+    build, message = WRONG[case]
+    with pytest.raises(ValueError, match=message) as error:
+        opened(tmp_path / "run", build(), linear)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (lambda: linear(classes=5), {}, r"3 classes, \[2, 3\] .*, got \[2, 5\] of"),
+        (lambda: linear(width=7), {}, r"take the data's inputs, float32 \[2, 4\], got RuntimeErr"),
+        (None, {}, "model must be given with data of one's own, got none"),
+        (lambda: "net", {}, "model must build a module, got str"),
+        (linear, {"mixup": 0.2}, "mixup must be left out with data of one's own, got 0.2"),
+        (linear, {"resolutions": (8,)}, "resolutions must be left out with data"),
+        (linear, {"dropout": (0.1,)}, "dropout must be left out with a model of one's own"),
+        (linear, {"dataset": "cifar"}, "dataset must be left out or mine with data .* got cifar"),
+        (linear, {"model": "resnet50"}, "model must be left out or linear with .* got resnet50"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path, model, settings, message
+):
+    data = TensorData(table(), table(), 3, name="mine")
+    with pytest.raises(ValueError, match=message) as error:
+        opened(tmp_path / "run", data, model, **settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_have_a_side(tmp_path):
+    with pytest.raises(ValueError, match="resolutions must be positive for images, got 0"):
+        run(train, tmp_path / "run", {**TINY, "resolutions": (0,)})
+    assert not (tmp_path / "run").exists()
