@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +31,7 @@ from dbsl.log.trackers import check_tracker
 from dbsl.model import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.cluster import connect
+from dbsl.run.config import RunConfig
 from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.own import Own
 from dbsl.run.prepare import prepare, print_run
@@ -39,14 +39,13 @@ from dbsl.run.resolved import found_by, with_resolved
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, deadline_of
 
-Config = Any  # train.py's
-LossFunction = Callable[[Tensor, Tensor, Config], Tensor]
+LossFunction = Callable[[Tensor, Tensor, RunConfig], Tensor]
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
 
 @contextmanager
 def open_session(
-    given: Config,
+    given: RunConfig,
     loss_function: LossFunction,
     *,
     data: TrainingData | None = None,
@@ -133,7 +132,7 @@ def open_session(
     _end(run.config, folder.path, accelerator)
 
 
-def _end(config: Config, folder: Path, accelerator: Accelerator) -> None:
+def _end(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
     accelerator.end_training()
     check_result(folder, config, accelerator)
     push_run(config, folder, accelerator)

@@ -10,11 +10,10 @@ from typing import Any
 from dbsl.checkpoint.on_disk import Found, Manifest, read_shard, reading_checkpoint
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
+from dbsl.run.config import RunConfig
 from dbsl.run.parse import in_todays_words
 from dbsl.run.resolved import PROCESSES, RESOLVED, SOURCES
 from dbsl.run.run import Run
-
-Config = Any  # train.py's
 
 # What may change freely: no weight depends on it.
 _FREE = {
@@ -30,7 +29,7 @@ _TIMES = ("slope", "intercept", "floor")
 _LISTS = (*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes")
 
 
-def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings that are not what they were, as (before, now) by name."""
     new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
     before = _complete(before, now)
@@ -39,12 +38,12 @@ def changed_settings(before: Mapping[str, Any], now: Config) -> dict[str, tuple[
     }
 
 
-def _complete(before: Mapping[str, Any], now: Config) -> dict[str, Any]:
+def _complete(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
     """Return a checkpoint's settings; one of before a setting was there has its default."""
     return {field.name: field.default for field in fields(now)} | in_todays_words(before)
 
 
-def check_changes(found: Found, config: Config, processes: int, say: Any) -> None:
+def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> None:
     """Say what has changed since the checkpoint; refuse what changes the mathematics.
 
     Raises:

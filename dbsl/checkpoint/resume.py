@@ -29,12 +29,10 @@ from dbsl.checkpoint.restart import plan_restart
 from dbsl.cluster.messages import SERVER_RANK, share_text
 from dbsl.model import BEST
 from dbsl.plan.turns import Restart
-from dbsl.run.config import CHECKPOINTS
+from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.folder import check_metrics
 from dbsl.run.parse import run_folder_of
 from dbsl.run.run import Run
-
-Config = Any  # train.py's
 
 _ROUND_ANEW = {"progress": None, "clock": {}}  # of a process's state: neither steps nor their time
 
@@ -61,7 +59,7 @@ class Resumed:
         return self.state.get("log")
 
 
-def find_checkpoint(config: Config, accelerator: Accelerator) -> Found | None:
+def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None:
     """Return what a run goes on from, the same on every process; None: it is a new run.
 
     Raises:
@@ -99,7 +97,7 @@ def _choose(resume: Path, run_folder: Path, accelerator: Accelerator) -> str:
     return found[0].name if found else ""
 
 
-def is_finished(found: Found, config: Config) -> bool:
+def is_finished(found: Found, config: RunConfig) -> bool:
     """Whether the run has come to its end, and is not to go on for more epochs.
 
     Raises:
@@ -125,7 +123,7 @@ def is_finished(found: Found, config: Config) -> bool:
     return False
 
 
-def adapt_to_processes(config: Config, found: Found | None, processes: int) -> Config:
+def adapt_to_processes(config: RunConfig, found: Found | None, processes: int) -> RunConfig:
     """Return the config for as many workers as there are now.
 
     What was measured or solved for other workers is left to be found anew; the global batch of

@@ -11,8 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.errors import DivergedError
-
-Config = Any  # train.py's
+from dbsl.run.config import RunConfig
 
 # Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
@@ -31,7 +30,7 @@ class DivergenceWarning:
         say: Takes the line.
     """
 
-    def __init__(self, config: Config, classes: int, say: Callable[[str], object]) -> None:
+    def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
         self._config = config
         self._classes = classes
         self._say = say
@@ -51,7 +50,7 @@ class DivergenceWarning:
         )
 
 
-def check_result(folder: Path, config: Config, accelerator: Accelerator) -> None:
+def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:
     """Raise ``DivergedError`` on the main process if a finished run's result is none."""
     if not accelerator.is_main_process:
         return

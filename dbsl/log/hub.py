@@ -14,10 +14,10 @@ from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
 from dbsl.cluster.messages import share_text
 from dbsl.plan.types import Plan
+from dbsl.run.config import RunConfig
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
-Config = Any  # train.py's
 
 CARD = "README.md"
 # Of a run folder; checkpoints and trackers' files stay here.
@@ -26,7 +26,7 @@ _UPLOADED += ["config.json", "config.yaml", "plan.json", "summary.json", "metric
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def check_hub(config: Config, accelerator: Accelerator) -> None:
+def check_hub(config: RunConfig, accelerator: Accelerator) -> None:
     """Make the repository that a run will be pushed to, unless it is there, before any training.
 
     Raises:
@@ -53,7 +53,7 @@ def check_hub(config: Config, accelerator: Accelerator) -> None:
         raise ValueError(error)
 
 
-def push_run(config: Config, folder: Path, accelerator: Accelerator) -> None:
+def push_run(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
     """Upload a finished run's model, card, settings and figures, if it is to be pushed.
 
     Raises:
@@ -79,7 +79,7 @@ def push_run(config: Config, folder: Path, accelerator: Accelerator) -> None:
 
 def write_card(
     folder: Path,
-    config: Config,
+    config: RunConfig,
     plans: Mapping[int, Plan],
     values: Mapping[str, Any],
     *,
@@ -100,7 +100,7 @@ def write_card(
 
 
 def _metadata(
-    folder: Path, config: Config, values: Mapping[str, Any], of_timm: bool
+    folder: Path, config: RunConfig, values: Mapping[str, Any], of_timm: bool
 ) -> dict[str, Any]:
     task = "image-classification" if config.resolutions[-1] else None
     on_hub = bool(_HUB_ID.fullmatch(config.dataset)) and not Path(config.dataset).exists()
@@ -124,7 +124,7 @@ def _metadata(
     }
 
 
-def _base_model(config: Config) -> str | None:
+def _base_model(config: RunConfig) -> str | None:
     """Return the hub's name of the weights that a run has started from."""
     source, colon, place = config.model.partition(":")
     if colon:
@@ -134,7 +134,7 @@ def _base_model(config: Config) -> str | None:
 
 def _body(
     folder: Path,
-    config: Config,
+    config: RunConfig,
     plans: Mapping[int, Plan],
     values: Mapping[str, Any],
     of_timm: bool,
@@ -195,7 +195,7 @@ def _how_to_load(folder: Path) -> list[str]:
     ]
 
 
-def _how_to_load_own(folder: Path, config: Config) -> list[str]:
+def _how_to_load_own(folder: Path, config: RunConfig) -> list[str]:
     return [
         f"To read the model, build `{config.model}` as the script that trained it does, then:",
         "",

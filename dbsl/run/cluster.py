@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,9 @@ from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGra
 from dbsl.cluster.through_server import ServerCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_optimizer, join_batch_norm
+from dbsl.run.config import RunConfig
 from dbsl.run.run import Run
 
-Config = Any  # train.py's
 Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 
 
@@ -170,7 +169,7 @@ def connect(
     return cluster, stepper
 
 
-def _check_merge(config: Config) -> None:
+def _check_merge(config: RunConfig) -> None:
     """Raise ``ValueError`` where a merge rule of one's own would not be asked."""
     for name, fits in (("sync", "step"), ("push", "gradients")):
         if getattr(config, name) == fits:

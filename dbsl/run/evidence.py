@@ -12,16 +12,15 @@ import yaml
 from accelerate import Accelerator
 
 from dbsl.cluster.messages import share_text
+from dbsl.run.config import RunConfig
 
 REPORT = "report.json"  # of a study
 
 
-Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
-
 STUDIES, RUNS = Path("studies"), Path("runs")  # where evidence is looked for
 
 
-def useful_batch_size(config: Config, accelerator: Accelerator) -> int:
+def useful_batch_size(config: RunConfig, accelerator: Accelerator) -> int:
     """Return the bound of ``batch_limit useful`` and print where it is from.
 
     From a study it is the maximum useful batch, from an earlier run the gradient noise scale. The
@@ -44,7 +43,7 @@ def useful_batch_size(config: Config, accelerator: Accelerator) -> int:
     return int(first)
 
 
-def find_evidence(config: Config) -> tuple[int, str]:
+def find_evidence(config: RunConfig) -> tuple[int, str]:
     """Return the largest useful batch, and in words where it is from.
 
     Raises:
@@ -67,7 +66,7 @@ def find_evidence(config: Config) -> tuple[int, str]:
     )
 
 
-def study_optimizer(config: Config) -> str:
+def study_optimizer(config: RunConfig) -> str:
     """Return a run's optimizer by the name it has in studies."""
     if config.optimizer in ("sgd", "nesterov", "momentum") and config.momentum == 0:
         return "sgd"
@@ -87,7 +86,7 @@ def _of_study(folder: Path, workload: str) -> tuple[int, str] | None:
     return int(useful), f"the maximum useful batch of {workload} in {folder / REPORT}"
 
 
-def _of_run(folder: Path, config: Config) -> tuple[int, str] | None:
+def _of_run(folder: Path, config: RunConfig) -> tuple[int, str] | None:
     scale = _read(folder / "summary.json").get("noise_scale")
     path = folder / "config.yaml"
     if not isinstance(scale, float | int) or not math.isfinite(scale) or not path.exists():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +24,8 @@ from dbsl.profile.cache import Profiler, Setup
 from dbsl.profile.memory import GIB
 from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.step_time import NO_OPTIMIZER
-from dbsl.run.config import for_workers, from_workers
+from dbsl.run.config import RunConfig, for_workers, from_workers
 from dbsl.run.evidence import useful_batch_size
-
-Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 
@@ -48,7 +45,7 @@ class Knowledge:
     measured: bool
 
 
-def takes_joint_steps(config: Config) -> bool:
+def takes_joint_steps(config: RunConfig) -> bool:
     """Whether all workers share one global batch a step, instead of rounds of their own."""
     return config.sync == "step" or config.push == "gradients"
 
@@ -62,7 +59,7 @@ def default_large_batch_size(round_samples: int) -> int:
     return max(1, min(max(_SMALLEST_AUTO, power), 128, round_samples))
 
 
-def optimizer_of_worker(config: Config) -> str:
+def optimizer_of_worker(config: RunConfig) -> str:
     """Return the name of the optimizer that a worker's step includes."""
     return NO_OPTIMIZER if config.push == "gradients" else config.optimizer
 
@@ -76,8 +73,12 @@ def largest_auto_batch(round_samples: int) -> int:
 
 
 def know_machines(
-    config: Config, model: nn.Module, data: TrainingData, accelerator: Accelerator, loss_of: LossOf
-) -> tuple[Knowledge, Config]:
+    config: RunConfig,
+    model: nn.Module,
+    data: TrainingData,
+    accelerator: Accelerator,
+    loss_of: LossOf,
+) -> tuple[Knowledge, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     resolutions, workers = config.resolutions, config.workers
     share = max(1, len(data.train) // workers // config.rounds_per_epoch)
@@ -187,7 +188,7 @@ class Planning:
         least: The least that a worker may take in a step, unless it takes nothing.
     """
 
-    def __init__(self, config: Config, known: Knowledge, samples: int, least: int) -> None:
+    def __init__(self, config: RunConfig, known: Knowledge, samples: int, least: int) -> None:
         self._config = config
         self._known = known
         self._samples = samples
@@ -330,7 +331,7 @@ class Planning:
         return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)
 
 
-def _profiled_name(config: Config, model: nn.Module, data: TrainingData) -> str:
+def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
     """Return what step times are kept by: a model of one's own by its inputs, too."""
     if model.created_with is not None:
         return config.model
@@ -358,7 +359,9 @@ def _equal_but_for_noise(models: list[TimeModel], batch: int) -> list[TimeModel]
     return [TimeModel(*(sum(column) / len(models) for column in columns))] * len(models)
 
 
-def _reserve_bytes(config: Config, model: nn.Module, processes: int, state_bytes: float) -> float:
+def _reserve_bytes(
+    config: RunConfig, model: nn.Module, processes: int, state_bytes: float
+) -> float:
     """Return the most that a run holds on the device beside one worker's step.
 
     That is the weights that each worker here has pulled, the state of their optimizers, and the

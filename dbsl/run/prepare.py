@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -34,17 +33,16 @@ from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
+from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
 from dbsl.run.plans import Planning, know_machines, optimizer_of_worker, takes_joint_steps
 from dbsl.run.run import Run, round_sampler, steps_of
-
-Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
 
 _NOTHING_OWN = Own()
 
 
 def prepare(
-    config: Config, accelerator: Accelerator, loss_of: LossOf, own: Own = _NOTHING_OWN
+    config: RunConfig, accelerator: Accelerator, loss_of: LossOf, own: Own = _NOTHING_OWN
 ) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
@@ -187,7 +185,7 @@ def prepare(
     )
 
 
-def _load_images(config: Config, accelerator: Accelerator) -> Data:
+def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
     if config.resolutions == (NO_SIDE,):
         raise ValueError(f"resolutions must be positive for images, got {NO_SIDE}")
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
@@ -205,7 +203,7 @@ def _load_images(config: Config, accelerator: Accelerator) -> Data:
         )
 
 
-def _check_samples(data: TrainingData, config: Config, least: int) -> None:
+def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
     """Raise ``ValueError`` unless each worker can have `least` samples in each round."""
     samples = len(data.train)
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
@@ -220,7 +218,7 @@ def _check_samples(data: TrainingData, config: Config, least: int) -> None:
 
 
 def make_planner(
-    config: Config,
+    config: RunConfig,
     planning: Planning,
     plans: Mapping[int, Plan],
     stages: Sequence[Stage],
@@ -256,7 +254,7 @@ def make_planner(
     )
 
 
-def rounds_of_epoch(plans: Mapping[int, Plan], config: Config) -> int:
+def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients.
 
     Raises:

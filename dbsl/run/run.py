@@ -20,8 +20,7 @@ from dbsl.plan.turns import Restart, Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, NoiseProbe
 from dbsl.run.average import WeightAverage
-
-Config = Any  # train.py's; users edit that file, and nothing in dbsl imports it
+from dbsl.run.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Run:
         measured: Whether the time models were measured, not given.
     """
 
-    config: Config
+    config: RunConfig
     data: TrainingData
     stages: tuple[Stage, ...]
     model: nn.Module
@@ -155,7 +154,7 @@ class Run:
 
 
 def steps_of(
-    segment: CurrentPlan, turn: Round, config: Config, rounds: int, samples: int, least: int
+    segment: CurrentPlan, turn: Round, config: RunConfig, rounds: int, samples: int, least: int
 ) -> list[Step]:
     """Return the optimizer steps of a turn: whose samples, in which batches."""
     plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
