@@ -9,9 +9,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
@@ -21,6 +24,7 @@ import train
 from dbsl.base.errors import RunStopped
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
+from dbsl.log.log import RunLog
 from dbsl.log.meter import MEASURED
 from dbsl.open import open_session
 
@@ -310,4 +314,233 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
 def test_images_have_a_side(tmp_path):
     with pytest.raises(ValueError, match="resolutions must be positive for images, got 0"):
         run(train, tmp_path / "run", {**TINY, "resolutions": (0,)})
+    assert not (tmp_path / "run").exists()
+
+
+# --- loss, clipping, schedule, metric, batch sizes
+
+
+def test_focal_loss_is_cross_entropy_with_exponent_zero(fork):
+    loss_function = fork("focal_loss").loss_function
+    logits, labels = torch.randn(6, 3), torch.arange(6) % 3
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    for gamma in (0.0, 2.0):
+        config = SimpleNamespace(label_smoothing=0.0, focal_gamma=gamma)
+        expected = ((1 - torch.exp(-losses)) ** gamma * losses).mean()
+        torch.testing.assert_close(loss_function(logits, labels, config), expected)
+    torch.testing.assert_close(
+        loss_function(logits, labels, SimpleNamespace(label_smoothing=0.0, focal_gamma=0.0)),
+        losses.mean(),
+    )
+
+
+@pytest.mark.slow
+def test_focal_loss_trains(fork, tmp_path):
+    run(fork("focal_loss"), tmp_path / "focal", TINY)
+    run(train, tmp_path / "usual", TINY)
+    focal, usual = (rows(tmp_path / name, "round")[0]["loss"] for name in ("focal", "usual"))
+    assert focal < usual
+
+
+PLAIN = {"optimizer": "momentum", "momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 0.0}
+ONE_STEP = {
+    "bsp": {"large_batch_size": (15,), "workers": 1},
+    "step": {"sync": "step", "local_batch_sizes": (10, 20, 20, 10)},
+}
+
+
+@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=pytest.mark.slow)])
+def test_a_clipped_step_is_as_long_as_the_bound(fork, tmp_path, monkeypatch, mode):
+    module, moves = fork("gradient_clipping"), []
+    step = torch.optim.SGD.step
+
+    def noted(self, *arguments):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in parameters]
+        step(self, *arguments)
+        changes = [
+            (p.detach() - b).norm() / self.param_groups[0]["lr"]
+            for p, b in zip(parameters, before, strict=True)
+        ]
+        moves.append(torch.stack(changes).norm().item())
+
+    monkeypatch.setattr(torch.optim.SGD, "step", noted)
+    settings = {**TINY, **PLAIN, **ONE_STEP[mode], "clip_norm": 1e-3, "profile_seconds": 0.1}
+    run(module, tmp_path / "run", settings)
+    assert moves
+    assert moves == pytest.approx([1e-3] * len(moves), rel=1e-2)
+
+
+def test_clipping_is_right_where_a_fused_step_unscales_fp16(fork):
+    module = fork("gradient_clipping")
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    stepper = SimpleNamespace(optimizers={0: SimpleNamespace(optimizer=optimizer)})
+    session = SimpleNamespace(stepper=stepper, config=SimpleNamespace(clip_norm=0.5))
+    module.clip_gradients(session)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale((weight * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4, 0.0, 0.0]))
+
+
+def test_clipping_is_refused_where_the_server_steps(fork, tmp_path):
+    with pytest.raises(ValueError, match="push must be weights with clip_norm"):
+        run(fork("gradient_clipping"), tmp_path / "run", {**TINY, "push": "gradients"})
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_cycle_rises_and_falls(fork):
+    rate = fork("one_cycle").learning_rate
+    session = SimpleNamespace(config=SimpleNamespace(epochs=10, lr=0.2))
+    assert [rate(session, moment) for moment in (0, 1.5, 3, 6.5, 10)] == pytest.approx(
+        [0.0, 0.1, 0.2, 0.1, 0.0]
+    )
+
+
+@pytest.mark.slow
+def test_one_cycle_trains(fork, tmp_path):
+    run(
+        fork("one_cycle"),
+        tmp_path / "run",
+        {**TINY, "large_batch_size": (5,), "epochs": 4, "rounds_per_epoch": 2},
+    )
+    rates = [row["learning_rate"] for row in rows(tmp_path / "run", "round") if not row["worker"]]
+    peak = rates.index(max(rates))
+    assert 0 < peak < len(rates) - 1
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+def test_a_metric_of_ones_own_is_in_the_metrics_at_each_evaluation(fork, tmp_path):
+    settings = {**TINY, "eval_train": True, "ema_decay": 0.5}
+    run(fork("top5_metric"), tmp_path / "run", settings)
+    found = {row["epoch"]: row["eval/top5"] for row in rows(tmp_path / "run", "metrics")}
+    accuracies = {row["epoch"]: row["accuracy"] for row in rows(tmp_path / "run", "eval")}
+    assert found.keys() == accuracies.keys() == {0, 1}
+    assert all(accuracies[epoch] <= found[epoch] <= 1 for epoch in found)
+
+
+def test_a_metric_of_ones_own_goes_to_every_tracker():
+    told = []
+
+    def tracker(name):
+        return SimpleNamespace(name=name, log=lambda values, step: told.append((values, step)))
+
+    written = []
+    log = object.__new__(RunLog)
+    log.enabled, log._write = True, lambda event, row: written.append((event, row))
+    log._accelerator = SimpleNamespace(trackers=[tracker("wandb"), tracker("tensorboard")])
+    log.metrics(3, {"eval/top5": 0.5})
+    record = {"epoch": 3, "eval/top5": 0.5}
+    assert written == [("metrics", record)]
+    assert told == [(record, None), (record, 3)]
+    log.enabled = False
+    log.metrics(4, {"eval/top5": 0.5})
+    assert len(written) == 1
+
+
+def test_three_batch_sizes_are_a_setting(tmp_path):
+    sizes = yaml.safe_load((ROOT / "examples/forks/three_batch_sizes.yaml").read_text())
+    settings = {**TINY, **{name: tuple(value) for name, value in sizes.items()}}
+    del settings["large_batch_size"]
+    run(train, tmp_path / "run", settings)
+    found = {row["worker"]: row["local_batch_size"] for row in rows(tmp_path / "run", "round")}
+    assert found == {0: 4, 1: 8, 2: 16, 3: 16}
+
+
+# --- a merge rule
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_median_is_the_median(fork, n):
+    pushed = torch.randn(n, 7, dtype=torch.float64)
+    found = fork("median_merge").median(torch.zeros(7), pushed, torch.ones(n))
+    torch.testing.assert_close(found, torch.quantile(pushed, 0.5, dim=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"), [({}, 4), ({"sync": "asp"}, 1), ({"sync": "ssp"}, 1)]
+)
+def test_a_rule_gets_all_at_a_barrier_and_else_each_push_alone(
+    fork, tmp_path, monkeypatch, settings, count
+):
+    module, seen = fork("median_merge"), []
+    rule = module.median
+
+    def noted(global_, pushed, factors):
+        seen.append((len(pushed), len(factors)))
+        return rule(global_, pushed, factors)
+
+    monkeypatch.setattr(module, "median", noted)
+    run(module, tmp_path / "run", {**TINY, **ROUNDS, "large_batch_size": (5,), **settings})
+    pushes = 2 * 2 * 4  # epochs, rounds, workers
+    assert seen == [(count, count)] * (pushes // count)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync": "step", "local_batch_sizes": (3, 3, 4, 6)}, "sync must not be step with a merge"),
+        ({"push": "gradients", "local_batch_sizes": (3, 3, 4, 6)}, "push must not be gradients"),
+        ({"merge": "delta"}, "merge must be unset with a merge rule of one's own, got delta"),
+        ({"merge": "mean"}, "merge must be unset with a merge rule of one's own, got mean"),
+    ],
+)
+def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
+    fork, tmp_path, settings, message
+):
+    settings = {name: v for name, v in {**TINY, **settings}.items() if name != "large_batch_size"}
+    with pytest.raises(ValueError, match=message) as error:
+        run(fork("median_merge"), tmp_path / "run", settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "step", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8, 11))]
+)
+def test_a_run_with_a_rule_that_stops_inside_a_barrier_goes_on_to_the_same_bits(
+    fork, tmp_path, step
+):
+    module = fork("median_merge")
+    settings = {**TINY, **ROUNDS, "large_batch_size": (4,), "small_workers": 1}
+    run(module, tmp_path / "whole", settings)
+    stopped_at_step(step, module, tmp_path / "broken", settings)
+    run(module, tmp_path / "broken", {**settings, "resume": str(tmp_path / "broken")})
+    assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rule_gives_the_same_weights_in_processes_and_with_a_server_of_their_own(fork, tmp_path):
+    module = fork("median_merge")
+    script = Path(module.__file__)
+    settings = {**TINY, **ROUNDS, "small_workers": 1}
+    run(module, tmp_path / "simulated", {**settings, "workers": 3})
+    run(train, tmp_path / "mean", {**settings, "workers": 3})
+    done = launch(script, 3, tmp_path / "three", settings)
+    assert done.returncode == 0, done.stderr
+    done = launch(script, 4, tmp_path / "server", {**settings, "dedicated_server": True})
+    assert done.returncode == 0, done.stderr
+    weights = {}
+    for name in ("simulated", "mean", "three", "server"):
+        saved = load_file(tmp_path / name / "model.safetensors")
+        # Counters of batches are each process's own, and nothing reads them.
+        floating = [
+            value.flatten() for _, value in sorted(saved.items()) if value.is_floating_point()
+        ]
+        weights[name] = torch.cat(floating)
+    for name in ("three", "server"):
+        torch.testing.assert_close(weights[name], weights["simulated"], rtol=1e-5, atol=1e-6)
+    assert (weights["mean"] - weights["simulated"]).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_processes_refuse_a_rule_whose_pushes_are_rounded(tmp_path):
+    script = patched("median_merge", tmp_path / "fork")
+    done = launch(script, 2, tmp_path / "run", {**TINY, "wire": "bf16"})
+    assert done.returncode != 0
+    assert "wire must be float32 with a merge rule of one's own, got bf16" in done.stderr
+    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
