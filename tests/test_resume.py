@@ -592,6 +592,7 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_pa
     assert sum(trained.values()) + lost["samples"] == 16 * 120
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_back_after_the_next_resume(tmp_path):
     settings = {**LONG, "sync": "asp", "worker_timeout": 30}
     folder = tmp_path / "run"

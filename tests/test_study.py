@@ -393,6 +393,7 @@ def test_study_in_two_processes_finds_what_one_does(tmp_path, monkeypatch, capsy
     assert len(trials_of(tmp_path / "two")) == 12
 
 
+@pytest.mark.slow
 def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
     process = Forked(lambda: study.main(flags(tmp_path, max_steps=600, goal_error=0.001)))
     wait_until(lambda: process.stdout.count("\n"))
