@@ -792,6 +792,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_image_loader_processes_end_with_a_script_that_is_killed(tmp_path, uneven):
     (tmp_path / "script.py").write_text(SCRIPT)

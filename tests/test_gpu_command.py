@@ -293,6 +293,7 @@ def read_with_the_library(dataset):
     return [*found, names]
 
 
+@pytest.mark.slow
 def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(
     parquet, tmp_path, monkeypatch
 ):

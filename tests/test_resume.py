@@ -573,6 +573,7 @@ def test_three_processes_one_killed_all_name_it_and_resume_to_the_same_bits(tmp_
 LONG = {**ROUNDS, "epochs": 16, "resolutions": (16,), "dropout": (0.1,), "train_samples": 120}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_path):
     settings = {**LONG, "sync": "asp", "worker_timeout": 30}
     folder = tmp_path / "run"

@@ -372,6 +372,7 @@ def test_killed_study_goes_on_with_no_trial_lost_or_repeated(tmp_path):
     assert trials_of(broken) == trials_of(unbroken)
 
 
+@pytest.mark.slow
 def test_study_in_two_processes_finds_what_one_does(tmp_path, monkeypatch, capsys):
     children = []
 
