@@ -1,6 +1,6 @@
 """Weights and metrics of every kind of run, as checksums: a change of structure moves none.
 
-    python -m benchmarks.fingerprints --output before.json      # about three minutes
+    python -m benchmarks.fingerprints --output before.json
     python -m benchmarks.fingerprints --against before.json     # after the change
 
 Bits differ between kinds of CPU, so that both belong on one machine. Every case is a run of

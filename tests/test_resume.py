@@ -20,11 +20,13 @@ from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
+from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
 from dbsl.model import load_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler
+from dbsl.plan.turns import LostWorker
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.folder import RunFolder
 from dbsl.run.parse import parse_config
@@ -213,6 +215,18 @@ def test_a_limit_on_time_stops_the_run_with_a_checkpoint(tmp_path):
     with pytest.raises(RunStopped, match="max_minutes"):
         run(tmp_path / "run", **ROUNDS, max_minutes=1e-6)
     assert len(list(tmp_path.glob("run/checkpoints/*/manifest.json"))) == 1
+
+
+def test_a_worker_that_is_lost_inside_a_round_is_told_of_before_the_run_is_saved(
+    tmp_path, monkeypatch
+):
+    lost = iter([LostWorker(1, 1, 0, 5, "its process died")])
+    monkeypatch.setattr(SimulatedCluster, "lost", lambda cluster: lost)
+    with pytest.raises(RunStopped):
+        run(tmp_path / "run", **ROUNDS, max_minutes=1e-6)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["worker"] for row in rows if row["event"] == "lost"] == [1]
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):

@@ -154,6 +154,27 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, d
         assert max(s for *_, s in server["reports"]) <= (workers - 1) * (2 * staleness + 1)
 
 
+def broken_rule_rank(rank):
+    def rule(weights, pushed, factors):
+        raise ZeroDivisionError("of the rule")
+
+    _, cluster, plan = make(rank, "asp", world_size=3, epochs=2, dedicated_server=True)
+    if cluster.server is not None:
+        cluster.server._own = rule
+    try:
+        for turn in cluster.turns():
+            cluster.pull(turn)
+            cluster.push(make_reports(turn, plan))
+    except (SyncError, ZeroDivisionError) as error:
+        return type(error).__name__, len(list(cluster.lost()))
+
+
+def test_an_error_of_a_merge_rule_ends_the_run_as_itself_and_costs_no_worker(run_ranks):
+    server, *workers = run_ranks(broken_rule_rank, world_size=3)
+    assert server == ("ZeroDivisionError", 0)
+    assert {name for name, _ in workers} == {"SyncError"}
+
+
 def stop_for(seconds):
     """Have this process stopped, all its threads, as a machine that is not reached."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 
@@ -51,10 +52,19 @@ class Within:
 
 def check_bounds(config: Any) -> None:
     """Raise ``ValueError`` for the first field of a dataclass outside the bounds of its type."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
-    for field in fields(config):
-        value = getattr(config, field.name)
-        for bound in getattr(hints[field.name], "__metadata__", ()):
-            for number in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(bound, Within) and isinstance(number, (int, float)):
-                    bound.check(field.name, number)
+    for name, bound in _bounds(type(config)):
+        value = getattr(config, name)
+        for number in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(number, (int, float)):
+                bound.check(name, number)
+
+
+@lru_cache
+def _bounds(cls: type) -> tuple[tuple[str, Within], ...]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(
+        (field.name, bound)
+        for field in fields(cls)
+        for bound in getattr(hints[field.name], "__metadata__", ())
+        if isinstance(bound, Within)
+    )

@@ -114,7 +114,7 @@ class ServerCluster(Cluster):
         self._stopping = False
         self._interrupted = False
         self._changed = threading.Condition()  # guards the server
-        self._failure: SyncError | None = None
+        self._failure: Exception | None = None
         self._threads: list[threading.Thread] = []
         narrow = wire if wire != weights.vector.dtype else None
         # Weights lose less as their change, which both sides then count from what was pulled.
@@ -343,8 +343,13 @@ class ServerCluster(Cluster):
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         with self._changed:
-            self.server.push(weights, report)
-            self._changed.notify_all()
+            try:
+                self.server.push(weights, report)
+            except Exception as error:  # of a merge rule, say: no fault of the worker's
+                self._failure = error
+                raise
+            finally:
+                self._changed.notify_all()
 
     def _wait_for(self, predicate: Callable[[], object]) -> None:
         # Every worker comes to the end of its round, or is lost.
@@ -433,7 +438,7 @@ class ServerCluster(Cluster):
 
     def _lose(self, rank: int, worker: int, reason: str) -> None:
         """Go on without a worker, if there is another; called with the lock held."""
-        if self._stopping or self.server.clocks[worker] >= self._rounds:
+        if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
             return  # it has nothing more to give
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")

@@ -160,9 +160,9 @@ def connect(
         common |= {"worker": worker, "outgoing": outgoing, "wire": wire}
         if config.sync == "bsp":
             at_server = config.merge == "delta"
-            common["gathers"] = merge is not None
+            gathers = merge is not None
             cluster = BarrierCluster(
-                weights, server, control=control, at_server=at_server, **common
+                weights, server, control=control, at_server=at_server, gathers=gathers, **common
             )
         else:
             cluster = ServerCluster(weights, server, timeout_s=config.worker_timeout, **common)

@@ -120,7 +120,7 @@ class Session:
 
         Where processes evaluate together, they are this process's part.
         """
-        source = source or self.run.data.evaluation
+        source = self.run.data.evaluation if source is None else source
         ranks = (self.accelerator.process_index, self.accelerator.num_processes)
         batches = evaluation_batches(
             len(source), self.run.evaluation_batch, *(ranks if self.shares_evaluation else ())
@@ -200,6 +200,8 @@ class Work:
             yield
         progress.steps += 1
         progress.learning_rate = learning_rate
+        for worker in session.cluster.lost():  # said at once, and before the next save has the log
+            session.log.lost(worker)
 
     def forget(self) -> None:
         """Clear the optimizer state of the turn's workers."""
