@@ -291,7 +291,7 @@ def test_a_dead_worker_is_noticed_long_before_the_timeout(run_ranks, sync):
 ONE_OF_TWO = """
 import os, signal
 import torch.distributed as dist
-from tests.test_sync import dying_rank
+from tests.ranks.test_sync import dying_rank
 dist.init_process_group("gloo")
 try:
     print("finished", *dying_rank(dist.get_rank(), "asp", 2), flush=True)

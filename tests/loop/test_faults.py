@@ -15,7 +15,7 @@ from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import checkpoints_in
 from dbsl.cluster.liveness import _interface_to
 from dbsl.plan.split import check_global_batch
-from tests.test_resume import MODES, ROUNDS, run
+from tests.loop.test_resume import MODES, ROUNDS, run
 
 
 @pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])

@@ -27,7 +27,7 @@ from dbsl.data.transforms import Transform
 from dbsl.plan.sampler import EpochSampler
 from tests.helpers import ROOT
 
-SHARED = Path(__file__).parents[1] / ".." / "shared" / "data"
+SHARED = ROOT / ".." / "shared" / "data"
 # A test may ask for more loader processes than the machine has cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

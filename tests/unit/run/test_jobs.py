@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dbsl import jobs as launches
+from dbsl import jobs
 from dbsl.base.errors import RunStopped
 from dbsl.jobs import Launch, is_finished, launch_all, seeing
 from dbsl.run.folder import LOCK
@@ -49,7 +49,7 @@ if kind == "pair":  # ends only where another runs beside it
 def make(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    monkeypatch.setattr(launches, "SCRIPT", script)
+    monkeypatch.setattr(jobs, "SCRIPT", script)
 
     def launch(*kinds):
         return [

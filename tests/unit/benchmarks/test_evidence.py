@@ -1,13 +1,11 @@
 """The committed results are whole, and the pictures show what the CSV files say."""
 
-from pathlib import Path
-
 import pytest
 
 from plots.evidence import MAIN_ARMS, plans_figure, small_workers_figure, time_figure
 from plots.tables import read
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 
 
