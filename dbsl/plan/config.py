@@ -29,11 +29,8 @@ class BatchConfig:
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
-    # upper bound for --large-batch-size auto: what fits in memory, or the useful batch that a study
-    # or a run found
-    batch_limit: Literal["memory", "useful"] = "memory"
-    # folder of the study or run for --batch-limit useful; unset: the newest of the same model and
-    # data
+    # folder of a study or a run whose useful batch bounds --large-batch-size auto; unset: only
+    # memory bounds it
     batch_evidence: str | None = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[tuple[int, ...] | None, Within(1)] = None

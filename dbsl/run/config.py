@@ -77,11 +77,9 @@ def check_run(config: Any) -> None:
     if config.warmup_epochs is not None:
         in_range("warmup_epochs", config.warmup_epochs, 0, config.epochs)
     parse_interval(config.checkpoint_every)
-    if config.batch_limit == "useful" and config.large_batch_size != "auto":
-        raise ValueError("batch_limit must be memory but with large_batch_size auto, got useful")
-    if config.batch_evidence is not None and config.batch_limit != "useful":
+    if config.batch_evidence is not None and config.large_batch_size != "auto":
         raise ValueError(
-            f"batch_evidence must go with batch_limit useful, got {config.batch_evidence}"
+            f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
         )
     if config.profile is not None and config.slope is not None:
         raise ValueError(f"profile must not be given with slope, got {config.profile}")

@@ -1,10 +1,9 @@
-"""The largest batch that is worth having, as a study or an earlier run has found it."""
+"""The largest batch that is worth having, as a study or an earlier run found it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,14 @@ from dbsl.run.config import RunConfig
 REPORT = "report.json"  # of a study
 
 
-STUDIES, RUNS = Path("studies"), Path("runs")  # where evidence is looked for
-
-
 def useful_batch_size(config: RunConfig, accelerator: Accelerator) -> int:
-    """Return the bound of ``batch_limit useful`` and print where it is from.
+    """Return the bound that ``batch_evidence`` sets, and print its source.
 
-    From a study it is the maximum useful batch, from an earlier run the gradient noise scale. The
-    main process reads it for all.
+    A study gives its maximum useful batch, a run its gradient noise scale. The main process reads
+    it for all.
 
     Raises:
-        ValueError: On every process, if there is no evidence of this dataset and model.
+        ValueError: On every process, if the folder says nothing of this dataset and model.
     """
     found = ""
     if accelerator.is_main_process:
@@ -44,26 +40,23 @@ def useful_batch_size(config: RunConfig, accelerator: Accelerator) -> int:
 
 
 def find_evidence(config: RunConfig) -> tuple[int, str]:
-    """Return the largest useful batch, and in words where it is from.
+    """Return the largest useful batch, and its source in words.
 
     Raises:
-        ValueError: If there is none in ``batch_evidence``, or without it in ``studies/`` (first)
-            and ``runs/`` (the newest counts).
+        ValueError: If ``batch_evidence`` says nothing of this dataset and model.
     """
     # A hub id's data may have been studied in a local folder.
     names = dict.fromkeys((dataset_name(config.dataset), config.dataset.rpartition("/")[2]))
     workload, *others = (f"{name}/{config.model}/{study_optimizer(config)}" for name in names)
-    given = config.batch_evidence
-    for folder in [Path(given)] if given else _candidates():
-        studies = (_of_study(folder, name) for name in (workload, *others))
-        found = next(filter(None, studies), None) or _of_run(folder, config)
-        if found:
-            return found
-    where = given or f"neither {STUDIES}/ nor {RUNS}/ with one"
-    raise ValueError(
-        f"batch_evidence must be the folder of a study of {workload}, or of a run of "
-        f"{config.dataset} and {config.model} with a noise scale, got {where}"
-    )
+    folder = Path(config.batch_evidence)
+    studies = (_of_study(folder, name) for name in (workload, *others))
+    found = next(filter(None, studies), None) or _of_run(folder, config)
+    if not found:
+        raise ValueError(
+            f"batch_evidence must be the folder of a study of {workload}, or of a run of "
+            f"{config.dataset} and {config.model} with a noise scale, got {folder}"
+        )
+    return found
 
 
 def study_optimizer(config: RunConfig) -> str:
@@ -71,12 +64,6 @@ def study_optimizer(config: RunConfig) -> str:
     if config.optimizer in ("sgd", "nesterov", "momentum") and config.momentum == 0:
         return "sgd"
     return {"sgd": "nesterov"}.get(config.optimizer, config.optimizer)
-
-
-def _candidates() -> Iterator[Path]:
-    for root, name in ((STUDIES, REPORT), (RUNS, "summary.json")):
-        found = sorted(root.glob(f"*/{name}"), key=lambda path: path.stat().st_mtime)
-        yield from (path.parent for path in reversed(found))
 
 
 def _of_study(folder: Path, workload: str) -> tuple[int, str] | None:

@@ -182,6 +182,10 @@ def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     settings = dict(settings)
     if isinstance(settings.get("reset_momentum"), bool):
         settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
+    if settings.pop("batch_limit", None) == "useful" and not settings.get("batch_evidence"):
+        raise ValueError(
+            "batch_limit is gone: name the study or run with batch_evidence, got useful alone"
+        )
     return settings
 
 

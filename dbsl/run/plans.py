@@ -99,7 +99,7 @@ def know_machines(
     on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
     find_limits = auto or (shifting and on_card)
     limits: list[list[int] | None] = [None] * len(resolutions)
-    useful = useful_batch_size(config, accelerator) if config.batch_limit == "useful" else None
+    useful = useful_batch_size(config, accelerator) if config.batch_evidence else None
     if measured or find_limits:
         profiler = Profiler(
             Setup.of(
@@ -173,8 +173,7 @@ def know_machines(
         ),
         profile=None,
         profile_refresh=False,
-        batch_limit="memory",  # it is in large_batch_size
-        batch_evidence=None,
+        batch_evidence=None,  # it is in large_batch_size
     )
 
 

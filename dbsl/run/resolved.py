@@ -40,9 +40,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "warmup_epochs": ("epochs",),
     "local_batch_sizes": ("workers", "resolutions"),
     "global_batch_size": (*_ROUND, "local_batch_sizes"),
-    "large_batch_size": (
-        *(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "batch_limit", "batch_evidence"),
-    ),
+    "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "batch_evidence"),),
     "slope": (
         *(*_STEP, "dataset", "resolutions", "workers", "cpu_threads", "large_batch_size"),
         *(*_BATCHES, "profile", "profile_refresh", "intercept", "floor"),
@@ -58,7 +56,7 @@ _LISTS = ("large_batch_size", "slope", "intercept", "floor", "small_batch_size")
 # Settings that say how to find one; with it found they have had their say.
 _DONE = {
     "slope": {"profile": None, "profile_refresh": False},
-    "large_batch_size": {"batch_limit": "memory", "batch_evidence": None},
+    "large_batch_size": {"batch_evidence": None},
 }
 
 

@@ -5,7 +5,7 @@ import yaml
 
 import train
 from dbsl.run.evidence import find_evidence
-from dbsl.run.parse import parse_config
+from dbsl.run.parse import in_todays_words, parse_config
 from dbsl.run.resolved import with_resolved
 from tests import helpers
 from tests.helpers import TINY, slow
@@ -96,47 +96,43 @@ def write_run(folder, scale, model="test_resnet"):
 
 
 def evidence(**changes):
-    settings = SETTINGS | {"large_batch_size": "auto", "batch_limit": "useful"} | changes
+    settings = SETTINGS | {"large_batch_size": "auto"} | changes
     return find_evidence(train.Config(**settings))
 
 
 def test_auto_is_bounded_by_a_studys_useful_maximum(tmp_path):
     write_study(tmp_path / "study", "digits/test_resnet/nesterov", 12)
-    given = {"large_batch_size": "auto", "batch_limit": "useful", "memory_limit": 64.0}
+    given = {"large_batch_size": "auto", "memory_limit": 64.0}
     _, records = run(tmp_path / "run", batch_evidence=str(tmp_path / "study"), epochs=1, **given)
     (plan, *_) = [row for row in records if row["event"] == "plan"]
     assert {worker["local_batch_size"] for worker in plan["workers"]} == {12}
     again = parse_config(train.Config, ["--config", str(tmp_path / "run/config.yaml")])
-    assert (again.large_batch_size, again.batch_limit) == ("auto", "useful")
+    assert (again.large_batch_size, again.batch_evidence) == ("auto", str(tmp_path / "study"))
     assert again.resolved["large_batch_size"] == (12,)
     assert with_resolved(again).large_batch_size == (12,)  # and no evidence is asked for
-    assert with_resolved(again).batch_limit == "memory"
+    assert with_resolved(again).batch_evidence is None
 
 
 def test_auto_of_joint_steps_shares_the_useful_batch(tmp_path):
     write_study(tmp_path / "study", "digits/test_resnet/nesterov", 14)
-    given = {"large_batch_size": "auto", "batch_limit": "useful", "memory_limit": 64.0}
+    given = {"large_batch_size": "auto", "memory_limit": 64.0}
     where = {"batch_evidence": str(tmp_path / "study")}
     _, records = run(tmp_path / "run", sync="step", epochs=1, **where, **given)
     (plan, *_) = [row for row in records if row["event"] == "plan"]
     assert [worker["local_batch_size"] for worker in plan["workers"]] == [4] * 4
 
 
-def test_evidence_is_found_where_it_is_usual(tmp_path):
-    with pytest.raises(ValueError, match=r"a study of digits/test_resnet/nesterov, or of a run"):
-        evidence()
-    write_run(tmp_path / "runs/old", 70.4)
-    assert evidence()[0] == 70
-    write_run(tmp_path / "runs/other", 5.0, model="resnet18")
-    write_run(tmp_path / "runs/unknown", None)
-    assert evidence() == (70, "the gradient noise scale of runs/old/summary.json")
-    write_study(tmp_path / "studies/a", "digits/test_resnet/nesterov", 32)
-    write_study(tmp_path / "studies/b", "digits/test_resnet/sgd", 16)
-    assert evidence()[0] == 32  # a study counts before a run
-    assert evidence(momentum=0.0)[0] == 16
-    assert evidence(batch_evidence="runs/old")[0] == 70
-    with pytest.raises(ValueError, match=r"with a noise scale, got runs/other"):
-        evidence(batch_evidence="runs/other")
+def test_evidence_is_that_of_the_same_data_model_and_optimizer(tmp_path):
+    write_run(tmp_path / "run", 70.4)
+    found = evidence(batch_evidence="run")
+    assert found == (70, "the gradient noise scale of run/summary.json")
+    write_run(tmp_path / "other", 5.0, model="resnet18")
+    write_run(tmp_path / "unknown", None)
+    write_study(tmp_path / "sgd", "digits/test_resnet/sgd", 16)
+    for folder in ("other", "unknown", "sgd", "nowhere"):
+        with pytest.raises(ValueError, match=f"digits/test_resnet/nesterov, or of .*got {folder}"):
+            evidence(batch_evidence=folder)
+    assert evidence(batch_evidence="sgd", momentum=0.0)[0] == 16
 
 
 def test_a_study_of_a_local_copy_is_evidence_for_the_hubs_data(tmp_path):
@@ -150,12 +146,18 @@ def test_a_study_of_a_local_copy_is_evidence_for_the_hubs_data(tmp_path):
 def test_missing_evidence_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr("dbsl.run.plans.Profiler", None)
     with pytest.raises(ValueError, match="batch_evidence must be the folder of a study"):
-        run(tmp_path / "run", large_batch_size="auto", batch_limit="useful")
+        run(tmp_path / "run", large_batch_size="auto", batch_evidence="nowhere")
     assert not (tmp_path / "run").exists()
 
 
 def test_bounds_that_bound_nothing_are_refused():
-    with pytest.raises(ValueError, match="batch_limit must be memory but with large_batch_size"):
-        train.Config(batch_limit="useful")
-    with pytest.raises(ValueError, match="batch_evidence must go with batch_limit useful, got x"):
+    with pytest.raises(ValueError, match="batch_evidence must go with large_batch_size auto, got"):
         train.Config(batch_evidence="x")
+
+
+def test_older_files_name_their_evidence_or_are_refused():
+    assert in_todays_words({"batch_limit": "memory"}) == {}
+    named = {"batch_limit": "useful", "batch_evidence": "x"}
+    assert in_todays_words(named) == {"batch_evidence": "x"}
+    with pytest.raises(ValueError, match="batch_limit is gone: name the study or run with batch_e"):
+        in_todays_words({"batch_limit": "useful"})
