@@ -25,7 +25,6 @@ class SyncConfig:
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[int, Within(1)] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
-    damp_stale: bool = False  # scale gradients by 1/(1 + staleness), with --push gradients
     drop_last: bool = False  # leave out the last, shorter global batch of an epoch of joint steps
     # batch-norm statistics over the global batch, with --sync step on GPUs
     sync_batch_norm: bool = False

@@ -338,7 +338,6 @@ class GradientServer(Server):
         workers: Number of workers.
         staleness: As for `Server`.
         rounds_per_epoch: Pushes of a worker per epoch.
-        damp: Whether a push's gradients are scaled by 1/(1 + staleness).
         observe: As for `Server`.
     """
 
@@ -349,7 +348,6 @@ class GradientServer(Server):
         *,
         staleness: int | None,
         rounds_per_epoch: int,
-        damp: bool = False,
         observe: Callable[[RoundReport], object] = lambda report: None,
     ) -> None:
         super().__init__(
@@ -362,13 +360,11 @@ class GradientServer(Server):
         )
         self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
         self._owner = owner
-        self._damp = damp
         self._rate = 0.0  # learning rate of what a barrier has collected
 
     def push(self, gradients: Tensor, report: RoundReport) -> RoundReport:
         """Take a worker's gradients in, advance its clock, return the report with its staleness."""
-        staleness = self.version - self._pulled_version[report.worker]
-        report = replace(report, staleness=staleness)
+        report = replace(report, staleness=self.version - self._pulled_version[report.worker])
         if self.staleness == 0:
             if self._sum is None:
                 self._sum = torch.zeros_like(gradients)
@@ -380,8 +376,7 @@ class GradientServer(Server):
             if self._is_last(report.worker):
                 self._merge_collected()
         elif not report.refused:
-            scaled = gradients / (1 + staleness) if self._damp else gradients
-            self._step(scaled, report.learning_rate, report.merge_weight)
+            self._step(gradients, report.learning_rate, report.merge_weight)
         self._advance([report])
         return report
 

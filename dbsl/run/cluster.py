@@ -121,12 +121,7 @@ def connect(
         if on_server:
             device = CPU if in_host_memory else accelerator.device
             owner = ServerOptimizer(model, device, build)
-            server = GradientServer(
-                owner,
-                config.workers,
-                damp=config.damp_stale,
-                **counted,
-            )
+            server = GradientServer(owner, config.workers, **counted)
         weights = flattened()
         stepper = PushedGradients(model, weights, clock)
         outgoing = stepper.vector

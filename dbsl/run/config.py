@@ -117,11 +117,10 @@ def _check_joint_steps(config: Any) -> None:
             f"global batch (see local_batch_sizes), got {getattr(config, small[0])}"
         )
     only_joint = ["global_batch_size", "drop_last"]
-    only_step, only_gradients = ["sync_batch_norm"], ["damp_stale"]
+    only_step = ["sync_batch_norm"]
     for names, fits, where in (
         (only_joint, joint, "sync step or push gradients"),
         (only_step, config.sync == "step", "sync step"),
-        (only_gradients, config.push == "gradients", "push gradients"),
     ):
         for name in names if not fits else ():
             if getattr(config, name):
@@ -154,11 +153,6 @@ def _check_joint_steps(config: Any) -> None:
             raise ValueError(
                 f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
                 f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
-            )
-        if config.damp_stale and config.optimizer.startswith("adam"):
-            raise ValueError(
-                f"damp_stale must be false with optimizer {config.optimizer}, whose steps are as "
-                "long for smaller gradients, got true"
             )
         if config.rounds_per_epoch != 1:
             raise ValueError(

@@ -25,6 +25,7 @@ COMMON = (
     *("sync", "output_dir", "resume"),
 )
 _CONFIG_HELP = {"--config": "YAML file of settings; flags win over it"}
+_REMOVED = {"damp_stale": False}  # settings of older files, by name: their default
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
@@ -178,8 +179,15 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
 
 
 def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of an older file or checkpoint as they are given today."""
-    settings = dict(settings)
+    """Return settings of an older file or checkpoint as they are given today.
+
+    Raises:
+        ValueError: If a setting that was removed since had another value than its default.
+    """
+    for name in settings.keys() & _REMOVED.keys():
+        if settings[name] != _REMOVED[name]:
+            raise ValueError(f"{name} was removed (see CHANGELOG.md), got {settings[name]}")
+    settings = {name: value for name, value in settings.items() if name not in _REMOVED}
     if isinstance(settings.get("reset_momentum"), bool):
         settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
     if settings.pop("batch_limit", None) == "useful" and not settings.get("batch_evidence"):

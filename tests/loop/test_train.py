@@ -343,7 +343,6 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
-        ([*PUSH, "--optimizer", "adamw", "--damp-stale"], "damp_stale must be false with optimiz"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false but with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),

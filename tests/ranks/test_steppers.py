@@ -281,7 +281,7 @@ def test_running_statistics_are_weighted_as_the_parts(run_ranks, how, sizes, sam
         torch.testing.assert_close(rank, found, rtol=1e-9, atol=1e-12)
 
 
-def server_rank(rank, model, sync, damp):
+def server_rank(rank, model, sync):
     """Gradients without a barrier: every push is a step of its own."""
     sizes, samples = (6, 2), 40
     planner, plan = make_planner(sizes, samples)
@@ -294,7 +294,6 @@ def server_rank(rank, model, sync, damp):
             2,
             staleness=1 if sync == "ssp" else None,
             rounds_per_epoch=rounds,
-            damp=damp,
         )
     weights = FlatWeights(model)
     stepper = PushedGradients(model, weights, ComputeClock(CPU))
@@ -317,13 +316,13 @@ def server_rank(rank, model, sync, damp):
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])
 def test_pushed_gradients_without_a_barrier_are_a_step_each(run_ranks, tiny_model, sync):
-    version, weights = run_ranks(server_rank, tiny_model, sync, True)[0]
+    version, weights = run_ranks(server_rank, tiny_model, sync)[0]
     assert version == 2 * EPOCHS * 5  # two workers, five steps an epoch
     before = torch.cat([p.detach().flatten() for p in tiny_model.parameters()])
     assert (torch.tensor(weights, dtype=torch.float64) - before).norm() > 0.01
 
 
-def test_a_stale_push_is_damped_on_request():
+def test_a_stale_push_is_its_part_of_a_step():
     steps = []
 
     class Owner:
@@ -332,16 +331,13 @@ def test_a_stale_push_is_damped_on_request():
         def apply(self, gradients, learning_rate, part):
             steps.append((gradients.tolist(), learning_rate, part))
 
-    make = partial(GradientServer, Owner(), 2, rounds_per_epoch=9)
-    for damp, second in ((False, 4.0), (True, 2.0)):
-        steps.clear()
-        server = make(staleness=None, damp=damp)
-        server.pull(0), server.pull(1)
-        for worker in (0, 1):
-            report = RoundReport(worker, 0, 0, 8, 4, 4, 1, 0.1, 0.5, 0.5, learning_rate=0.3)
-            done = server.push(torch.full((2,), 4.0), report)
-        assert done.staleness == 1
-        assert steps == [([4.0, 4.0], 0.3, 0.5), ([second, second], 0.3, 0.5)]
+    server = GradientServer(Owner(), 2, rounds_per_epoch=9, staleness=None)
+    server.pull(0), server.pull(1)
+    for worker in (0, 1):
+        report = RoundReport(worker, 0, 0, 8, 4, 4, 1, 0.1, 0.5, 0.5, learning_rate=0.3)
+        done = server.push(torch.full((2,), 4.0), report)
+    assert done.staleness == 1
+    assert steps == [([4.0, 4.0], 0.3, 0.5)] * 2
 
 
 OPTIMIZERS = {
