@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 
 from dbsl.base.files import write_text
 from dbsl.base.words import px
@@ -32,7 +32,7 @@ _NOT_KEPT += ("profile_refresh", RESOLVED)
 class RunFolder:
     """A run's folder, locked on the main process until `release` or the process's end.
 
-    The lock is the operating system's: a process that is killed holds none.
+    The operating system frees the lock of a process that is killed.
 
     A folder that this run has made goes again, if the run ends before it has written anything.
 
@@ -50,7 +50,7 @@ class RunFolder:
         self, path: Path, accelerator: Accelerator, *, new: bool, named: bool = True
     ) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._lock: FileLock | None = None
         self._made: list[Path] = []  # folders, the innermost first
         error = None
         if accelerator.is_main_process:
@@ -97,8 +97,8 @@ class RunFolder:
     def release(self) -> None:
         """Let go of the folder; remove it, if this run has made it and left it empty."""
         if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)
-            os.close(self._lock)
+            (self.path / LOCK).unlink(missing_ok=True)  # while it is held; FileLock copes with that
+            self._lock.release()
             self._lock = None
         while self._made:
             with contextlib.suppress(OSError):  # not empty, or never made
@@ -131,44 +131,34 @@ class RunFolder:
             self._made = []
         return bool(self._made)
 
-    def _take_lock(self) -> int:
+    def _take_lock(self) -> FileLock:
         path = self.path / LOCK
-        while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(lock, 200).decode(errors="replace").strip()
-                os.close(lock)
-                raise ValueError(
-                    f"output_dir must be no other run's, got {self.path}, which is in use by "
-                    f"{holder or 'another process'}"
-                ) from None
-            # Whoever held it before may have removed the file while this process opened it.
-            if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
-                break
-            os.close(lock)
+        lock = FileLock(path)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise ValueError(
+                f"output_dir must be no other run's, got {self.path}, which is in use by "
+                f"{_holder(path)}"
+            ) from None
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.truncate(lock, 0)
-        os.write(
-            lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode()
-        )
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
         return lock
 
 
 def holder_of(path: Path) -> str | None:
     """Return which process holds a run's folder, or None."""
-    try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not (path / LOCK).exists():
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.read(lock, 200).decode(errors="replace").strip() or "another process"
-    finally:
-        os.close(lock)
-    return None
+        with FileLock(path / LOCK, blocking=False):
+            return None
+    except Timeout:
+        return _holder(path / LOCK)
+
+
+def _holder(lock: Path) -> str:
+    return lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
 
 
 def default_folder(config: Any) -> Path:

@@ -1,12 +1,16 @@
 """The run folder: taken before anything else, and gone again where nothing came of it."""
 
+import errno
+import fcntl
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 import dbsl.open
 from dbsl.base.errors import one_line_errors
-from dbsl.run.folder import RunFolder, default_folder
+from dbsl.run.folder import RunFolder, default_folder, holder_of
 from tests.helpers import TINY
 from train import Config, main
 
@@ -47,6 +51,32 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_data_is_read(monk
     monkeypatch.setattr(dbsl.open, "prepare", lambda *_: pytest.fail("went on"))
     with pytest.raises(ValueError, match="output_dir must be a folder that can be written"):
         main(Config(**TINY, output_dir="/proc/no/such"))
+
+
+def test_a_killed_process_frees_its_folder(tmp_path, accelerator):
+    told, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        with RunFolder(tmp_path / "run", accelerator, new=True):
+            os.write(tell, b"held")
+            signal.pause()
+    os.read(told, 4)
+    assert holder_of(tmp_path / "run").startswith(f"process {child} on ")
+    with pytest.raises(ValueError, match=f"in use by process {child} on "):
+        RunFolder(tmp_path / "run", accelerator, new=False)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert holder_of(tmp_path / "run") is None
+    with RunFolder(tmp_path / "run", accelerator, new=False):
+        assert holder_of(tmp_path / "run").startswith(f"process {os.getpid()} on ")
+
+
+def test_a_file_system_without_locks_is_refused_in_one_line(tmp_path, accelerator, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ValueError, match=r"output_dir must be a folder .* No locks available"):
+        RunFolder(tmp_path / "run", accelerator, new=True)
 
 
 def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
