@@ -10,8 +10,8 @@ from dbsl.data.transforms import Augment
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Which images, and how they are augmented."""
+class ImageConfig:
+    """Which images, and how each is augmented."""
 
     # --- data
     dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
@@ -26,10 +26,16 @@ class DataConfig:
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; none: nothing
     augment: Augment = "crop"
-    mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
-    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
-    cutmix: Annotated[float, Within(0)] = 0.0
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[int | None, Within(0)] = None
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: Annotated[int, Within(0)] = 16
+
+
+@dataclass(frozen=True)
+class DataConfig(ImageConfig):
+    """Which images, and what training makes of them."""
+
+    mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
+    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
+    cutmix: Annotated[float, Within(0)] = 0.0

@@ -14,6 +14,7 @@ import torch
 from dbsl.base.cores import cores_of_process
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import generator
+from dbsl.data.config import ImageConfig
 from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
 from dbsl.data.pixel_cache import Decoded, decode_cached
 from dbsl.data.sources import Batch, image_batch
@@ -75,6 +76,22 @@ class Data:
     def example(self, size: int, resolution: int) -> Batch:
         """Return a batch of random images on the device."""
         return image_batch(size, resolution, self.num_classes, self.train.device)
+
+
+def load_configured(config: ImageConfig, seed: int, device: torch.device) -> Data:
+    """Return the data of a run's or a study's settings; see `load_data`."""
+    return load_data(
+        config.dataset,
+        image_column=config.image_column,
+        label_column=config.label_column,
+        train_samples=config.train_samples,
+        eval_samples=config.eval_samples,
+        holdout=config.holdout,
+        seed=seed,
+        loader_workers=config.loader_workers,
+        device=device,
+        max_bad_images=config.max_bad_images,
+    )
 
 
 def load_data(

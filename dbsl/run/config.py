@@ -29,12 +29,30 @@ _STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 
 
 @dataclass(frozen=True)
-class RunConfig(StageConfig, EmulationConfig, SyncConfig, BatchConfig, ModelConfig, DataConfig):
+class MachineConfig:
+    """How a run or a study computes on its machine, and for how long."""
+
+    # --- machine
+    seed: Annotated[int, Within(0)] = 0  # seed of everything random: split, order, weights, dropout
+    # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
+    # counts only if the launcher was started with it, because launchers set 1 themselves
+    cpu_threads: Annotated[int | None, Within(1)] = None
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no; no:
+    # float32, where PyTorch lets convolutions on CUDA use TF32, but not matrix products
+    mixed_precision: Precision = "auto"
+    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
+    eval_batch_size: Annotated[int | None, Within(1)] = None
+    # minutes after which it saves and stops with status 75, as after SIGTERM
+    max_minutes: Annotated[float | None, Within(0, open_low=True)] = None
+
+
+@dataclass(frozen=True)
+class RunConfig(
+    MachineConfig, StageConfig, EmulationConfig, SyncConfig, BatchConfig, ModelConfig, DataConfig
+):
     """Everything that `dbsl` reads; train.py adds what it alone reads."""
 
     # --- run
-    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
-    eval_batch_size: Annotated[int | None, Within(1)] = None
     # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
     log_every: Annotated[int, Within(0)] = 50
     # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
@@ -45,20 +63,10 @@ class RunConfig(StageConfig, EmulationConfig, SyncConfig, BatchConfig, ModelConf
     resume: str | None = None
     allow_config_change: bool = False  # allow --resume with settings that change what is trained
     plan_only: bool = False  # print the plan and its timeline, then stop
-    # minutes after which the run saves and stops with status 75, as after SIGTERM
-    max_minutes: Annotated[float | None, Within(0, open_low=True)] = None
     # rounds that may be refused because loss or weights are not finite
     max_bad_rounds: Annotated[int, Within(0)] = 10
-    # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
-    # counts only if the launcher was started with it, because launchers set 1 themselves
-    cpu_threads: Annotated[int | None, Within(1)] = None
-    # precision of forward passes; auto: bf16 where the device computes it natively, else no; no:
-    # float32, where PyTorch lets convolutions on CUDA use TF32, but not matrix products
-    mixed_precision: Precision = "auto"
     compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
     noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
-    # seed of everything random: split, shuffling, augmentation, weights, dropout
-    seed: Annotated[int, Within(0)] = 0
     output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
     # tracker of the run; wandb works offline without a login or a network
     report_to: ReportTo = "wandb"

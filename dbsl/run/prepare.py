@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.base.words import plural
-from dbsl.data.dataset import Data, load_data
+from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
 from dbsl.model import build_model, check_patches, least_batch
@@ -189,18 +189,7 @@ def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
     if config.resolutions == (NO_SIDE,):
         raise ValueError(f"resolutions must be positive for images, got {NO_SIDE}")
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
-        return load_data(
-            config.dataset,
-            image_column=config.image_column,
-            label_column=config.label_column,
-            train_samples=config.train_samples,
-            eval_samples=config.eval_samples,
-            holdout=config.holdout,
-            seed=config.seed,
-            loader_workers=config.loader_workers,
-            device=accelerator.device,
-            max_bad_images=config.max_bad_images,
-        )
+        return load_configured(config, config.seed, accelerator.device)
 
 
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from dbsl.base.bounds import in_range
-from dbsl.data.transforms import Augment
-from dbsl.run.accelerator import Precision
+from dbsl.base.bounds import Within, check_bounds, in_range
+from dbsl.data.config import ImageConfig
+from dbsl.run.config import MachineConfig
 from dbsl.study.scaling import OBJECTIVE
 from dbsl.study.search import Range, SearchSpace
 
@@ -16,61 +16,45 @@ _WITHOUT_MOMENTUM = ("sgd",)
 
 
 @dataclass(frozen=True)
-class StudyConfig:  # every field is a flag, its comment the help
+class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its comment the help
     """Count steps to a goal at every batch size; a range is two values, one value is fixed."""
 
     # --- the study
-    batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)  # samples per step
     goal_error: float | None = None  # classification error to fall under, in (0, 1); required
-    trials: int = 16  # trials at every batch size
+    # samples per step
+    batch_sizes: Annotated[tuple[int, ...], Within(1)] = (16, 32, 64, 128, 256, 512, 1024)
+    trials: Annotated[int, Within(1)] = 16  # trials at every batch size
     # optimizers to study: sgd (no momentum), momentum, nesterov, or a name in timm.optim
     optimizers: tuple[str, ...] = ("nesterov",)
     # range of learning rate / (1 - momentum), searched on a log scale
-    effective_lr: tuple[float, ...] = (0.01, 10.0)
+    effective_lr: Annotated[tuple[float, ...], Within(0, open_low=True)] = (0.01, 10.0)
     # range of momentum; 1 - momentum is searched on a log scale
-    momentum: tuple[float, ...] = (0.5, 0.99)
+    momentum: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.5, 0.99)
     # range of last over first learning rate, searched on a log scale
-    decay_factor: tuple[float, ...] = (0.01, 1.0)
+    decay_factor: Annotated[tuple[float, ...], Within(0, 1, open_low=True)] = (0.01, 1.0)
     # range of the share of the step budget after which the learning rate stops falling
-    decay_share: tuple[float, ...] = (0.25, 1.0)
+    decay_share: Annotated[tuple[float, ...], Within(0, 1, open_low=True)] = (0.25, 1.0)
     # range of weight decay, searched on a log scale; biases and norms have none
-    weight_decay: tuple[float, ...] = (5e-4,)
-    max_steps: int | None = None  # steps that a trial may take
+    weight_decay: Annotated[tuple[float, ...], Within(0)] = (5e-4,)
+    max_steps: Annotated[int | None, Within(1)] = None  # steps that a trial may take
     # samples that a trial may train on; with neither this nor --max-steps: 40 epochs
-    max_examples: int | None = None
-    eval_spacing: float = 0.05  # steps between measurements, as a share of the steps so far
+    max_examples: Annotated[int | None, Within(1)] = None
+    # steps between measurements, as a share of the steps so far
+    eval_spacing: Annotated[float, Within(0)] = 0.05
     # end a trial at the goal, or when it can no longer be the best
     early_stopping: bool = True
-    # --- data, model and step, as train.py has them
-    dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
-    image_column: str | None = None  # column of the images; unset: the only one
-    # column of the classes; unset: label, or the class column with most classes
-    label_column: str | None = None
-    # images to train on, a stratified and seeded subset; unset: all
-    train_samples: int | None = None
-    # images to measure on, a stratified and seeded subset; unset: all
-    eval_samples: int | None = None
-    # crop: random crop and flip; paper: flip, rotation and zoom; none: nothing
-    augment: Augment = "crop"
-    # processes that decode large images; unset: by the cores; 0: none
-    loader_workers: int | None = None
-    resolution: int | None = None  # image side in pixels; unset: the images' own
+    # --- model and step
     model: str = "resnet18"  # timm name of the model
-    dropout: float = 0.0  # dropout before the classifier, in [0, 1)
-    label_smoothing: float = 0.0  # label smoothing, in [0, 1)
-    # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
-    eval_batch_size: int | None = None
-    # precision of forward passes; auto: bf16 where the device computes it natively, else no
-    mixed_precision: Precision = "auto"
-    seed: int = 0  # seed of everything random: subsets, search, and each trial's own streams
+    # image side in pixels; unset: the images' own
+    resolution: Annotated[int | None, Within(1)] = None
+    # dropout before the classifier, in [0, 1)
+    dropout: Annotated[float, Within(0, 1, open_high=True)] = 0.0
+    # label smoothing, in [0, 1)
+    label_smoothing: Annotated[float, Within(0, 1, open_high=True)] = 0.0
     # --- the launch
-    # processes that run trials at a time on this machine; several GPUs are dealt out to them
-    processes: int = 1
-    # threads of each process; unset: its part of the cores, at most OMP_NUM_THREADS
-    cpu_threads: int | None = None
-    # minutes after which the study stops with status 75; repeat the command to resume
-    max_minutes: float | None = None
     output_dir: str | None = None  # folder of the study; unset: studies/<dataset>-<model>
+    # processes that run trials at a time on this machine; several GPUs are dealt out to them
+    processes: Annotated[int, Within(1)] = 1
     # studies to read and draw instead of training: folders or tar archives, published ones too
     plot: tuple[str, ...] | None = None
     # column of the measurements that the goal is about, with --plot
@@ -87,28 +71,11 @@ class StudyConfig:  # every field is a flag, its comment the help
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be one or more, each once, got {_join(values)}")
-        for size in self.batch_sizes:
-            in_range("batch_sizes", size, 1)
-        for name in ("trials", "processes", "eval_batch_size", "resolution", "cpu_threads"):
-            if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 1)
-        for name in ("max_steps", "max_examples", "train_samples", "eval_samples"):
-            if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 1)
-        for name in ("seed", "eval_spacing"):
-            in_range(name, getattr(self, name), 0)
-        for name in ("dropout", "label_smoothing"):
-            in_range(name, getattr(self, name), 0, 1, open_high=True)
-        if self.max_minutes is not None:
-            in_range("max_minutes", self.max_minutes, 0, open_low=True)
-        for name, high in (("effective_lr", None), ("decay_factor", 1), ("decay_share", 1)):
-            for value in _ends(name, getattr(self, name)):
-                in_range(name, value, 0, high or float("inf"), open_low=True)
-        for value in _ends("momentum", self.momentum):
-            in_range("momentum", value, 0, 1, open_high=True)
-        ends = _ends("weight_decay", self.weight_decay)
-        for value in ends:
-            in_range("weight_decay", value, 0, open_low=ends[0] != ends[1])
+        check_bounds(self)
+        for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
+            _ends(name, getattr(self, name))
+        low, high = _ends("weight_decay", self.weight_decay)
+        in_range("weight_decay", low, 0, open_low=low != high)  # a log scale has no 0
 
     def budget(self, batch_size: int, train_samples: int) -> int:
         """Return the steps that a trial may take at a batch size."""

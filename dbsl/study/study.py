@@ -29,7 +29,7 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped
 from dbsl.base.files import write_text
 from dbsl.base.flags import parse_flags
 from dbsl.base.seeds import stream_seed
-from dbsl.data.dataset import Data, load_data
+from dbsl.data.dataset import Data, load_configured
 from dbsl.data.transforms import Transform
 from dbsl.jobs import seeing
 from dbsl.model import check_optimizer, least_batch
@@ -51,7 +51,7 @@ _OPTIMIZERS = ("sgd", "momentum", "nesterov")
 _PARENT = "DBSL_STUDY_PARENT"
 # Settings that may change from one launch to the next: none changes a trial.
 _MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
-_MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size")
+_MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
 
 
@@ -223,16 +223,7 @@ def _in_processes(
 
 
 def _load(config: StudyConfig, accelerator: Any) -> Images:
-    data = load_data(
-        config.dataset,
-        image_column=config.image_column,
-        label_column=config.label_column,
-        train_samples=config.train_samples,
-        eval_samples=config.eval_samples,
-        seed=config.seed,
-        loader_workers=config.loader_workers,
-        device=accelerator.device,
-    )
+    data = load_configured(config, config.seed, accelerator.device)
     for size in config.batch_sizes:
         in_range("batch_sizes", size, 1, len(data.train))
     resolution = config.resolution or default_resolutions(data.image_side)[-1]
