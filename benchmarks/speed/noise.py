@@ -45,7 +45,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
     whole = Step((Part(0, np.arange(len(labels)), 1.0),), 0.0)
     probes = {
         kind: NoiseProbe(kind, every=1, workers=WORKERS, rounds=1, least=2, model=model)
-        for kind in ("joined", "sizes", "micro")
+        for kind in ("joined", "micro")
     }
     steps = round(ROUND / settings.batch)
     every = probe_interval(TimeModel(1.0, 0.0), settings.batch, steps, 2)

@@ -160,7 +160,7 @@ def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, 
 
     Workers that each measured a part of their own batch beside it give one each. Else a round gives
     one altogether, because its measurements are not independent: parts of workers beside the one
-    batch that all of them share, workers' batches of unlike sizes, or those and all of them joined.
+    batch that all of them share, or workers' batches and all of them joined.
 
     Args:
         reports: Reports of one epoch.

@@ -17,30 +17,27 @@ from dbsl.plan.sampler import Step
 from dbsl.plan.turns import Round
 from dbsl.plan.types import Plan, TimeModel
 
-Kind = Literal["micro", "sizes", "joined"]
+Kind = Literal["micro", "joined"]
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
-_UNLIKE = 1.5  # ratio of batch sizes from which on they tell signal and noise apart
 _MICRO = 4  # a micro-batch is this part of a batch
 _COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
 
 
 class NoiseProbe:
-    """Measures gradients of two batch sizes at the same weights, in one of three ways.
+    """Measures gradients of two batch sizes at the same weights, in one of two ways.
 
     | kind | the larger batch | the smaller | costs |
     | --- | --- | --- | --- |
     | joined | those of all workers of a round together | each worker's | a sum in memory |
-    | sizes | that of large workers | that of small ones | a norm |
     | micro | a worker's, or of a joint step the global one | a quarter of a worker's | its pass |
 
-    It changes nothing that is trained: gradients, batch norm's statistics and random streams are
-    afterwards what they were. Nothing in it waits for the device.
+    It leaves gradients, batch norm's statistics and random streams as they were. Nothing in it
+    waits for the device.
 
     Args:
-        kind: The way. `joined` is for workers that share a process and start a round from the same
-            weights; it is the most precise by far. `sizes`, too, is for workers that start a round
-            from the same weights: without a barrier, each has pulled another version.
+        kind: The way. `joined` is the most precise by far; its workers share a process and start a
+            round from the same weights.
         every: Rounds from one measurement of a worker to its next; 0: none at all.
         workers: Workers that are joined.
         rounds: Rounds per epoch.
@@ -146,7 +143,7 @@ def choose_probe(
     rounds: int,
     least: int,
 ) -> NoiseProbe:
-    """Return the probe for a run: the most precise way that its workers allow.
+    """Return the probe for a run: joined where its workers allow it, else micro.
 
     Args:
         plans: By resolution.
@@ -158,12 +155,8 @@ def choose_probe(
         rounds: Rounds per epoch.
         least: Samples of a micro-batch at least.
     """
-    sizes = [[w.local_batch_size for w in plan.workers] for plan in plans.values()]
-    kind: Kind = "micro"
-    if sync == "bsp" and processes == 1 and len(sizes[0]) > 1:
-        kind = "joined"
-    elif sync == "bsp" and all(max(own) >= _UNLIKE * min(own) for own in sizes):
-        kind = "sizes"
+    workers = len(next(iter(plans.values())).workers)
+    kind: Kind = "joined" if sync == "bsp" and processes == 1 and workers > 1 else "micro"
     every = int(enabled)
     if enabled and kind == "micro":
         every = max(
@@ -171,9 +164,7 @@ def choose_probe(
             for resolution, plan in plans.items()
             for own, worker in zip(models[resolution], plan.workers, strict=True)
         )
-    return NoiseProbe(
-        kind, every=every, workers=len(sizes[0]), rounds=rounds, least=least, model=model
-    )
+    return NoiseProbe(kind, every=every, workers=workers, rounds=rounds, least=least, model=model)
 
 
 def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:
