@@ -32,7 +32,7 @@ def record(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *where])))
         writer.writeheader()
         writer.writerows({**where, **row} for row in rows)
-    names = list(rows[0])
+    names = [name for name in rows[0] if name not in where]
     widths = [max(len(name), *(len(str(row[name])) for row in rows)) for name in names]
     for line in (names, *([row[name] for name in names] for row in rows)):
         print("  ".join(f"{value!s:>{w}}" for value, w in zip(line, widths, strict=True)))

@@ -1,0 +1,54 @@
+import csv
+import os
+import shutil
+import subprocess
+
+import pytest
+from scipy.stats import t as student
+
+from benchmarks.demos.slow_link import ADDRESSES, link
+from benchmarks.demos.table import Table, mean_and_interval
+
+
+def test_a_demonstration_goes_on_where_its_table_ends(tmp_path, capsys):
+    path = tmp_path / "uneven.csv"
+    first = Table(path, ("arm", "turn"))
+    first.add("control", 0, {"epoch_s": 2.0, "accuracy": 0.5})
+    again = Table(path, ("arm", "turn"))
+    assert again.has("control", 0)
+    assert not again.has("control", 1)
+    again.add("ours", 0, {"epoch_s": 1.0, "accuracy": 0.6})
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["epoch_s"]) for row in rows] == [("control", "2"), ("ours", "1")]
+    assert all(row["torch"] for row in rows)
+
+
+def test_ratios_are_within_turns_and_have_intervals(tmp_path, capsys):
+    table = Table(tmp_path / "uneven.csv", ("arm", "turn"))
+    for turn, (control, ours) in enumerate([(2.0, 1.0), (4.0, 1.0)]):
+        table.add("control", turn, {"epoch_s": control, "accuracy": 0.5})
+        table.add("ours", turn, {"epoch_s": ours, "accuracy": 0.5})
+    capsys.readouterr()
+    table.report("epoch_s", "control")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "ours" in line)
+    half = student.ppf(0.975, 1) * 0.25 / 2**0.5 / 2**0.5  # of 0.5 and 0.25
+    assert f"over control {0.375:.3g} +- {half:.2g}" in line
+    assert mean_and_interval([3.0]) == "3"
+
+
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() or not shutil.which("tc"), reason="needs root and tc"
+)
+def test_a_link_has_the_rate_that_it_was_given_and_goes_away():
+    with link(50) as prefixes:
+        names = [prefix[3] for prefix in prefixes]
+        shape = subprocess.run(
+            ["tc", "-n", names[0], "qdisc"], capture_output=True, text=True, check=True
+        ).stdout
+        assert "tbf" in shape
+        assert "rate 50Mbit" in shape
+        inside = [*prefixes[0][:4], "ip", "-br", "addr"]
+        assert ADDRESSES[0] in subprocess.run(inside, capture_output=True, text=True).stdout
+    left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    assert not any(name in left for name in names)
