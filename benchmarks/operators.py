@@ -7,13 +7,12 @@ launch nothing. Any other operator launches one kernel or more.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,7 +79,7 @@ def count(model: str, resolution: int, precision: str, dataset: str) -> Operator
     raise AssertionError("the run has fewer rounds than it was given")
 
 
-def main(dataset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "uoft-cs/cifar100") -> None:
+def main(dataset: str = "uoft-cs/cifar100") -> None:
     """Count at both resolutions, in bf16 and in float32, and write results/operators.csv.
 
     Args:
@@ -104,4 +103,6 @@ def main(dataset: Annotated[str, tyro.conf.arg(metavar="NAME")] = "uoft-cs/cifar
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    parser = argparse.ArgumentParser(description="Count what training steps give to their device.")
+    parser.add_argument("--dataset", default="uoft-cs/cifar100", help="a hub id, or a folder")
+    main(parser.parse_args().dataset)

@@ -59,6 +59,7 @@ def pack(target: Path, data: Path | None, piece_bytes: int, *, wheels: bool = Tr
         raise ValueError(f"--pack must be a new or empty folder, got {target}")
     first = target / "piece-0"
     first.mkdir(parents=True)
+    wheels = wheels and bool(missing_packages())
     if wheels:
         download_wheels(first / "wheels")
     room = piece_bytes - _size(first) - _RESERVE_BYTES

@@ -18,15 +18,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from tyro.conf import Positional, UseAppendAction
 
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.files import write_text
 from dbsl.base.flags import parse_flags
+from dbsl.base.kinds import POSITIONAL, REPEATED
 from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
 from dbsl.jobs import Launch, is_finished, launch_all
@@ -40,7 +40,7 @@ _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison 
 class CompareConfig:  # every field is a flag, its comment the help
     """Run arms (configs of train.py) with several seeds and compare them."""
 
-    arms: Positional[tuple[str, ...]]  # YAML files, configs of train.py; each is an arm
+    arms: Annotated[tuple[str, ...], POSITIONAL]  # YAML files, configs of train.py; each is an arm
     seeds: int = 3  # runs of each arm, with seeds 0, 1, ...
     baseline: str | None = None  # arm that the others are compared with; unset: the first
     # accuracy whose time is reported, in (0, 1]; unset: the lowest of the arms' means
@@ -48,9 +48,9 @@ class CompareConfig:  # every field is a flag, its comment the help
     # train every arm again, with as many epochs as fit into the baseline's time
     equal_time: bool = False
     # setting of all arms as name=value, say dataset=FOLDER; may be given again
-    set: UseAppendAction[tuple[str, ...]] = ()
+    set: Annotated[tuple[str, ...], REPEATED] = ()
     # values of a setting as name=value,value; makes an arm of each; may be given again
-    vary: UseAppendAction[tuple[str, ...]] = ()
+    vary: Annotated[tuple[str, ...], REPEATED] = ()
     jobs: int = 1  # runs at a time
     # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
     runs_dir: str = "runs"

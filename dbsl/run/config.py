@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,7 +14,6 @@ from dbsl.model import ModelConfig
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig
 from dbsl.plan.stages import check_resolutions
 from dbsl.run.accelerator import Precision
-from dbsl.run.resolved import Found
 
 ReportTo = Literal["wandb", "tensorboard", "trackio", "none"]
 
@@ -73,7 +72,7 @@ class RunConfig(
     # repository user/name on the hub for model, card and figures of the finished run
     push_to_hub: str | None = None
     # what a run found out, as its config.yaml has it; no flag
-    resolved: Found = field(default_factory=dict, metadata={"flag": False})
+    resolved: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
 
     def __post_init__(self) -> None:
         check_bounds(self)

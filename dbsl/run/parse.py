@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NoReturn, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.flags import parse_flags
+from dbsl.base.flags import parse_flags, read_flags, split_flags
 from dbsl.cluster.liveness import recall
 from dbsl.run.config import CHECKPOINTS
 from dbsl.run.resolved import PROCESSES, RESOLVED, check_names, still_true
@@ -24,17 +25,10 @@ COMMON = (
     *("dataset", "model", "epochs", "lr", "workers", "small_ratio", "large_batch_size"),
     *("sync", "output_dir", "resume"),
 )
+_COMMAND = "accelerate launch train.py"
 _CONFIG_HELP = {"--config": "YAML file of settings; flags win over it"}
 _REMOVED = {"damp_stale": False}  # settings of older files, by name: their default
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are raised, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the message."""
-        raise ValueError(message)
 
 
 def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
@@ -51,25 +45,20 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         ValueError: If a flag is unknown or its value has the wrong type, the file cannot be read
             or is no mapping of settings, or there is no such run to resume.
     """
-    file_flags = _OneLineParser(add_help=False, allow_abbrev=False)
-    for name in ("--config", "--resume", "--output-dir", "--output_dir"):
-        file_flags.add_argument(name)
-    known, flags = file_flags.parse_known_args(argv)
-    sources = [_read_files(Path(known.config))] if known.config else []
-    settings = _merged(sources[0]) if sources else {}
-    resume = known.resume or settings.get("resume")
-    output_dir = known.output_dir or settings.get("output_dir")
+    flags = list(sys.argv[1:] if argv is None else argv)
+    said = {name: values[-1] for name, values in split_flags(flags) if values}
+    sources = [_read_files(Path(said["config"]))] if "config" in said else []
+    settings = (_merged(sources[0]) if sources else {}) | said
+    resume, output_dir = settings.get("resume"), settings.get("output_dir")
     if resume is None and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
-    for name, value in (("resume", resume), ("output_dir", output_dir)):
-        if value is not None:
-            flags += yaml_to_argv({name: value})
+        flags += yaml_to_argv({"resume": resume, "output_dir": output_dir})
     if resume is not None:
         folder = run_folder_of(str(resume), output_dir)
         if (folder / "config.yaml").is_file():
             sources.insert(0, _read_files(folder / "config.yaml"))
     given = [flag for files in sources for flag in yaml_to_argv(_merged(files))]
-    config = parse_flags(cls, given + flags, common=COMMON, others=_CONFIG_HELP)
+    config = parse_flags(cls, given + flags, _COMMAND, COMMON, _CONFIG_HELP)
     for files in sources:  # what the run itself found out comes first
         for number in range(len(files), 0, -1):
             if RESOLVED in files[number - 1]:
@@ -81,12 +70,11 @@ def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
     """Return the config with what the last of these files found out, as far as it still holds."""
     given, resolved = yaml_to_argv(_merged(files)), files[-1][RESOLVED]
     check_names(resolved)
-    before = parse_flags(type(config), given, check=False)
+    defaults = {field.name: field.default for field in fields(config)}
+    before = SimpleNamespace(**defaults | read_flags(type(config), given))
     found = {name: value for name, value in resolved.items() if name != PROCESSES}
-    typed = parse_flags(type(config), given + yaml_to_argv(found), check=False)
-    values = dict(resolved) | {
-        n: None if v is None else getattr(typed, n) for n, v in found.items()
-    }
+    typed = read_flags(type(config), yaml_to_argv(found))
+    values = dict(resolved) | {name: typed.get(name) for name in found}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return replace(config, resolved=still_true(values, before, config, processes))
 

@@ -10,13 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any
+from typing import Any
 
-from tyro.conf import Fixed, Suppress
-
-Config = Any  # train.py's
-
-Found = Annotated[Mapping[str, Any], Fixed, Suppress]  # a field of Config that is no flag
+from dbsl.run.config import RunConfig
 
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
 # No settings, but sources: how many processes there are, and whether all workers share each step.
@@ -73,7 +69,7 @@ def check_names(resolved: Any) -> None:
 
 
 def still_true(
-    resolved: Mapping[str, Any], before: Config, now: Config, processes: int
+    resolved: Mapping[str, Any], before: RunConfig, now: RunConfig, processes: int
 ) -> dict[str, Any]:
     """Return what a run found out, without what does not follow from the settings of now.
 
@@ -98,7 +94,7 @@ def still_true(
     return {name: value for name, value in resolved.items() if name not in changed}
 
 
-def with_resolved(given: Config) -> Config:
+def with_resolved(given: RunConfig) -> RunConfig:
     """Return the settings with what an earlier run found out, where it holds, filled in."""
     values: dict[str, Any] = {}
     for name, value in given.resolved.items():
@@ -107,17 +103,17 @@ def with_resolved(given: Config) -> Config:
     return replace(given, **values)
 
 
-def found_by(given: Config, complete: Config, processes: int) -> dict[str, Any]:
+def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
     """Return what a run found out: where its complete settings are not those it was given."""
     found = {name: getattr(complete, name) for name in SOURCES if not _same(name, given, complete)}
     return {PROCESSES: processes, **found}
 
 
-def _joint(config: Config) -> bool:
+def _joint(config: RunConfig) -> bool:
     return config.sync == "step" or config.push == "gradients"
 
 
-def _same(name: str, given: Config, complete: Config) -> bool:
+def _same(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, if only written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
     if name not in _LISTS or own in (None, "auto") or not own or not value:
