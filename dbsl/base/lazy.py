@@ -1,6 +1,6 @@
 """Modules that are imported when they are first used.
 
-Together timm, datasets, scipy and optuna take seconds to import. A wrong flag is refused,
+Together timm, datasets and scipy take seconds to import. A wrong flag is refused,
 ``--help`` printed and a stopped run found finished before that.
 """
 

@@ -10,7 +10,7 @@ from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.data.config import ImageConfig
 from dbsl.run.config import MachineConfig
 from dbsl.study.scaling import OBJECTIVE
-from dbsl.study.search import Range, SearchSpace
+from dbsl.study.search import Range
 
 _WITHOUT_MOMENTUM = ("sgd",)
 
@@ -85,17 +85,22 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
         limits = [self.max_steps, None if examples is None else max(1, examples // batch_size)]
         return min(limit for limit in limits if limit is not None)
 
-    def space(self, optimizer: str) -> SearchSpace:
-        """Return the search space of an optimizer."""
-        log, linear = "LOG_SCALE", "LINEAR_SCALE"
-        has_momentum = optimizer not in _WITHOUT_MOMENTUM
-        return SearchSpace(
-            Range(*_ends("effective_lr", self.effective_lr), log),
-            Range(*_ends("momentum", self.momentum), "REVERSE_LOG_SCALE") if has_momentum else None,
-            Range(*_ends("decay_factor", self.decay_factor), log),
-            Range(*_ends("decay_share", self.decay_share), linear),
-            Range(*_ends("weight_decay", self.weight_decay), log),
-        )
+    def ranges(self, optimizer: str) -> dict[str, Range]:
+        """Return what is searched for an optimizer, by the names that parameters have.
+
+        The best learning rate / (1 - momentum) differs less between momenta than the best rate.
+        """
+        log = "LOG_SCALE"
+        momentum = Range(*_ends("momentum", self.momentum), "REVERSE_LOG_SCALE")
+        return {
+            "effective_learning_rate": Range(*_ends("effective_lr", self.effective_lr), log),
+            **({} if optimizer in _WITHOUT_MOMENTUM else {"momentum": momentum}),
+            "end_learning_rate_factor": Range(*_ends("decay_factor", self.decay_factor), log),
+            "learning_rate_decay_share": Range(
+                *_ends("decay_share", self.decay_share), "LINEAR_SCALE"
+            ),
+            "weight_decay": Range(*_ends("weight_decay", self.weight_decay), log),
+        }
 
 
 def _ends(name: str, values: Sequence[float]) -> tuple[float, float]:

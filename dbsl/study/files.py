@@ -114,7 +114,7 @@ def read_study(folder: Path) -> Study:
     values = _read_json(folder / STUDY)
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     folders = [folder / str(number) for number in numbers]
-    trials = [_read_trial(own) for own in folders if (own / METADATA).exists()]
+    trials = [read_trial(own) for own in folders if (own / METADATA).exists()]
     path = folder / STUDY
     goal = values.get("goal_error")
     search = _entry(values, "parameter_configs", path)
@@ -130,7 +130,17 @@ def read_study(folder: Path) -> Study:
     )
 
 
-def _read_trial(folder: Path) -> Trial:
+def is_written(folder: Path, trial_id: int) -> bool:
+    """Whether a study's folder has a trial, whole."""
+    return (folder / str(trial_id) / METADATA).exists()
+
+
+def read_trial(folder: Path) -> Trial:
+    """Return a trial from its own folder.
+
+    Raises:
+        ValueError: If a file is missing or cannot be read.
+    """
     path = folder / METADATA
     values = _read_json(path)
     status = _entry(values, "status", path)

@@ -156,6 +156,12 @@ def steps_to_result(
     return Result(study.batch_size, steps, trial, edges(trial.parameters, study.search))
 
 
+def reached_at(trial: Trial, goal: float) -> float:
+    """Return the first step at which a trial was measured under the goal, or inf."""
+    steps = trial.measurements["step"][trial.measurements[OBJECTIVE] < goal]
+    return float(steps[0]) if len(steps) else math.inf
+
+
 def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
     """Return where scaling stops to be perfect and where it ends, by `PERFECT_RULE`, `USEFUL_RULE`.
 

@@ -3,8 +3,8 @@
     python -m dbsl.study --batch-sizes 16,32,64,128,256,512,1024 --goal-error 0.3 --trials 16
     python -m dbsl.study --plot studies/digits-resnet18       # read and draw, train nothing
 
-After Shallue et al. (JMLR 20(112), 2019). Stopped or killed, the same command goes on; the same
-command in another shell helps.
+After Shallue et al. (JMLR 20(112), 2019). Repeat the command to resume a study that was stopped or
+killed; repeat it in a second shell to share the work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped
 from dbsl.base.files import write_text
 from dbsl.base.flags import parse_flags
 from dbsl.base.seeds import stream_seed
-from dbsl.data.dataset import Data, load_configured
+from dbsl.data.dataset import load_configured
 from dbsl.data.transforms import Transform
 from dbsl.jobs import seeing
 from dbsl.model import check_optimizer, least_batch
@@ -39,12 +39,13 @@ from dbsl.run.accelerator import start_accelerator
 from dbsl.run.evidence import dataset_name
 from dbsl.run.parse import config_to_yaml
 from dbsl.run.stopping import Stopping
+from dbsl.study.claims import Claim, Claims
 from dbsl.study.config import StudyConfig
 from dbsl.study.files import read_workloads, study_folder, write_study, write_trial
 from dbsl.study.report import write_report
-from dbsl.study.scaling import OBJECTIVE
-from dbsl.study.search import Claim, TrialStore
-from dbsl.study.trials import Images, ImageTask, reached_at, run_trial
+from dbsl.study.scaling import OBJECTIVE, Trial, reached_at
+from dbsl.study.search import search_entries, search_points, trial_parameters
+from dbsl.study.trials import Images, ImageTask, run_trial
 
 SETTINGS = "study.yaml"
 _OPTIMIZERS = ("sgd", "momentum", "nesterov")
@@ -60,17 +61,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(StudyConfig, argv, prog="python -m dbsl.study")
     if config.plot is not None:
-        workloads = read_workloads([Path(folder) for folder in config.plot])
-        folder = Path(config.output_dir or config.plot[0])
-        if folder.is_file():
-            raise ValueError(f"output_dir must be given with an archive, got {folder} alone")
-        budgets = (config.max_steps, config.max_examples)
-        print(write_report(workloads, folder, config.goal_error, config.objective, budgets))
+        _plot(config)
         return
     for optimizer in config.optimizers:
         if optimizer not in _OPTIMIZERS:
             check_optimizer(optimizer)
-    folder = Path(config.output_dir or f"studies/{dataset_name(config.dataset)}-{config.model}")
     is_child = _PARENT in os.environ
     threads = config.cpu_threads or threads_of_process(config.processes)
     torch.set_num_threads(threads)
@@ -81,34 +76,74 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"got {accelerator.num_processes} launched"
         )
     config = replace(config, mixed_precision=accelerator.mixed_precision)
-    images = _load(config, accelerator)
-    store = _open(config, folder, images.data)
+    work = _open(config, _load(config, accelerator))
     deadline = config.max_minutes and time.monotonic() + 60 * config.max_minutes
     with Stopping(deadline, then="giving its trial back") as stopping:
         if config.processes > 1:
             _in_processes(config, argv, threads, stopping)
         else:
             try:
-                _work(config, folder, images, store, stopping)
+                _run_all(work, stopping)
             except RunStopped:
                 if is_child:  # its parent says so for all
                     raise SystemExit(EXIT_STOPPED) from None
                 raise
     if not is_child:
-        workloads = read_workloads([folder / dataset_name(config.dataset)])
-        print(write_report(workloads, folder, config.goal_error))
-        running = sum(store.counts(name)["running"] for name in _studies(config))
-        if running:
+        workloads = read_workloads([work.folder / dataset_name(config.dataset)])
+        print(write_report(workloads, work.folder, config.goal_error))
+        if running := work.claims.running():
             print(f"{running} trials still run in other processes; the last to end reports them")
 
 
-def _work(
-    config: StudyConfig, folder: Path, images: Images, store: TrialStore, stopping: Stopping
-) -> None:
-    """Run trials until none waits."""
-    studies = _studies(config)
-    spaces = {name: config.space(optimizer) for name, (optimizer, _) in studies.items()}
-    distributions = {name: space.distributions() for name, space in spaces.items()}
+def _plot(config: StudyConfig) -> None:
+    workloads = read_workloads([Path(folder) for folder in config.plot])
+    folder = Path(config.output_dir or config.plot[0])
+    if folder.is_file():
+        raise ValueError(f"output_dir must be given with an archive, got {folder} alone")
+    budgets = (config.max_steps, config.max_examples)
+    print(write_report(workloads, folder, config.goal_error, config.objective, budgets))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """An open study folder, and what its trials need."""
+
+    config: StudyConfig
+    folder: Path
+    images: Images
+    claims: Claims
+
+    def run(self, claim: Claim, may_go_on: Callable[[], object]) -> None:
+        """Run a trial that this process has taken on, and write it."""
+        config, (optimizer, batch_size) = self.config, _studies(self.config)[claim.study]
+        budget = config.budget(batch_size, len(self.images.data.train))
+        seed = stream_seed(config.seed, f"search {claim.study}")
+        point = search_points(config.ranges(optimizer), config.trials, seed)[claim.trial_id - 1]
+        parameters = trial_parameters(point, budget)
+        seed = stream_seed(config.seed, f"trial {optimizer}", batch_size, claim.trial_id)
+        began = time.perf_counter()
+        trial = run_trial(
+            ImageTask(self.images, optimizer, batch_size, parameters, seed),
+            claim.trial_id,
+            parameters,
+            budget=budget,
+            goal=config.goal_error,
+            spacing=config.eval_spacing,
+            best=lambda: self.claims.best(claim.study),
+            early_stopping=config.early_stopping,
+            may_go_on=may_go_on,
+        )
+        write_trial(_folder_of(config, self.folder, optimizer, batch_size), trial)
+        print(
+            f"{optimizer}, batch {batch_size}, trial {claim.trial_id}/{config.trials}: "
+            f"{_outcome(trial, config.goal_error)}  "
+            f"(lr {parameters['learning_rate']:.3g}, {time.perf_counter() - began:.1f} s)",
+            flush=True,
+        )
+
+
+def _run_all(work: _Work, stopping: Stopping) -> None:
+    """Run trials until none is left."""
     parent = os.environ.get(_PARENT)
 
     def may_go_on() -> None:
@@ -117,63 +152,33 @@ def _work(
 
     while True:
         may_go_on()
-        claim = store.claim(distributions)
+        claim = work.claims.claim()
         if claim is None:
             return
-        optimizer, batch_size = studies[claim.study]
         try:
-            _run_claim(config, folder, images, store, claim, optimizer, batch_size, may_go_on)
+            work.run(claim, may_go_on)
         except BaseException as error:
-            store.give_back(claim)
+            work.claims.give_back(claim)
             if isinstance(error, torch.OutOfMemoryError):
+                _, batch_size = _studies(work.config)[claim.study]
                 raise ValueError(
                     f"batch_sizes must fit into the device's memory, got {batch_size} ({error})"
                 ) from None
             raise
+        work.claims.finish(claim)
 
 
-def _run_claim(
-    config: StudyConfig,
-    folder: Path,
-    images: Images,
-    store: TrialStore,
-    claim: Claim,
-    optimizer: str,
-    batch_size: int,
-    may_go_on: Any,
-) -> None:
-    budget = config.budget(batch_size, len(images.data.train))
-    parameters = config.space(optimizer).parameters(claim.searched, budget)
-    seed = stream_seed(config.seed, f"trial {optimizer}", batch_size, claim.trial_id)
-    began = time.perf_counter()
-    trial = run_trial(
-        ImageTask(images, optimizer, batch_size, parameters, seed),
-        claim.trial_id,
-        parameters,
-        budget=budget,
-        goal=config.goal_error,
-        spacing=config.eval_spacing,
-        best=lambda: store.best(claim.study),
-        early_stopping=config.early_stopping,
-        may_go_on=may_go_on,
-    )
-    # Files first: if the process dies before the store knows, the trial runs again and is the same.
-    write_trial(_folder_of(config, folder, optimizer, batch_size), trial)
-    reached = reached_at(trial, config.goal_error)
-    store.finish(claim, trial.status, reached)
-    took = time.perf_counter() - began
-    came_to = {
-        "INFEASIBLE": f"diverged before step {trial.steps}",
-        "INCOMPLETE": f"stopped at step {trial.steps}, a better one was there before",
-    }.get(trial.status, f"{reached:.0f} steps to the goal")
-    if trial.status == "COMPLETE" and reached == float("inf"):
-        error = 100 * trial.measurements[OBJECTIVE].min()
-        came_to = f"goal not reached in {trial.steps} steps, least error {error:.1f} %"
-    print(
-        f"{optimizer}, batch {batch_size}, trial {claim.trial_id}/{config.trials}: {came_to}  "
-        f"(lr {parameters['learning_rate']:.3g}, {took:.1f} s)",
-        flush=True,
-    )
+def _outcome(trial: Trial, goal: float) -> str:
+    """Return in words what a trial came to."""
+    if trial.status == "INFEASIBLE":
+        return f"diverged before step {trial.steps}"
+    if trial.status == "INCOMPLETE":
+        return f"stopped at step {trial.steps}, a better one was there before"
+    reached = reached_at(trial, goal)
+    if reached < float("inf"):
+        return f"{reached:.0f} steps to the goal"
+    error = 100 * trial.measurements[OBJECTIVE].min()
+    return f"goal not reached in {trial.steps} steps, least error {error:.1f} %"
 
 
 def _in_processes(
@@ -244,49 +249,53 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
     return images
 
 
-def _open(config: StudyConfig, folder: Path, data: Data) -> TrialStore:
-    """Make a study's folder, or open it again, with all trials that are to be run.
+def _open(config: StudyConfig, images: Images) -> _Work:
+    """Make a study's folder, or open it again.
 
     Raises:
-        ValueError: If it is the folder of another study.
+        ValueError: If it is the folder of another study, or cannot be written.
     """
-    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    kept = {name: value for name, value in settings.items() if name not in _MAY_CHANGE}
-    text = config_to_yaml(kept)
+    folder = Path(config.output_dir or f"studies/{dataset_name(config.dataset)}-{config.model}")
+    studies = _studies(config)
+    folders = {name: _folder_of(config, folder, *own) for name, own in studies.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / SETTINGS
-        if path.exists():
-            before = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            now = yaml.safe_load(text)
-            for name in sorted({*before, *now}):
-                if before.get(name) != now.get(name):
-                    raise ValueError(
-                        f"{name} must be {before.get(name)} as in {path}, or output_dir another, "
-                        f"got {now.get(name)}"
-                    )
-        else:
-            write_text(path, text)
-        store = TrialStore(folder)
+        _keep_settings(config, folder)
+        claims = Claims(folder, folders, config.trials, config.goal_error)
+        for name, (optimizer, batch_size) in studies.items():
+            values = {
+                "batch_size": batch_size,
+                "dataset": dataset_name(config.dataset),
+                "early_stopping": config.early_stopping,
+                "goal_error": config.goal_error,
+                "model": config.model,
+                "optimizer": optimizer,
+                "parameter_configs": search_entries(config.ranges(optimizer)),
+                "train_steps": config.budget(batch_size, len(images.data.train)),
+            }
+            write_study(folders[name], values)
     except OSError as error:
         raise ValueError(
             f"output_dir must be a folder that can be written, got {folder} ({error})"
         ) from None
-    for name, (optimizer, batch_size) in _studies(config).items():
-        space = config.space(optimizer)
-        store.fill(name, space.distributions(), config.trials, config.seed)
-        values = {
-            "batch_size": batch_size,
-            "dataset": dataset_name(config.dataset),
-            "early_stopping": config.early_stopping,
-            "goal_error": config.goal_error,
-            "model": config.model,
-            "optimizer": optimizer,
-            "parameter_configs": space.entries(),
-            "train_steps": config.budget(batch_size, len(data.train)),
-        }
-        write_study(_folder_of(config, folder, optimizer, batch_size), values)
-    return store
+    return _Work(config, folder, images, claims)
+
+
+def _keep_settings(config: StudyConfig, folder: Path) -> None:
+    """Write a study's settings, or check that they are those it was begun with."""
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    text = config_to_yaml({n: value for n, value in settings.items() if n not in _MAY_CHANGE})
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SETTINGS
+    if not path.exists():
+        write_text(path, text)
+        return
+    before, now = yaml.safe_load(path.read_text(encoding="utf-8")) or {}, yaml.safe_load(text)
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{name} must be {before.get(name)} as in {path}, or output_dir another, "
+                f"got {now.get(name)}"
+            )
 
 
 def _studies(config: StudyConfig) -> dict[str, tuple[str, int]]:

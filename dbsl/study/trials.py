@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,15 +26,14 @@ from dbsl.data.transforms import Transform
 from dbsl.model import build_model, build_optimizer, set_dropout
 from dbsl.plan.sampler import StepSampler, evaluation_batches
 from dbsl.study.files import COLUMNS
-from dbsl.study.scaling import OBJECTIVE, Trial
+from dbsl.study.scaling import Trial
 
 _CACHED_EVALUATION = 2**30  # bytes of evaluation images that are kept as they go into the model
 # timm's names; "sgd" without momentum is "momentum" with none.
 _TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """The evaluation set's result at one moment."""
 
     loss: float  # cross-entropy, mean over the samples
@@ -101,7 +100,7 @@ def run_trial(
             best trial did (INCOMPLETE): neither changes the least steps to result.
         may_go_on: Called at every measurement; it may raise.
     """
-    rows = [(0, math.nan, *_values(task.measure()))]
+    rows = [(0, math.nan, *task.measure())]
     status, done = "COMPLETE", 0
     for step in measured_steps(budget, spacing):
         may_go_on()
@@ -111,7 +110,7 @@ def run_trial(
         loss = task.advance([decayed_rate(s, parameters) for s in range(done, step)])
         done = step
         measured = task.measure() if math.isfinite(loss) else Measurement(math.nan, math.nan)
-        rows.append((step, loss, *_values(measured)))
+        rows.append((step, loss, *measured))
         if not (math.isfinite(loss) and math.isfinite(measured.loss)):
             status = "INFEASIBLE"
             break
@@ -119,12 +118,6 @@ def run_trial(
             break
     columns = np.array(rows, dtype=np.float64).T
     return Trial(trial_id, status, done, dict(parameters), dict(zip(COLUMNS, columns, strict=True)))
-
-
-def reached_at(trial: Trial, goal: float) -> float:
-    """Return the first step at which a trial was measured under the goal, or inf."""
-    steps = trial.measurements["step"][trial.measurements[OBJECTIVE] < goal]
-    return float(steps[0]) if len(steps) else math.inf
 
 
 class ImageTask:
@@ -268,7 +261,3 @@ class Images:
             return batches
         self._kept = list(batches)
         return self._kept
-
-
-def _values(measured: Measurement) -> tuple[float, float]:
-    return measured.loss, measured.error

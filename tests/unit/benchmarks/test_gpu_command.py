@@ -331,7 +331,7 @@ def test_wheels_are_those_that_training_imports_and_an_image_with_torch_lacks():
     assert packing.missing_packages() == {}  # a usual image has all of it
     missing = packing.missing_packages(set(packing._THERE.split()) - {"matplotlib"})
     assert set(missing) >= {"matplotlib", "contourpy"}  # with its own needs
-    assert not {"torch", "datasets", "wandb", "optuna", "numpy"} & set(missing)
+    assert not {"torch", "datasets", "wandb", "numpy"} & set(missing)
 
 
 def test_pieces_that_cannot_hold_the_wheels_are_refused_with_one_line(tmp_path, capsys):

@@ -14,14 +14,14 @@ from accelerate.state import AcceleratorState
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.base.seeds import stream_seed
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.study import study
-from dbsl.study.files import read_workloads
-from dbsl.study.scaling import Study, steps_to_result
-from dbsl.study.search import Range, SearchSpace, TrialStore, quasi_random_points
+from dbsl.study.claims import Claims
+from dbsl.study.files import COLUMNS, read_workloads, write_trial
+from dbsl.study.scaling import Study, Trial, steps_to_result
+from dbsl.study.search import Range, search_entries, search_points, trial_parameters
 from dbsl.study.trials import (
     Images,
     ImageTask,
@@ -243,23 +243,21 @@ def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum)
 # --- search
 
 
-SPACE = SearchSpace(
-    Range(0.01, 10.0, "LOG_SCALE"),
-    Range(0.5, 0.99, "REVERSE_LOG_SCALE"),
-    Range(0.1, 1.0, "LOG_SCALE"),
-    Range(0.25, 1.0, "LINEAR_SCALE"),
-    Range(5e-4, 5e-4, "LOG_SCALE"),
-)
+RANGES = {
+    "effective_learning_rate": Range(0.01, 10.0, "LOG_SCALE"),
+    "momentum": Range(0.5, 0.99, "REVERSE_LOG_SCALE"),
+    "end_learning_rate_factor": Range(0.1, 1.0, "LOG_SCALE"),
+    "learning_rate_decay_share": Range(0.25, 1.0, "LINEAR_SCALE"),
+    "weight_decay": Range(5e-4, 5e-4, "LOG_SCALE"),
+}
 
 
 def test_points_fill_every_range_evenly_and_repeat():
-    found = SPACE.distributions()
-    assert "weight_decay" not in found
-    points = quasi_random_points(found, 64, seed=5)
-    assert points == quasi_random_points(found, 64, seed=5)
-    assert points[:10] == quasi_random_points(found, 10, seed=5)
-    assert points != quasi_random_points(found, 64, seed=6)
-    given = [SPACE.parameters(point, 200) for point in points]
+    points = search_points(RANGES, 64, seed=5)
+    assert points == search_points(RANGES, 64, seed=5)
+    assert points[:10] == search_points(RANGES, 10, seed=5)
+    assert points != search_points(RANGES, 64, seed=6)
+    given = [trial_parameters(point, 200) for point in points]
     rates = np.array([values["effective_learning_rate"] for values in given])
     eighths = np.histogram(np.log10(rates), bins=8, range=(-2, 1))[0]
     assert (eighths == 8).all()  # which random points would not do
@@ -275,59 +273,61 @@ def test_points_fill_every_range_evenly_and_repeat():
         assert values["weight_decay"] == 5e-4
 
 
-def test_space_is_written_under_the_names_of_the_parameters():
-    entries = SPACE.entries()
-    assert set(entries) <= set(SPACE.parameters(quasi_random_points({}, 1, 0)[0], 10))
+def test_points_are_those_of_studies_that_optuna_searched():
+    (point, *_) = search_points(
+        RANGES | {"weight_decay": Range(0, 0, "LOG_SCALE")}, 2, 123456789012
+    )
+    known = [0.326030877, 0.826246616, 0.155853248, 0.737200552]
+    assert sorted(point.values()) == pytest.approx(sorted([0.0, *known]))
+
+
+def test_ranges_are_written_under_the_names_of_the_parameters():
+    entries = search_entries(RANGES)
+    assert set(entries) < set(trial_parameters(search_points(RANGES, 1, 0)[0], 10))
     assert entries["end_learning_rate_factor"]["fixed_bounds"] == ["max"]
     assert "weight_decay" not in entries
 
 
-def test_store_gives_each_trial_to_one_process_and_dead_ones_back(tmp_path):
-    space = SPACE.distributions()
-    first, second = TrialStore(tmp_path), TrialStore(tmp_path)
-    for store in (first, second):
-        store.fill("sgd/16", space, 3, seed=0)
-    claims = [first.claim({"sgd/16": space}), second.claim({"sgd/16": space})]
+def make_claims(folder, trials=3):
+    return Claims(folder, {"sgd/16": folder / "16"}, trials, goal=0.5)
+
+
+def write(folder, trial_id, status="COMPLETE", errors=(0.9, 0.4), step=20):
+    steps = step * np.arange(len(errors), dtype=float)
+    measurements = dict(zip(COLUMNS, (steps, steps, steps, np.array(errors)), strict=True))
+    write_trial(folder / "16", Trial(trial_id, status, step, {}, measurements))
+
+
+def test_each_trial_is_given_to_one_process_and_a_dead_ones_to_the_next(tmp_path):
+    first, second = make_claims(tmp_path), make_claims(tmp_path)
+    claims = [first.claim(), second.claim()]
     assert [claim.trial_id for claim in claims] == [1, 2]
-    assert [c.searched for c in claims] == quasi_random_points(
-        space, 2, stream_seed(0, "search sgd/16")
-    )
-    first.finish(claims[0], "COMPLETE", 40)
+    assert (first.running(), first.best("sgd/16")) == (2, math.inf)
+    write(tmp_path, 1)
+    first.finish(claims[0])
     claims[1].lock.release()  # as the system does when a process dies
-    third = first.claim({"sgd/16": space})
-    assert third.trial_id == 3
-    again = first.claim({"sgd/16": space})
-    assert (again.trial_id, again.searched) == (2, claims[1].searched)
-    assert first.claim({"sgd/16": space}) is None
-    assert first.best("sgd/16") == 40
-    first.finish(again, "INFEASIBLE", math.inf)
-    first.give_back(third)
-    assert first.counts("sgd/16") == {"waiting": 1, "running": 0, "finished": 2}
-    first.fill("sgd/16", space, 5, seed=0)  # more trials later
-    assert first.counts("sgd/16") == {"waiting": 3, "running": 0, "finished": 2}
-    assert second.best("sgd/16") == 40
-
-
-def test_trial_whose_process_died_while_giving_it_back_is_not_lost(tmp_path, monkeypatch):
-    space, store = SPACE.distributions(), TrialStore(tmp_path)
-    store.fill("sgd/16", space, 1, seed=0)
-    store.claim({"sgd/16": space}).lock.release()
-    with monkeypatch.context() as patch:
-        patch.setattr("dbsl.study.search._enqueue", None)  # after it was told to have failed
-        with pytest.raises(TypeError):
-            store.claim({"sgd/16": space})
-    store.fill("sgd/16", space, 1, seed=0)
-    assert store.claim({"sgd/16": space}).trial_id == 1
+    again, third = first.claim(), second.claim()
+    assert (again.trial_id, third.trial_id) == (2, 3)
+    assert second.claim() is None
+    write(tmp_path, 2, "INFEASIBLE", (0.1, 0.1))
+    first.finish(again)
+    second.give_back(third)
+    assert second.running() == 0
+    write(tmp_path, 3, errors=(0.9, 0.9, 0.4), step=5)
+    assert (first.best("sgd/16"), second.claim()) == (10, None)
+    assert make_claims(tmp_path, 4).claim().trial_id == 4  # more trials later
 
 
 def test_trial_that_kills_its_process_every_time_is_named(tmp_path):
-    space = SPACE.distributions()
-    store = TrialStore(tmp_path)
-    store.fill("sgd/16", space, 1, seed=0)
+    claims = make_claims(tmp_path, 1)
     for _ in range(3):
-        store.claim({"sgd/16": space}).lock.release()
+        claims.claim().lock.release()
     with pytest.raises(ValueError, match="3 processes that died in trial 1 of sgd/16"):
-        store.claim({"sgd/16": space})
+        claims.claim()
+    (tmp_path / "other").mkdir()
+    claims = make_claims(tmp_path / "other", 1)
+    for _ in range(4):
+        claims.give_back(claims.claim())  # asked to stop, it did not die
 
 
 # --- the command
@@ -396,15 +396,13 @@ def test_study_in_two_processes_finds_what_one_does(tmp_path, monkeypatch, capsy
 
 @pytest.mark.slow
 def test_stopped_study_gives_its_trial_back_and_says_how_to_go_on(tmp_path):
-    process = Forked(lambda: study.main(flags(tmp_path, max_steps=600, goal_error=0.001)))
+    process = Forked(lambda: study.main(flags(tmp_path, max_steps=100, goal_error=0.001)))
     wait_until(lambda: process.stdout.count("\n"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
     assert "giving its trial back" in process.stderr
     assert "stopped; the same command goes on" in process.stderr
-    counts = TrialStore(tmp_path).counts("sgd/16")
-    assert counts["running"] == 0
-    assert counts["waiting"] + counts["finished"] == 3
+    assert not [path for path in tmp_path.glob("locks/*.attempts") if path.read_text() != "0"]
 
 
 def test_plot_reads_a_study_again(tmp_path, capsys):
