@@ -8,11 +8,9 @@ connection that they have (`Pulse`). No port is opened here.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import socket
-import struct
 import sys
 import threading
 import time
@@ -20,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,7 +27,6 @@ from dbsl.base.errors import SyncError
 _BEAT_S = 0.4
 _PATIENCE = timedelta(seconds=20)  # for the store itself
 _LOST = "lost"
-_SIOCGIFADDR = 0x8915
 
 
 def restarts() -> int:
@@ -112,15 +110,8 @@ def _interface_to(address: str) -> str | None:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(peer)  # sends nothing
         own = probe.getsockname()[0]
-        if family != socket.AF_INET:
-            return "lo" if own == "::1" else None
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces for a in found if a.address == own), None)
 
 
 class RollCall:
