@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import reduce
-from torch import Tensor, nn
+from torch import Tensor
 
 from dbsl.base.errors import RunStopped, SaveError
 from dbsl.base.files import link_or_copy
@@ -225,7 +225,7 @@ class Checkpointer:
                     if progress or self._cluster.holds_weights
                     else None
                 ),
-                "counters": integer_buffers(self._run.model),
+                "counters": self._cluster.weights.counters,
             },
             "stepper": self._stepper.state_dict(),
             "clock": self._stepper.clock.state_dict() if progress else {},
@@ -235,7 +235,7 @@ class Checkpointer:
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
             "meter": self._session.meter.state_dict(),
-            "average": self._run.ema and self._run.ema.state_dict(),
+            "average": self._run.ema and {"vector": self._run.ema.vector},
             "epochs_done": self._epochs_done,
             **self._session.stopwatch.state_dict(),
         }
@@ -276,12 +276,12 @@ class Checkpointer:
                 self._accelerator.scaler.load_state_dict(state["scaler"])
             if state["model"]["weights"] is not None:
                 self._cluster.weights.load(state["model"]["weights"])
-            buffers = integer_buffers(self._run.model)
-            for buffer, saved in zip(buffers, state["model"]["counters"], strict=True):
-                buffer.copy_(saved)
+            counters = self._cluster.weights.counters
+            for counter, saved in zip(counters, state["model"]["counters"], strict=True):
+                counter.copy_(saved)
             if self._run.ema and state.get("average"):
-                device = self._cluster.weights.vector.device
-                self._run.ema.load_state_dict(state["average"], device)
+                vector, device = state["average"]["vector"], self._cluster.weights.vector.device
+                self._run.ema.vector = None if vector is None else vector.to(device)
             if "meter" in state:  # not in checkpoints of before
                 meter = self._session.meter
                 load = meter.restart if resumed.restart else meter.load_state_dict
@@ -389,11 +389,6 @@ class Checkpointer:
         if self._last_good is None:
             return "there is no checkpoint"
         return f"the last good checkpoint is {self._folder / CHECKPOINTS / self._last_good}"
-
-
-def integer_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the model's buffers that are not in its weights' vector: batch norm's counters."""
-    return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

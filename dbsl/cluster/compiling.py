@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import Batch
 from dbsl.model import set_dropout
 
@@ -39,6 +40,7 @@ def uncompiled(model: nn.Module) -> AbstractContextManager:
 
 def compile_for(
     model: nn.Module,
+    weights: FlatWeights,
     batch_sizes: Mapping[int, Collection[int]],
     dropout: Mapping[int, float],
     accelerator: Accelerator,
@@ -46,11 +48,11 @@ def compile_for(
 ) -> None:
     """Compile a model in place, and make the graphs that training will need.
 
-    Weights, statistics and random streams stay as they are. Call it when the weights are where
-    they will stay (`FlatWeights`): graphs keep their addresses.
+    Weights, statistics and random streams stay as they are.
 
     Args:
         model: The model, on its device.
+        weights: Its weights, where they will stay: graphs keep their addresses.
         batch_sizes: Samples of the batches that are trained on, by resolution.
         dropout: Before the classifier, by resolution.
         accelerator: Tells the device and the precision.
@@ -59,9 +61,8 @@ def compile_for(
     device = accelerator.device
     compile_in_place(model, device)
     began, graphs = time.perf_counter(), 0
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     model.train()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for resolution, sizes in batch_sizes.items():
             set_dropout(model, dropout[resolution])
             for size in sorted(sizes):
@@ -73,6 +74,5 @@ def compile_for(
                     # Gradients lie in the graph's memory, which its next call overwrites.
                     model.zero_grad(set_to_none=True)
                 graphs += 1
-    model.load_state_dict(before)
     took = time.perf_counter() - began
     accelerator.print(f"compiled for {graphs} pairs of resolution and batch size in {took:.0f} s")

@@ -243,18 +243,13 @@ class DistributedSteps(_Stepper):
         After the first one DDP orders its buckets anew, and a sum over three ranks rounds by the
         buckets: a resumed run would differ from an unbroken one, which has that behind it.
         """
-        before = weights.vector.clone()
-        counters = [b for b in self._raw.buffers() if not b.is_floating_point()]
-        counted = [counter.clone() for counter in counters]
-        devices = [before.device] if before.is_cuda else []
-        example = example.to(before if example.is_floating_point() else before.device)
-        with torch.random.fork_rng(devices), uncompiled(self._raw):
+        vector = weights.vector
+        example = example.to(vector if example.is_floating_point() else vector.device)
+        devices = [vector.device] if vector.is_cuda else []
+        with weights.kept(), torch.random.fork_rng(devices), uncompiled(self._raw):
             self.model(example).sum().backward()
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
-        weights.load(before)
-        for counter, count in zip(counters, counted, strict=True):
-            counter.copy_(count)
 
     def _no_sync(self, step: Step):
         return self.model.no_sync() if step.odd else nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,14 @@ class FlatWeights:
     """One vector that holds a model's parameters and floating-point buffers.
 
     The model's tensors become views into it: reading `vector` costs no copy, writing to it changes
-    the model. Each tensor starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Integer
-    buffers (batch norm's step counter) are left with the model. Call it after the model is on its
-    device and in its dtype, and before an optimizer is built on it or it is compiled.
+    the model. Each tensor starts at a multiple of `ALIGNMENT` numbers; the gaps hold zeros. Call it
+    after the model is on its device and in its dtype, and before an optimizer is built on it or it
+    is compiled.
+
+    Attributes:
+        vector: Parameters, then floating-point buffers, [P].
+        buffers: The part of `vector` that holds the buffers (batch norm's statistics).
+        counters: The model's other buffers (batch norm's step counters), which stay outside.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,8 +38,8 @@ class FlatWeights:
         self.vector = torch.zeros(_padded_length(tensors), dtype=dtype, device=device)
         self._tensors = tensors
         self._parameters = list(model.parameters())
-        # A view: batch norm's statistics.
         self.buffers = self.vector[_padded_length(self._parameters) :]
+        self.counters = [b for b in model.buffers() if not b.is_floating_point()]
         with torch.no_grad():
             for tensor, view in _views(self.vector, tensors):
                 view.copy_(tensor)
@@ -47,6 +53,17 @@ class FlatWeights:
     def load(self, weights: Tensor) -> None:
         """Copy a vector of the same length, from any device, into the model."""
         self.vector.copy_(weights)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put weights and counters back on leaving."""
+        state = (self.vector, *self.counters)
+        before = [tensor.clone() for tensor in state]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
 
     def attach_gradients(self, vector: Tensor) -> None:
         """Make a vector in the layout of the weights hold the gradients of the parameters."""

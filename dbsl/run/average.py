@@ -6,9 +6,7 @@ give other activations, so their statistics are measured anew wherever they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,51 +22,29 @@ from dbsl.data.transforms import Transform
 _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
 
 
+@dataclass
 class WeightAverage:
     """Averages the merged weights over epochs: a <- decay * a + (1 - decay) * g at each one's end.
 
-    Only merged weights are worth averaging: in between, each worker has its own. timm's ModelEmaV3,
-    which does this to a module, would keep a second model; here it is the one vector. What it holds
-    of batch norm's statistics is never used (see `recompute_statistics`).
+    Only merged weights are worth averaging: in between, each worker has its own. The average is one
+    vector; timm's ModelEmaV3 and torch's AveragedModel would keep a second model.
 
-    Args:
+    Attributes:
         decay: In (0, 1), per epoch: with 0.8 the last five epochs have two thirds of the weight.
+        vector: The average, [P], statistics of batch norm included; None before the first epoch's
+            end.
     """
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self.vector: Tensor | None = None  # before the first epoch's end
+    decay: float
+    vector: Tensor | None = None
 
     @torch.no_grad()
     def add(self, weights: Tensor) -> None:
-        """Take the weights of an epoch's end in."""
+        """Take in the weights of an epoch's end, [P]."""
         if self.vector is None:
             self.vector = weights.clone()
         else:
-            self.vector.lerp_(weights, 1 - self._decay)
-
-    @contextmanager
-    def inside(self, weights: FlatWeights, model: nn.Module) -> Iterator[None]:
-        """Have the model's weights be the average for a while; then all of it is as before."""
-        before = weights.vector.clone()
-        counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-        counted = [counter.clone() for counter in counters]
-        weights.load(self.vector)
-        try:
-            yield
-        finally:
-            weights.load(before)
-            for counter, count in zip(counters, counted, strict=True):
-                counter.copy_(count)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the average so far."""
-        return {"vector": self.vector}
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned."""
-        vector = state["vector"]
-        self.vector = None if vector is None else vector.to(device)
+            self.vector.lerp_(weights, 1 - self.decay)
 
 
 def statistics_batches(

@@ -76,7 +76,8 @@ def connect(
         weights = FlatWeights(model)
         if config.compile:  # only now: graphs keep the weights' addresses
             dropout = {stage.resolution: stage.dropout for stage in run.stages}
-            compile_for(model, run.batch_sizes(workers), dropout, accelerator, run.data.example)
+            sizes = run.batch_sizes(workers)
+            compile_for(model, weights, sizes, dropout, accelerator, run.data.example)
         return weights
 
     common = {

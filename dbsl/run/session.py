@@ -131,7 +131,8 @@ class Session:
     def ema_weights(self) -> Iterator[None]:
         """Give the model the averaged weights for a while, with batch norm's statistics of them."""
         run = self.run
-        with run.ema.inside(self.cluster.weights, run.model):
+        with self.cluster.weights.kept():
+            self.cluster.weights.load(run.ema.vector)
             recompute_statistics(
                 *(run.model, self.cluster.weights, run.data.train, run.evaluation_transform),
                 self.accelerator,

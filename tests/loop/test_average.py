@@ -1,5 +1,5 @@
 import json
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -23,24 +23,6 @@ def test_average_is_exponential_and_starts_at_the_first_weights():
     for value in (4.0, 8.0, 0.0):
         average.add(torch.full((2,), value))
     assert average.vector.tolist() == [3.75, 3.75]  # 0.75 * (0.75 * 4 + 0.25 * 8) + 0.25 * 0
-    again = WeightAverage(0.75)
-    again.load_state_dict(average.state_dict(), torch.device("cpu"))
-    again.add(torch.zeros(2))
-    assert again.vector.tolist() == pytest.approx([2.8125, 2.8125])
-
-
-def test_the_model_has_the_average_for_a_while_only():
-    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
-    weights = FlatWeights(model)
-    average = WeightAverage(0.5)
-    average.add(torch.zeros_like(weights.vector))
-    before = weights.vector.clone()
-    with suppress(RuntimeError), average.inside(weights, model):
-        assert not weights.vector.any()
-        model(torch.ones(3, 2))
-        raise RuntimeError
-    assert torch.equal(weights.vector, before)
-    assert model[1].num_batches_tracked == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
+from contextlib import suppress
+
 import pytest
 import timm
 import torch
+from torch import nn
 
 from dbsl.cluster.weights import ALIGNMENT, FlatWeights
 
@@ -50,3 +53,15 @@ def test_training_moves_the_vector_and_load_moves_the_model():
     torch.testing.assert_close(weights.tensors(), [tensor - 0.1 for tensor in before])
     weights.load(start)
     assert all(map(torch.equal, (model.weight, model.bias), before))
+
+
+def test_weights_and_counters_are_as_before_after_a_while_with_others():
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    weights = FlatWeights(model)
+    before = weights.vector.clone()
+    with suppress(RuntimeError), weights.kept():
+        weights.load(torch.zeros_like(before))
+        model(torch.ones(3, 2))
+        raise RuntimeError
+    assert torch.equal(weights.vector, before)
+    assert model[1].num_batches_tracked == 0
