@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import ServerCluster
+from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
@@ -76,11 +76,11 @@ def measure(wire: str) -> dict[str, Any]:
     if rank == 0:
         options = {"rule": "ratio", "staleness": None, "rounds_per_epoch": rounds}
         server = Server(weights.vector, workers, **options)
-    sync = ServerCluster(
+    sync = through_server(
         weights,
         server,
         planner=planner,
-        worker=None if rank == 0 else 0,  # a dedicated server, whose rank has nothing else to do
+        workers=() if rank == 0 else (0,),  # a dedicated server, whose rank has nothing else to do
         epochs=1,
         rounds_per_epoch=rounds,
         timeout_s=60.0,

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.numbers import as_counts
-from dbsl.cluster.messages import SERVER_RANK, ControlGroup, FusedSum, SharedPlans
+from dbsl.cluster.messages import SERVER_RANK, FusedSum
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner
-from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport
-from dbsl.plan.types import CurrentPlan
+from dbsl.plan.turns import Action, EpochEnd, Round, RoundReport
 
 
 class BarrierCluster(Cluster):
@@ -28,15 +26,11 @@ class BarrierCluster(Cluster):
     broadcast, as they do before the first round and where a whole round was refused.
 
     Args:
-        weights: This process's model.
-        server: On the server rank the server, elsewhere None.
-        planner: Tells who trains on how much; on the server rank it may change its mind.
-        worker: The worker of this process; None on a dedicated server.
-        epochs: Epochs to run.
-        rounds_per_epoch: Rounds that make an epoch.
+        weights: As for `Cluster`, like all that is not named here.
+        server: As for `Cluster`.
         outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
-        control: How processes agree on what to do.
-        wire: Weights travel as their change since the pull where that is less than their dtype.
+        wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
+            rounded to it, and of weights their change since the pull.
         at_server: Whether the server makes other weights of the mean, which come back in a
             broadcast, too.
         gathers: Whether the server gets every worker's weights, for a merge rule of one's own.
@@ -47,57 +41,38 @@ class BarrierCluster(Cluster):
         weights: FlatWeights,
         server: Server | None,
         *,
-        planner: Planner,
-        worker: int | None,
-        epochs: int,
-        rounds_per_epoch: int,
         outgoing: Tensor | None = None,
-        control: ControlGroup,
         wire: torch.dtype | None = None,
         at_server: bool = False,
         gathers: bool = False,
+        **common: Any,
     ) -> None:
-        self.weights = weights
-        self.server = server
-        self.worker = worker
-        self.workers = [] if worker is None else [worker]
-        self._plans = SharedPlans(planner)
-        self.outgoing = weights.vector if outgoing is None else outgoing
+        super().__init__(weights, server, outgoing=outgoing, **common)
         self._averages = outgoing is None
         self._at_server = at_server
         self._gathers = gathers
-        self._epochs = epochs
-        self._rounds_per_epoch = rounds_per_epoch
-        self.control = control
-        self._clock = 0  # rounds that are over
         self._has_global = False
-        self._waited_s = 0.0
         summed = self.outgoing[:0] if gathers else self.outgoing  # then their reports alone
         self._sum = FusedSum(summed, wire or self.outgoing.dtype)
         # What the workers' changes count from; only where changes are what travels.
         changes = self._averages and self._sum.vector.dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
-        self.refused = 0  # rounds that were not finite
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
-        while self._clock < self._epochs * self._rounds_per_epoch:
+        while self._clock < self._rounds:
             epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
-            if self.worker is None:  # a dedicated server takes part in every collective
+            if not self.workers:  # a dedicated server takes part in every collective
                 self._plans.at(epoch, round_)
                 self._receive()
                 self.idle()
                 self._meet(epoch, round_, None)
             else:
-                yield Round((self.worker,), epoch, round_)
+                yield Round(self.workers, epoch, round_)
             self._clock += 1
             if self._clock % self._rounds_per_epoch == 0:
                 self._receive()
                 yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
-
-    def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn (a collective where it may have changed)."""
-        return self._plans.at(turn.epoch, turn.round)
 
     def pull(self, turn: Round) -> None:
         """Bring the global weights into the model (a collective: every rank is in it)."""
@@ -132,7 +107,7 @@ class BarrierCluster(Cluster):
         return {
             "clock": self._clock,
             "has_global": self._has_global,
-            "refused": self.refused,
+            "refused": self._refused,
             "waited_s": self._waited_s,
             "pulled": self._pulled,
             "server": self.server and self.server.state_dict(),
@@ -140,7 +115,7 @@ class BarrierCluster(Cluster):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
+        self._clock, self._refused = as_counts([state["clock"], state["refused"]], 2)
         self._has_global = bool(state["has_global"])
         self._waited_s = state["waited_s"]
         if self._pulled is not None:
@@ -151,29 +126,25 @@ class BarrierCluster(Cluster):
             self.server.load_state_dict(state["server"])
 
     @torch.no_grad()
-    def _gather(self, report: RoundReport | None) -> None:
+    def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
+        """Merge what all workers push; `report` is None on a dedicated server."""
         began = time.perf_counter()
+        total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
+        if not self._gathers:
+            self._weigh(report, total)
         self.control.enter()
         reports = self.control.with_lines(self._sum.exchange(report), report)
-        self.refused += sum(r.refused for r in reports)
-        ranks = range(dist.get_world_size())
-        pushed = None if self.server is None else [torch.empty_like(self.outgoing) for _ in ranks]
-        self.control.enter()
-        dist.gather(self.outgoing, pushed, dst=SERVER_RANK)
-        self._has_global = False
+        self._refused += sum(r.refused for r in reports)
+        if self._gathers:
+            self._gather(reports)
+        else:
+            self._take(reports, total)
         if self.server is not None:
-            workers = pushed[len(pushed) - len(reports) :]  # a dedicated server comes first
-            self.server.push_each(workers, reports)
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
         self._waited_s += time.perf_counter() - began
 
-    @torch.no_grad()
-    def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
-        if self._gathers:
-            self._gather(report)
-            return
-        began = time.perf_counter()
-        total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
+    def _weigh(self, report: RoundReport | None, total: float) -> None:
+        """Write this rank's part of the weighted sum."""
         summed = self._sum.vector
         if report is None or report.refused:
             summed.zero_()  # zero times what is not finite would not be
@@ -184,9 +155,10 @@ class BarrierCluster(Cluster):
         else:
             change = self.outgoing - self._pulled
             summed.copy_(change.mul_(report.merge_weight / total))
-        self.control.enter()
-        reports = self.control.with_lines(self._sum.exchange(report), report)
-        self.refused += sum(r.refused for r in reports)
+
+    def _take(self, reports: Sequence[RoundReport], total: float) -> None:
+        """Take the sum of all ranks, in which refused parts are zeros."""
+        summed = self._sum.vector
         taken = [r.merge_weight for r in reports if not r.refused]
         if self._averages and len(taken) < len(reports) and taken:
             summed.mul_(total / sum(taken))
@@ -198,8 +170,17 @@ class BarrierCluster(Cluster):
         if self.server is not None:
             joined = summed.to(self.outgoing.dtype)
             self.server.push_joined(joined if taken else None, reports)
-            self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
-        self._waited_s += time.perf_counter() - began
+
+    def _gather(self, reports: Sequence[RoundReport]) -> None:
+        """Give every worker's weights to the server."""
+        ranks = range(dist.get_world_size())
+        pushed = None if self.server is None else [torch.empty_like(self.outgoing) for _ in ranks]
+        self.control.enter()
+        dist.gather(self.outgoing, pushed, dst=SERVER_RANK)
+        self._has_global = False
+        if self.server is not None:
+            workers = pushed[len(pushed) - len(reports) :]  # a dedicated server comes first
+            self.server.push_each(workers, reports)
 
     @torch.no_grad()
     def _receive(self) -> None:
@@ -216,9 +197,3 @@ class BarrierCluster(Cluster):
             self._pulled.copy_(self.weights.vector)
         self._has_global = True
         self._waited_s += time.perf_counter() - began
-
-    def restart(self, start: Restart) -> None:
-        """Go on where workers of another number stopped."""
-        self._clock = start.clock
-        if self.server is not None:
-            self.server.restart(start)

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from dbsl.base.errors import one_of_several
 from dbsl.base.numbers import as_counts
-from dbsl.cluster.messages import ControlGroup, SharedPlans, exchange_reports
+from dbsl.cluster.messages import exchange_reports
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner
 from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
-from dbsl.plan.types import CurrentPlan
 
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 
@@ -30,50 +28,33 @@ class JointCluster(Cluster):
     reports.
 
     Args:
-        weights: This process's model.
-        planner: Tells who trains on how much.
-        workers: The workers of this process.
-        epochs: Epochs to run.
-        rounds_per_epoch: Turns that make an epoch.
+        weights: As for `Cluster`, like all that is not named here.
         duration: In one process: virtual seconds of a worker's part of a round, from (worker,
             epoch, round).
         finish_round: Called at a round's end, before the reports are exchanged.
-        control: Of several processes: how they agree on what to do.
     """
 
     def __init__(
         self,
         weights: FlatWeights,
         *,
-        planner: Planner,
-        workers: Sequence[int],
-        epochs: int,
-        rounds_per_epoch: int,
         duration: Callable[[int, int, int], float],
-        finish_round: Callable[[], object] | None = None,
-        control: ControlGroup | None = None,
+        finish_round: Callable[[], object] = lambda: None,
+        **common: Any,
     ) -> None:
-        self.weights = weights
-        self.outgoing = weights.vector
-        self.refused = 0  # rounds that were not finite
-        self.workers = tuple(workers)
+        super().__init__(weights, **common)
         self._simulated = not one_of_several()
         self.time_s = 0.0 if self._simulated else None
-        self._plans = SharedPlans(planner)
-        self._epochs = epochs
-        self._rounds_per_epoch = rounds_per_epoch
         self._duration = duration
         self._finish_round = finish_round
-        self.control = control
         self._reports: deque[RoundReport] = deque()
-        self._clock = 0  # rounds that are over
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
         self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
-        while self._clock < self._epochs * self._rounds_per_epoch:
+        while self._clock < self._rounds:
             epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
             self._began = time.perf_counter() - self._spent_s
             self._spent_s = 0.0
@@ -81,10 +62,6 @@ class JointCluster(Cluster):
             self._clock += 1
             if self._clock % self._rounds_per_epoch == 0:
                 yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
-
-    def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn (a collective where it may have changed)."""
-        return self._plans.at(turn.epoch, turn.round)
 
     def pull(self, turn: Round) -> None:
         """Keep the weights, which are here already, in case that the round is not finite."""
@@ -95,8 +72,7 @@ class JointCluster(Cluster):
 
         True: it was refused, and the weights are those of its start.
         """
-        if self._finish_round:
-            self._finish_round()
+        self._finish_round()
         if self._simulated:
             durations = [self._duration(r.worker, r.epoch, r.round) for r in reports]
             slowest = max(durations)
@@ -115,7 +91,7 @@ class JointCluster(Cluster):
         refused = any(report.refused for report in done)
         if refused:
             self.weights.load(self._start)
-            self.refused += 1
+            self._refused += 1
             done = [replace(report, refused=True) for report in done]
         else:
             for report in done:
@@ -160,7 +136,7 @@ class JointCluster(Cluster):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._clock, self.refused = as_counts([state["clock"], state["refused"]], 2)
+        self._clock, self._refused = as_counts([state["clock"], state["refused"]], 2)
         self.time_s = state["time_s"]
         self._spent_s = state["spent_s"]
         start, device = state["start"], self.weights.vector.device
@@ -169,6 +145,6 @@ class JointCluster(Cluster):
 
     def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self._clock = start.clock
+        super().restart(start)
         self.time_s = start.time_s if self._simulated else None
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None

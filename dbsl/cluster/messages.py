@@ -14,7 +14,7 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 from dbsl.base.errors import one_of_several
-from dbsl.cluster.liveness import RollCall
+from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.plan.follow import Planner
 from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import CurrentPlan, Plan, WorkerPlan
@@ -261,11 +261,11 @@ class ControlGroup:
 
     Args:
         timeout_s: Longest wait for a process.
-        rollcall: Is told of every exchange that this process enters.
+        heartbeats: Is told of every exchange that this process enters.
     """
 
-    def __init__(self, timeout_s: float, rollcall: RollCall | None = None) -> None:
-        self.rollcall = rollcall
+    def __init__(self, timeout_s: float, heartbeats: Heartbeats | None = None) -> None:
+        self.heartbeats = heartbeats
         # In host memory: asking must not wait for what a device has queued.
         timeout = timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -273,8 +273,8 @@ class ControlGroup:
 
     def enter(self) -> None:
         """Note that this process begins an exchange with all others."""
-        if self.rollcall is not None:
-            self.rollcall.enter()
+        if self.heartbeats is not None:
+            self.heartbeats.enter()
 
     def highest(self, *values: int) -> list[int]:
         """Return the highest of each of all processes' values (a collective)."""

@@ -1,4 +1,4 @@
-"""What every cluster offers the training loop and the checkpointer, whoever is in it."""
+"""What every cluster offers the training loop and the checkpointer, wherever its workers are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dbsl.cluster.messages import ControlGroup
+from dbsl.cluster.messages import NOTHING_ANNOUNCED, ControlGroup, SharedPlans
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.follow import Planner
 from dbsl.plan.turns import Action, EpochEnd, LostWorker, Restart, Round, RoundReport
 from dbsl.plan.types import CurrentPlan
 
@@ -22,36 +23,65 @@ class Cluster(ABC):
     The loop takes `turns`; in each round it asks for the `plan`, does a `pull`, trains, and does a
     `push`. What is not abstract here is right where nothing has to be done.
 
-    Attributes:
+    Args:
         weights: This process's model, as one vector.
-        outgoing: What a push hands over: the weights' vector, or gradients.
-        workers: The workers of this process.
-        server: The server, in the process that has it.
+        server: The server, in the process that has it; elsewhere None.
+        planner: Tells who trains on how much; in the server's process it may change its mind.
+        workers: The workers of this process; none on a dedicated server.
+        epochs: Epochs to run.
+        rounds_per_epoch: Rounds that make an epoch.
+        outgoing: What a push hands over, in the layout of the weights; None: the weights.
         control: How processes that meet agree on what to do; None where they do not meet.
+
+    Attributes:
         time_s: The virtual clock of simulated workers; None where times are real.
-        refused: Rounds whose loss or weights were not finite, so far.
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
         idle: Called by a process without a worker where workers have taken a round's steps.
     """
 
-    weights: FlatWeights
-    outgoing: Tensor
-    workers: Sequence[int]
-    server: Server | None = None
-    control: ControlGroup | None = None
     time_s: float | None = None
-    refused: int = 0
     holds_weights: bool = True
     on_stop: Callable[[], object] = staticmethod(lambda: None)
     idle: Callable[[], object] = staticmethod(lambda: None)
 
+    def __init__(
+        self,
+        weights: FlatWeights,
+        server: Server | None = None,
+        *,
+        planner: Planner,
+        workers: Sequence[int],
+        epochs: int,
+        rounds_per_epoch: int,
+        outgoing: Tensor | None = None,
+        control: ControlGroup | None = None,
+    ) -> None:
+        self.weights = weights
+        self.server = server
+        self.workers = tuple(workers)
+        self.outgoing = weights.vector if outgoing is None else outgoing
+        self.control = control
+        self._plans = SharedPlans(planner)
+        self._rounds = epochs * rounds_per_epoch
+        self._rounds_per_epoch = rounds_per_epoch
+        self._clock = 0  # rounds of this process's workers that are over
+        self._waited_s = 0.0  # since the last report
+        self._refused = 0
+        self._interrupted = False  # the run is to stop
+        self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
+
     def __enter__(self) -> Cluster:
         self._exits = ExitStack()
         if self.control is not None:
-            self._exits.callback(self.control.rollcall.close)
-            self._exits.enter_context(self.control.rollcall.naming_the_missing())
+            self._exits.callback(self.control.heartbeats.close)
+            self._exits.enter_context(self.control.heartbeats.naming_the_missing())
         return self
+
+    @property
+    def refused(self) -> int:
+        """Rounds whose loss or weights were not finite, so far; without a barrier: on rank 0."""
+        return self._refused if self.server is None else self.server.refused
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._exits.__exit__(*error)
@@ -60,9 +90,9 @@ class Cluster(ABC):
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield the rounds of this process's workers, and each epoch's end when it comes."""
 
-    @abstractmethod
     def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn."""
+        """Return the plan in force in a turn (a collective where processes meet)."""
+        return self._plans.at(turn.epoch, turn.round)
 
     @abstractmethod
     def pull(self, turn: Round) -> None:
@@ -80,9 +110,11 @@ class Cluster(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
 
-    @abstractmethod
     def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
+        self._clock = start.clock
+        if self.server is not None:
+            self.server.restart(start)
 
     def reports(self) -> Iterator[RoundReport]:
         """Yield the reports of rounds pushed since the last call (in the server's process)."""
@@ -100,7 +132,7 @@ class Cluster(ABC):
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what this process does after a step: what it would, or what all agree on."""
-        return action
+        return Action.STOP if self._interrupted else action
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return number and epoch of the save to take part in, telling the others if it is new."""
@@ -109,14 +141,15 @@ class Cluster(ABC):
     @property
     def announced(self) -> int:
         """Number of the last save that every process is to take part in; 0: none."""
-        return 0
+        return self._announced[0]
 
     def leave(self, sequence: int) -> int:
         """Stop taking turns; return the number of the save to take part in."""
         return sequence
 
-    def interrupt(self) -> None:  # noqa: B027
-        """End this process's waits: the run is to stop."""
+    def interrupt(self) -> None:
+        """Stop after this step, and wait for nobody: the run is to stop."""
+        self._interrupted = True
 
     def held(self) -> AbstractContextManager:
         """Hold up whatever else changes the state for as long as this is open."""

@@ -1,7 +1,6 @@
 """The owner of the global weights: merge rules, clocks and staleness. No communication in it.
 
-Workers push weights, which are merged, or weighted gradients, on which the server's own optimizer
-takes a step (`GradientServer`).
+Workers push weights, which are merged here; `dbsl.cluster.gradient_server` takes gradients.
 
 Merge rules: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092); the bound on clocks is that of
 stale synchronous parallel (Ho et al., NIPS 2013).
@@ -13,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,18 +125,14 @@ class Server:
 
     def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
         """Merge a worker's weights, advance its clock and return the report with its staleness."""
-        worker = report.worker
-        report = replace(report, staleness=self.version - self._pulled_version[worker])
+        staleness = self.version - self._pulled_version[report.worker]
+        report = replace(report, staleness=staleness)
         if self.rule in _AT_BARRIER:
             self._collect(weights, report)
+            if self._is_last(report.worker):
+                self._merge_collected()
         elif not report.refused:
-            current = self._weights
-            out = self._writable(keep=False)  # another tensor where `current` is still read
-            if self._own is None:
-                merge_one(current, weights, report.merge_weight, self.rule, out)
-            else:
-                out.copy_(self._merged(current, {worker: (weights, report.merge_weight)}))
-            self.version += 1
+            self._merge(weights, report)
         self._advance([report])
         return report
 
@@ -185,7 +180,7 @@ class Server:
         self.clocks = as_counts(state["clocks"], workers)
         self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
         self._pulled_version = as_counts(state["pulled_version"], workers)
-        self._writable(keep=False).copy_(state["weights"])
+        self._writable().copy_(state["weights"])
         self._sum = None
         if state["sum"] is not None:
             self._sum = state["sum"].to(self._weights.device)
@@ -202,7 +197,7 @@ class Server:
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
-        self._writable(keep=False).copy_(start.weights)
+        self._writable().copy_(start.weights)
         self.version = start.version
         self.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
@@ -227,15 +222,25 @@ class Server:
             if self._readers == 0:
                 self._snapshot = None
 
-    def _writable(self, *, keep: bool = True) -> Tensor:
-        """Return the weights to write to; not `keep`: all of them are to be overwritten."""
-        if self._snapshot is not None:
-            self._weights = self._snapshot.clone() if keep else torch.empty_like(self._snapshot)
-            self._snapshot = None
+    def _writable(self) -> Tensor:
+        """Return the tensor that the next global weights are to be written to, all of them."""
+        if self._snapshot is not None:  # somebody reads it
+            self._weights, self._snapshot = torch.empty_like(self._snapshot), None
         return self._weights
+
+    def _merge(self, weights: Tensor, report: RoundReport) -> None:
+        """Merge a push by itself."""
+        current = self._weights
+        out = self._writable()  # another tensor where `current` is still read
+        if self._own is None:
+            merge_one(current, weights, report.merge_weight, self.rule, out)
+        else:
+            out.copy_(self._merged(current, {report.worker: (weights, report.merge_weight)}))
+        self.version += 1
 
     @torch.no_grad()
     def _collect(self, weights: Tensor, report: RoundReport) -> None:
+        """Keep a push until all workers have pushed."""
         if self._sum is None:
             self._sum = torch.zeros_like(self._weights)
         if self._own is not None and not report.refused:
@@ -244,8 +249,6 @@ class Server:
             self._sum.add_(weights, alpha=report.merge_weight)
             self._sum_weight += report.merge_weight
         self._collected += 1
-        if self._is_last(report.worker):
-            self._merge_collected()
 
     def _is_last(self, worker: int) -> bool:
         """Whether everyone else has pushed the round that this worker pushes."""
@@ -256,10 +259,12 @@ class Server:
         """Make one update of the pushes that a barrier has collected."""
         if self._pushed:
             merged = self._merged(self._weights, self._pushed)
-            self._writable(keep=False).copy_(merged)
+            self._writable().copy_(merged)
             self._pushed.clear()
+        elif self._sum_weight and self._outer is None:
+            torch.div(self._sum, self._sum_weight, out=self._writable())
         elif self._sum_weight:  # else all were refused, and the weights stay
-            self._update(self._sum, self._sum_weight)
+            self._take_mean(self._sum / self._sum_weight)
         self._sum.zero_()
         self._sum_weight, self._collected = 0.0, 0
         self.version += 1
@@ -275,12 +280,6 @@ class Server:
             )
         return merged
 
-    def _update(self, summed: Tensor, weight: float) -> None:
-        if self._outer is None:
-            torch.div(summed, weight, out=self._writable(keep=False))
-        else:
-            self._take_mean(summed / weight)
-
     def _load_outer(self, state: Mapping[str, Any] | None) -> None:
         if self._outer is not None and state is not None:
             self._outer.load_state_dict(state, self._weights.device)
@@ -288,7 +287,7 @@ class Server:
     def _take_mean(self, mean: Tensor) -> None:
         if self._outer is not None:
             mean = self._outer.step(self._weights, mean)
-        self._writable(keep=False).copy_(mean)
+        self._writable().copy_(mean)
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
         for report in reports:
@@ -305,124 +304,3 @@ class Server:
             end = EpochEnd(self._epochs_ended, self.snapshot(), time.perf_counter())
             self.finished.append(end)
             self._epochs_ended += 1
-
-
-class WeightsOwner(Protocol):
-    """Global weights, one vector, and the optimizer that steps on them."""
-
-    vector: Tensor
-
-    def apply(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
-        """Take a step, or a part of one, with the gradients of all parameters.
-
-        The change of the buffers follows.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the optimizer's state back."""
-
-
-class GradientServer(Server):
-    """A server that owns the optimizer: workers push weighted gradients and pull weights.
-
-    A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
-    change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
-    are summed and make one step, that of the joined batch; else each makes its part b_i/B of a step
-    as it comes, in learning rate, momentum and weight decay: those of all workers are one step.
-
-    Args:
-        owner: Has the weights and the optimizer.
-        workers: Number of workers.
-        staleness: As for `Server`.
-        rounds_per_epoch: Pushes of a worker per epoch.
-        observe: As for `Server`.
-    """
-
-    def __init__(
-        self,
-        owner: WeightsOwner,
-        workers: int,
-        *,
-        staleness: int | None,
-        rounds_per_epoch: int,
-        observe: Callable[[RoundReport], object] = lambda report: None,
-    ) -> None:
-        super().__init__(
-            owner.vector,
-            workers,
-            rule="mean" if staleness == 0 else "ratio",
-            staleness=staleness,
-            rounds_per_epoch=rounds_per_epoch,
-            observe=observe,
-        )
-        self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
-        self._owner = owner
-        self._rate = 0.0  # learning rate of what a barrier has collected
-
-    def push(self, gradients: Tensor, report: RoundReport) -> RoundReport:
-        """Take a worker's gradients in, advance its clock, return the report with its staleness."""
-        report = replace(report, staleness=self.version - self._pulled_version[report.worker])
-        if self.staleness == 0:
-            if self._sum is None:
-                self._sum = torch.zeros_like(gradients)
-            if not report.refused:
-                self._sum.add_(gradients)
-                self._sum_weight += report.merge_weight
-            self._collected += 1
-            self._rate = report.learning_rate
-            if self._is_last(report.worker):
-                self._merge_collected()
-        elif not report.refused:
-            self._step(gradients, report.learning_rate, report.merge_weight)
-        self._advance([report])
-        return report
-
-    def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
-        """Take the sum of all workers' gradients, made elsewhere, as one step."""
-        if joined is not None:
-            self._step(joined, reports[0].learning_rate)
-        self._advance(reports)
-
-    def snapshot(self) -> Tensor:
-        """Return a copy of the current global weights, one for all who ask before the next step."""
-        if self._snapshot is None:
-            self._snapshot = self._weights.clone()
-        return self._snapshot
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Server.state_dict`; with the optimizer's state."""
-        return super().state_dict() | {"optimizer": self._owner.state_dict(), "rate": self._rate}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Server.load_state_dict`."""
-        self._snapshot = None
-        super().load_state_dict(state)
-        (self._rate,) = as_numbers([state.get("rate", 0.0)], 1)
-        self._owner.load_state_dict(state["optimizer"])
-
-    def restart(self, start: Restart) -> None:
-        """See `Server.restart`."""
-        super().restart(start)
-        if start.server_optimizer is not None:
-            self._owner.load_state_dict(start.server_optimizer)
-
-    def release(self, snapshot: Tensor) -> None:
-        """Nothing to do: a snapshot is a copy here, which a step does not write to."""
-
-    def _writable(self, *, keep: bool = True) -> Tensor:
-        self._snapshot = None
-        return self._weights
-
-    def _merge_collected(self) -> None:
-        if self._sum_weight:  # else all were refused, and no step is taken
-            self._step(self._sum, self._rate)
-        self._sum.zero_()
-        self._sum_weight, self._collected = 0.0, 0
-
-    def _step(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
-        self._owner.apply(gradients, learning_rate, part)
-        self._snapshot = None
-        self.version += 1

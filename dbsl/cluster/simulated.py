@@ -20,7 +20,6 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
 from dbsl.plan.turns import EpochEnd, Restart, Round, RoundReport
-from dbsl.plan.types import CurrentPlan
 
 
 class SimulatedCluster(Cluster):
@@ -29,10 +28,10 @@ class SimulatedCluster(Cluster):
     Args:
         weights: The model's weights; a turn's worker has them to itself until it pushes.
         server: The server, with the clocks of all workers.
-        planner: Tells who trains on how much.
+        planner: As for `Cluster`.
         epochs: Epochs that each worker runs.
         duration: Virtual seconds of a worker's round, from (worker, epoch, round).
-        outgoing: What a push hands over; None for the weights.
+        outgoing: As for `Cluster`.
     """
 
     holds_weights = False  # the next turn pulls others
@@ -47,25 +46,23 @@ class SimulatedCluster(Cluster):
         duration: Callable[[int, int, int], float],
         outgoing: Tensor | None = None,
     ) -> None:
-        self.weights = weights
-        self.server = server
+        super().__init__(
+            weights,
+            server,
+            planner=planner,
+            workers=range(len(server.clocks)),
+            epochs=epochs,
+            rounds_per_epoch=server.rounds_per_epoch,
+            outgoing=outgoing,
+        )
         self.time_s = 0.0  # the virtual clock
-        self.workers = range(len(server.clocks))
-        self._planner = planner
-        self.outgoing = weights.vector if outgoing is None else outgoing
         self._duration = duration
-        self._rounds = epochs * server.rounds_per_epoch
         self._pulled: dict[int, Tensor] = {}
         self._durations: dict[int, float] = {}  # of the round that a worker is in
         self._waits: dict[int, float] = {}  # before it; at a barrier it is not asked for
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []
         self._turn: int | None = None  # the worker whose turn it is
-
-    @property
-    def refused(self) -> int:
-        """Rounds that were not finite, so far."""
-        return self.server.refused
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
@@ -81,12 +78,8 @@ class SimulatedCluster(Cluster):
                 if self._turn not in self.server.active:  # it was lost inside its round
                     self._turn = None
                     continue
-            yield Round((self._turn,), *self._clock(self._turn))
+            yield Round((self._turn,), *self._place(self._turn))
             self._turn = None
-
-    def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn."""
-        return self._planner.at(turn.epoch, turn.round)
 
     def pull(self, turn: Round) -> None:
         """Load the weights that the worker's round started from into the model."""
@@ -143,7 +136,7 @@ class SimulatedCluster(Cluster):
 
     def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self.server.restart(start)
+        super().restart(start)
         self.time_s = start.time_s
         self._ended = [start.time_s] * len(self._ended)
 
@@ -159,12 +152,13 @@ class SimulatedCluster(Cluster):
             and worker in self.server.active
         ]
 
-    def _clock(self, worker: int) -> tuple[int, int]:
+    def _place(self, worker: int) -> tuple[int, int]:
+        """Return the epoch and the round that a worker is in."""
         return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
 
     def _start(self, worker: int) -> None:
         self._pulled[worker] = self.server.pull(worker)
-        duration = self._duration(worker, *self._clock(worker))
+        duration = self._duration(worker, *self._place(worker))
         self._durations[worker] = duration
         self._waits[worker] = self.time_s - self._ended[worker]
         heapq.heappush(self._queue, (self.time_s + duration, worker))

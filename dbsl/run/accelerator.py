@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, reduce
 
-from dbsl.cluster.liveness import chosen_backend, join_processes
+from dbsl.cluster.launch import chosen_backend, join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
@@ -37,7 +37,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     keep_freed_memory()
     # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
     torch.backends.cudnn.benchmark = not cpu
-    # NCCL's own watchdog ends a process without a name; `RollCall` has decided before.
+    # NCCL's own watchdog ends a process without a name; `Heartbeats` has decided before.
     timeout = timedelta(seconds=timeout_s + 60 * (not cpu))
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     if precision == "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,16 @@ from dbsl.base.errors import one_of_several
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import compile_for
+from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
+from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.cluster.joint import JointCluster
-from dbsl.cluster.liveness import RollCall
 from dbsl.cluster.messages import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.server import GradientServer, MergeRule, Server
-from dbsl.cluster.server_optimizer import ServerOptimizer
+from dbsl.cluster.server import MergeRule, Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
-from dbsl.cluster.through_server import ServerCluster
+from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_optimizer, join_batch_norm
 from dbsl.run.config import RunConfig
@@ -34,7 +35,7 @@ Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 def connect(
     run: Run, accelerator: Accelerator, merge: MergeRule | None = None
 ) -> tuple[Cluster, Stepper]:
-    """Return how this process's workers meet the others, and how they step.
+    """Build this process's cluster (how weights move) and stepper (what a step is).
 
     From here on the model's state is one vector, which is what workers push and pull.
 
@@ -46,123 +47,133 @@ def connect(
     Raises:
         ValueError: If weights are not merged, or not as they are, but there is such a rule.
     """
-    config, model = run.config, run.model
     if merge is not None:
-        _check_merge(config)
-    alone = not one_of_several()
-    rank = 0 if alone else dist.get_rank()
-    own = rank - config.dedicated_server
-    workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
-    clock = ComputeClock(accelerator.device, None if alone else run.emulation)
+        _check_merge(run.config)
+    builder = _Builder(run, accelerator)
+    return builder.joint() if run.config.sync == "step" else builder.rounds(merge)
 
-    meets = not alone and config.sync in ("bsp", "step")
-    control = None
-    if meets:
+
+class _Builder:
+    """What clusters and steppers of all kinds are built from."""
+
+    def __init__(self, run: Run, accelerator: Accelerator) -> None:
+        config = run.config
+        self._run, self._config, self._accelerator = run, config, accelerator
+        self._alone = not one_of_several()
+        rank = 0 if self._alone else dist.get_rank()
+        own = rank - config.dedicated_server
+        self._rank = rank
+        self._workers = tuple(range(config.workers)) if self._alone else (own,) * (own >= 0)
+        self._clock = ComputeClock(accelerator.device, None if self._alone else run.emulation)
+        self._wire = torch.bfloat16 if config.wire == "bf16" else None
+        self._common = {
+            "planner": run.planner,
+            "epochs": config.epochs,
+            "rounds_per_epoch": run.rounds,
+            "workers": self._workers,
+        }
+
+    def joint(self) -> tuple[Cluster, Stepper]:
+        """Return what takes joint steps."""
+        run, config, model = self._run, self._config, self._run.model
+        control = None if self._alone else self._control()
+        weights = self._flattened()
+        self._common["duration"] = run.duration
+        if control is None:
+            stepper = JointSteps(model, weights, self._clock, self._prepared, self._workers)
+            return JointCluster(weights, **self._common), stepper
+        if config.sync_batch_norm:
+            model = join_batch_norm(model)
+        example, _ = run.data.example(2, config.resolutions[0])
+        stepper = DistributedSteps(
+            *(model, weights, self._clock, self._prepared, *self._workers, example),
+            on_exchange=control.enter,
+            wire=self._wire,
+        )
+        finish = stepper.average_buffers
+        return JointCluster(weights, finish_round=finish, control=control, **self._common), stepper
+
+    def rounds(self, merge: MergeRule | None) -> tuple[Cluster, Stepper]:
+        """Return what takes rounds, after which weights or gradients are pushed."""
+        config, common = self._config, self._common
+        meets = not self._alone and config.sync == "bsp"
+        control = self._control() if meets else None
+        device = self._accelerator.device if self._alone or meets else CPU  # the server's
+        if config.push == "gradients":
+            server = self._gradient_server(device)
+            weights = self._flattened()
+            stepper = PushedGradients(self._run.model, weights, self._clock)
+            common["outgoing"] = stepper.vector
+        else:
+            weights = self._flattened()
+            stepper = OwnSteps(self._run.model, self._clock, self._prepared, self._workers)
+            server = self._server(weights, device, merge)
+        if self._alone:
+            del common["workers"], common["rounds_per_epoch"]  # the server has them
+            return SimulatedCluster(weights, server, duration=self._run.duration, **common), stepper
+        common["wire"] = self._wire
+        if meets:
+            common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
+            return BarrierCluster(weights, server, control=control, **common), stepper
+        timeout_s = config.worker_timeout
+        return through_server(weights, server, timeout_s=timeout_s, **common), stepper
+
+    def _control(self) -> ControlGroup:
+        timeout_s = self._config.worker_timeout
         # Gloo's exchanges fail when a peer dies, NCCL's wait for it on the device.
-        nccl, patience = dist.get_backend() == "nccl", timedelta(seconds=config.worker_timeout)
-        pairs = pairs_with_server(patience) if nccl else None
-        rollcall = RollCall(rank, dist.get_world_size(), config.worker_timeout, pairs)
-        control = ControlGroup(config.worker_timeout, rollcall)
+        nccl = dist.get_backend() == "nccl"
+        pairs = pairs_with_server(timedelta(seconds=timeout_s)) if nccl else None
+        heartbeats = Heartbeats(self._rank, dist.get_world_size(), timeout_s, pairs)
+        return ControlGroup(timeout_s, heartbeats)
 
-    def build(module: nn.Module) -> torch.optim.Optimizer:
+    def _flattened(self) -> FlatWeights:
+        run, weights = self._run, FlatWeights(self._run.model)
+        if self._config.compile:  # only now: graphs keep the weights' addresses
+            dropout = {stage.resolution: stage.dropout for stage in run.stages}
+            sizes, example = run.batch_sizes(self._workers), run.data.example
+            compile_for(run.model, weights, sizes, dropout, self._accelerator, example)
+        return weights
+
+    def _build(self, module: nn.Module) -> torch.optim.Optimizer:
+        config = self._config
         return build_optimizer(
             config.optimizer, module, config.lr, config.momentum, config.weight_decay
         )
 
-    def prepared(module: nn.Module) -> torch.optim.Optimizer:
-        return accelerator.prepare_optimizer(build(module))  # which has the scaler for fp16
+    def _prepared(self, module: nn.Module) -> torch.optim.Optimizer:
+        return self._accelerator.prepare_optimizer(self._build(module))  # with fp16's scaler
 
-    def flattened() -> FlatWeights:
-        weights = FlatWeights(model)
-        if config.compile:  # only now: graphs keep the weights' addresses
-            dropout = {stage.resolution: stage.dropout for stage in run.stages}
-            sizes = run.batch_sizes(workers)
-            compile_for(model, weights, sizes, dropout, accelerator, run.data.example)
-        return weights
+    def _gradient_server(self, device: torch.device) -> GradientServer | None:
+        if self._rank != SERVER_RANK:
+            return None
+        owner = ServerOptimizer(self._run.model, device, self._build)
+        return GradientServer(owner, self._config.workers, **self._counted())
 
-    common = {
-        "planner": run.planner,
-        "epochs": config.epochs,
-        "rounds_per_epoch": run.rounds,
-    }
-    wire = torch.bfloat16 if config.wire == "bf16" else None
-    if config.sync == "step":
-        weights = flattened()
-        if alone:
-            stepper = JointSteps(model, weights, clock, prepared, workers)
-            finish = None
-        else:
-            if config.sync_batch_norm:
-                model = join_batch_norm(model)
-            example, _ = run.data.example(2, config.resolutions[0])
-            stepper = DistributedSteps(
-                model, weights, clock, prepared, own, example, on_exchange=control.enter, wire=wire
-            )
-            finish = stepper.average_buffers
-        cluster = JointCluster(
-            weights,
-            workers=workers,
-            duration=run.duration,
-            finish_round=finish,
-            control=control,
-            **common,
+    def _server(
+        self, weights: FlatWeights, device: torch.device, merge: MergeRule | None
+    ) -> Server | None:
+        config, outer = self._config, None
+        if self._rank != SERVER_RANK:
+            return None
+        if config.merge == "delta":
+            trained = len(weights.vector) - len(weights.buffers)
+            outer = OuterOptimizer(trained, config.outer_lr, config.outer_momentum)
+        return Server(
+            weights.vector.to(device),
+            config.workers,
+            rule=config.merge or ("mean" if config.sync == "bsp" else "ratio"),
+            outer=outer,
+            own=merge,
+            **self._counted(),
         )
-        return cluster, stepper
 
-    in_host_memory = not alone and config.sync != "bsp"
-    on_server = rank == SERVER_RANK
-    staleness = {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync]
-    counted = {
-        "staleness": staleness,
-        "rounds_per_epoch": run.rounds,
-        "observe": run.planner.observe,
-    }
-    server = outgoing = None
-    if config.push == "gradients":
-        if on_server:
-            device = CPU if in_host_memory else accelerator.device
-            owner = ServerOptimizer(model, device, build)
-            server = GradientServer(owner, config.workers, **counted)
-        weights = flattened()
-        stepper = PushedGradients(model, weights, clock)
-        outgoing = stepper.vector
-    else:
-        weights = flattened()
-        stepper = OwnSteps(model, clock, prepared, workers)
-        if on_server:
-            outer = None
-            if config.merge == "delta":
-                trained = len(weights.vector) - len(weights.buffers)
-                outer = OuterOptimizer(trained, config.outer_lr, config.outer_momentum)
-            server = Server(
-                weights.vector.cpu() if in_host_memory else weights.vector,
-                config.workers,
-                rule=config.merge or ("mean" if config.sync == "bsp" else "ratio"),
-                outer=outer,
-                own=merge,
-                **counted,
-            )
-    if alone:
-        cluster = SimulatedCluster(
-            weights,
-            server,
-            planner=run.planner,
-            epochs=config.epochs,
-            duration=run.duration,
-            outgoing=outgoing,
-        )
-    else:
-        worker = own if own >= 0 else None
-        common |= {"worker": worker, "outgoing": outgoing, "wire": wire}
-        if config.sync == "bsp":
-            at_server = config.merge == "delta"
-            gathers = merge is not None
-            cluster = BarrierCluster(
-                weights, server, control=control, at_server=at_server, gathers=gathers, **common
-            )
-        else:
-            cluster = ServerCluster(weights, server, timeout_s=config.worker_timeout, **common)
-    return cluster, stepper
+    def _counted(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "staleness": {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync],
+            "rounds_per_epoch": self._run.rounds,
+            "observe": self._run.planner.observe,
+        }
 
 
 def _check_merge(config: RunConfig) -> None:

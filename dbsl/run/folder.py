@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from dbsl.base.files import write_text
 from dbsl.base.words import px
-from dbsl.cluster.liveness import remember
+from dbsl.cluster.launch import remember
 from dbsl.cluster.messages import share_text
 from dbsl.plan.types import Plan
 from dbsl.run.parse import RUN_FOLDER, config_to_yaml

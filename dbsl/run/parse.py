@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dbsl.base.flags import parse_flags, read_flags, split_flags
-from dbsl.cluster.liveness import recall
+from dbsl.cluster.launch import recall
 from dbsl.run.config import CHECKPOINTS
 from dbsl.run.resolved import PROCESSES, RESOLVED, check_names, still_true
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from dbsl.cluster.liveness import remember
+from dbsl.cluster.launch import remember
 
 
 def deadline_of(max_minutes: float | None) -> float | None:

@@ -13,7 +13,7 @@ from benchmarks import fuzz
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import checkpoints_in
-from dbsl.cluster.liveness import _interface_to
+from dbsl.cluster.launch import _interface_to
 from dbsl.plan.split import check_global_batch
 from tests.loop.test_resume import MODES, ROUNDS, run
 

@@ -8,11 +8,11 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import dbsl.cluster.liveness
+import dbsl.cluster.launch
 import dbsl.run.accelerator
 from dbsl.base.errors import EXIT_INTERRUPTED, one_line_errors
 from dbsl.base.lazy import lazy_import
-from dbsl.cluster.liveness import chosen_backend, remember
+from dbsl.cluster.launch import chosen_backend, remember
 from dbsl.run.accelerator import computes_bf16, describe_precision, start_accelerator
 from dbsl.run.parse import parse_config
 from tests.helpers import ROOT
@@ -182,16 +182,16 @@ def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch):
     given = []
     monkeypatch.setenv("DBSL_BACKEND", "gloo")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(dbsl.cluster.liveness, "restarts", lambda: 1)
-    monkeypatch.setattr(dbsl.cluster.liveness, "_connect", lambda prefix: object())
-    monkeypatch.setattr(dbsl.cluster.liveness, "_bind_to_launcher", lambda: None)
+    monkeypatch.setattr(dbsl.cluster.launch, "restarts", lambda: 1)
+    monkeypatch.setattr(dbsl.cluster.launch, "connect_store", lambda prefix: object())
+    monkeypatch.setattr(dbsl.cluster.launch, "_bind_to_launcher", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
-        dbsl.cluster.liveness.dist, "init_process_group", lambda backend, **_: given.append(backend)
+        dbsl.cluster.launch.dist, "init_process_group", lambda backend, **_: given.append(backend)
     )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    dbsl.cluster.liveness.join_processes(1.0, cpu=False)
+    dbsl.cluster.launch.join_processes(1.0, cpu=False)
     monkeypatch.delenv("DBSL_BACKEND")
-    dbsl.cluster.liveness.join_processes(1.0, cpu=False)
+    dbsl.cluster.launch.join_processes(1.0, cpu=False)
     assert given == ["gloo", "nccl"]

@@ -10,13 +10,12 @@ from torch import nn
 
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import ControlGroup
-from dbsl.cluster.server import GradientServer
-from dbsl.cluster.server_optimizer import ServerOptimizer
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients
-from dbsl.cluster.through_server import ServerCluster
+from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
@@ -155,7 +154,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
         )
     else:
         server, rounds = None, plan.workers[0].steps
-        common |= {"rounds_per_epoch": rounds, "worker": rank}
+        common |= {"rounds_per_epoch": rounds, "workers": (rank,)}
         if rank == 0:
             owner = ServerOptimizer(model, CPU, build)
             server = GradientServer(
@@ -297,11 +296,11 @@ def server_rank(rank, model, sync):
         )
     weights = FlatWeights(model)
     stepper = PushedGradients(model, weights, ComputeClock(CPU))
-    cluster = ServerCluster(
+    cluster = through_server(
         weights,
         server,
         planner=planner,
-        worker=rank,
+        workers=(rank,),
         epochs=EPOCHS,
         rounds_per_epoch=rounds,
         timeout_s=20.0,
@@ -399,8 +398,8 @@ def decayed(rank, sync, sizes=(1, 3), rounds=60):
         durations = (1.0, 1.3)
         cluster = SimulatedCluster(weights, server, duration=lambda w, *_: durations[w], **common)
     else:
-        common |= {"worker": rank, "rounds_per_epoch": rounds, "timeout_s": 20.0}
-        cluster = ServerCluster(weights, None if rank else server, **common)
+        common |= {"workers": (rank,), "rounds_per_epoch": rounds, "timeout_s": 20.0}
+        cluster = through_server(weights, None if rank else server, **common)
     for turn in cluster.turns():
         if not isinstance(turn, EpochEnd):
             cluster.plan(turn)

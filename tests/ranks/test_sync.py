@@ -15,7 +15,7 @@ from dbsl.base.errors import SyncError
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.messages import ControlGroup, message
 from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import ServerCluster
+from dbsl.cluster.through_server import through_server
 from dbsl.cluster.transfer import send
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
@@ -51,14 +51,14 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
     common = {
         "planner": planner,
         "wire": options.get("wire"),
-        "worker": own if own >= 0 else None,
+        "workers": (own,) * (own >= 0),
         "epochs": epochs,
         "rounds_per_epoch": rounds,
     }
     if sync == "bsp":
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **common)
     else:
-        cluster = ServerCluster(weights, server, timeout_s=timeout_s, **common)
+        cluster = through_server(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan
 
 

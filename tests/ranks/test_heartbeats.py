@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dbsl.cluster.liveness import RollCall
+from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.cluster.messages import pairs_with_server
 
 HANGS_S = 30.0  # far beyond the test's own limit
@@ -25,14 +25,14 @@ def launcher(monkeypatch):
 
 def waiting_rank(rank, dies):
     pairs = pairs_with_server(timedelta(seconds=20))
-    rollcall = RollCall(rank, 3, 20.0, pairs)
+    heartbeats = Heartbeats(rank, 3, 20.0, pairs)
     dist.barrier()
     if dies is None:
         if rank == 0:  # leaves first, the others later
-            rollcall.close()
+            heartbeats.close()
             return "left"
         time.sleep(1.0)
-        rollcall.close()
+        heartbeats.close()
         return "left"
     if rank == dies:
         os._exit(1)

@@ -1,8 +1,7 @@
-"""How processes hear of each other outside of training: who is alive, and what a launch remembers.
+"""Who is alive, and whose fault it is when an exchange between processes fails.
 
-Where all meet, it goes through the launcher's own key-value store, at MASTER_ADDR, which outlives
-the processes that torchrun and accelerate restart. A server and its worker tell each other on the
-connection that they have (`Pulse`). No port is opened here.
+Where all meet, heartbeats go through the launcher's store. A server and its worker tell each other
+on the connection that they have (`Pulse`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -18,103 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
+from dbsl.cluster.launch import STORE_PATIENCE, connect_store, restarts
 
 _BEAT_S = 0.4
-_PATIENCE = timedelta(seconds=20)  # for the store itself
 _LOST = "lost"
 
 
-def restarts() -> int:
-    """Return how often torchrun or accelerate has restarted this launch's processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def remember(key: str, value: str) -> str:
-    """Return what this launch remembers under a key: `value`, unless it was set before.
-
-    Where no launcher would restart the processes, that is `value`.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
-        return value
-    store = _connect("launch")
-    return value if store is None else store.compare_set(key, "", value).decode()
-
-
-def recall(key: str) -> str | None:
-    """Return what this launch remembers under a key, if it was restarted."""
-    store = _connect("launch") if restarts() else None
-    return store.get(key).decode() if store is not None and store.check([key]) else None
-
-
-def join_processes(timeout_s: float, *, cpu: bool) -> None:
-    """Prepare the process group of processes that a launcher started, or restarted.
-
-    Accelerate makes the group itself, but after a restart: the launcher's store still holds the
-    addresses of the processes before (torch 2.15), so that each attempt needs keys of its own.
-
-    Args:
-        timeout_s: Longest wait of one process for another.
-        cpu: Whether the processes compute on the CPU, be there an accelerator or not.
-    """
-    _bind_to_launcher()
-    # The launcher's store is there for the group as well, under other keys.
-    store = _connect(f"group/{restarts()}") if restarts() else None
-    if store is None or not (cpu or torch.cuda.is_available()):
-        return
-    dist.init_process_group(
-        chosen_backend() or ("gloo" if cpu else "nccl"),
-        store=store,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout_s),
-    )
-
-
-def chosen_backend() -> str | None:
-    """Return the backend that DBSL_BACKEND names for processes of a launcher; None: the device's.
-
-    With ``gloo`` several processes may share one GPU, which NCCL refuses; it is slower.
-
-    Raises:
-        ValueError: If it names another one.
-    """
-    name = os.environ.get("DBSL_BACKEND", "")
-    if name not in ("", "gloo"):
-        raise ValueError(f"DBSL_BACKEND must be gloo or unset, got {name!r}")
-    # Accelerate takes a named backend for a group that exists, also where no launcher is.
-    return name if name and "LOCAL_RANK" in os.environ else None
-
-
-def _bind_to_launcher() -> None:
-    """Have gloo listen only on the interface that reaches the launcher (Linux).
-
-    ``GLOO_SOCKET_IFNAME`` decides instead where it is set. Call it before there is a process group.
-    """
-    address = os.environ.get("MASTER_ADDR")
-    if not address or "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
-        return
-    with contextlib.suppress(OSError):
-        interface = _interface_to(address)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-
-
-def _interface_to(address: str) -> str | None:
-    """Return the interface by which packets to an address leave this machine."""
-    family, _, _, _, peer = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(peer)  # sends nothing
-        own = probe.getsockname()[0]
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces for a in found if a.address == own), None)
-
-
-class RollCall:
+class Heartbeats:
     """Each process says twice a second that it is alive, and how far it is.
 
     When an exchange fails, that tells whose fault it is: a process that died or was stopped says
@@ -142,8 +54,8 @@ class RollCall:
         self._others = [r for r in range(world_size) if r != rank]
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._store = _connect(f"roll/{restarts()}")
-        self._thread = threading.Thread(target=self._beat, name="roll-call", daemon=True)
+        self._store = connect_store(f"beats/{restarts()}")
+        self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
         if self._store is not None:
             self._store.set(f"beat/{rank}", "0 0")
             self._thread.start()
@@ -172,7 +84,7 @@ class RollCall:
         """Leave: from now on this process may be silent."""
         self._closed.set()
         if self._store is not None:
-            self._thread.join(_PATIENCE.total_seconds())
+            self._thread.join(STORE_PATIENCE.total_seconds())
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"beat/{self._rank}", "done")
         for pulse in self._pulses.values() if self._rank else ():
@@ -356,12 +268,3 @@ def _entered(beat: str) -> float:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _connect(prefix: str) -> dist.Store | None:
-    """Return a connection of one's own to the launcher's store; None: there is no launcher."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return None
-    store = dist.TCPStore(address, int(port), is_master=False, timeout=_PATIENCE)
-    return dist.PrefixStore(f"dbsl/{prefix}", store)
