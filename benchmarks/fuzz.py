@@ -34,10 +34,10 @@ from PIL import Image
 
 from benchmarks.record import record
 from dbsl.base.errors import RunStopped
-from dbsl.checkpoint.on_disk import NEEDED_SETTINGS, newest, read_manifest, write_manifest
+from dbsl.checkpoint.manifest import NEEDED_SETTINGS, Manifest, read_manifest, write_manifest
+from dbsl.checkpoint.on_disk import newest
 from dbsl.cluster.messages import (
-    PLAN,
-    PUSH,
+    Kind,
     check_report,
     decode,
     decode_plan,
@@ -188,7 +188,7 @@ def of_manifests(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obj
     counts = {"sequence": 1, "epoch": 1, "processes": 1, "workers": 4}
     files = {"rank-00000.json": {"bytes": 3, "sha256": "00"}}
     settings = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [8, 16]}
-    write_manifest(folder, files, config=settings, **counts)
+    write_manifest(folder, Manifest(files=files, config=settings, **counts))
     good = (folder / "manifest.json").read_text()
     while True:
         if rng.random() < 0.5:
@@ -274,7 +274,7 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
 
     odd = (float("nan"), float("inf"), -1.0, 0.5, 1e300, 2.0**60, 5.0)
     while True:
-        head = message(rng.choice((PUSH, PLAN, 0, 2, 4)), report)
+        head = message(rng.choice((Kind.PUSH, Kind.PLAN, 0, 2, 4)), report)
         rows = encode_plan(CurrentPlan(plan), torch.device("cpu"))
         for tensor in (head, rows):
             flat = tensor.view(-1)
@@ -290,7 +290,7 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
                 decode_plan(rows, plan)
             with contextlib.suppress(ValueError):
                 message_numbers(head, 5)
-            if message_kind(head) == PUSH:
+            if message_kind(head) == Kind.PUSH:
                 check_report(decode(head[1:]), 1, 2, 0)
 
         yield case

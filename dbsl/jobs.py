@@ -61,59 +61,16 @@ def launch_all(
         ValueError: If a run failed; those under way are stopped first, and can go on.
     """
     waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
-    running: set[subprocess.Popen] = set()
-    asked: set[subprocess.Popen] = set()  # to stop
-    failed: list[tuple[Launch, int]] = []  # the first of them is the cause
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
-    lock, over = threading.Lock(), threading.Event()
-    devices = torch.cuda.device_count()
-
-    def end() -> None:
-        over.set()
-        with lock:
-            for process in running - asked:
-                asked.add(process)  # once: a second signal ends a run before it has saved
-                process.terminate()
-                patience = threading.Timer(_END_PATIENCE_S, process.kill)
-                patience.daemon = True
-                patience.start()
-
-    def make(number: int, launch: Launch) -> int | None:
-        slot = slots.get()
-        try:
-            with lock:
-                if over.is_set() or stopping.reason:
-                    return None
-                print(f"run {number}/{len(launches)}: {launch.title}", flush=True)
-                process = _start(launch, slot % devices if devices > 1 else None, log=jobs > 1)
-                running.add(process)
-            status = process.wait()
-            if status == EXIT_DIVERGED and is_finished(launch.folder):
-                status = 0  # a result, too
-            with lock:
-                running.discard(process)
-                stopped = status == EXIT_STOPPED or (status < 0 and process in asked)
-                if status and not stopped:
-                    failed.append((launch, status))
-                if not status:
-                    on_finished()
-            if status:
-                end()
-            return status
-        finally:
-            slots.put(slot)
-
-    stopping.on_signal = end
+    runs = _Runs(len(launches), jobs, stopping, on_finished)
+    stopping.on_signal = runs.end
     with ThreadPoolExecutor(jobs) as pool:
-        made = [pool.submit(make, number, launch) for number, launch in waiting]
+        made = [pool.submit(runs.make, number, launch) for number, launch in waiting]
         try:
             statuses = [future.result() for future in made]
         finally:
-            end()
-    if failed:
-        launch, status = failed[0]
+            runs.end()
+    if runs.failed:
+        launch, status = runs.failed[0]
         where = f"{launch.folder}.log" if jobs > 1 else "above"
         raise ValueError(
             f"every run must end well, got status {status} of {launch.folder} (see {where}); "
@@ -121,6 +78,62 @@ def launch_all(
         )
     if any(statuses) or None in statuses:
         raise RunStopped("stopped; the same command goes on")
+
+
+class _Runs:
+    """Processes under way; threads share it."""
+
+    def __init__(
+        self, total: int, jobs: int, stopping: Stopping, on_finished: Callable[[], object]
+    ) -> None:
+        self.failed: list[tuple[Launch, int]] = []  # the first of them is the cause
+        self._total, self._stopping, self._on_finished = total, stopping, on_finished
+        self._running: set[subprocess.Popen] = set()
+        self._asked: set[subprocess.Popen] = set()  # to stop
+        self._log = jobs > 1
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(jobs):
+            self._slots.put(slot)
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._devices = torch.cuda.device_count()
+
+    def end(self) -> None:
+        """Ask all processes to stop, and begin no more."""
+        self._over.set()
+        with self._lock:
+            for process in self._running - self._asked:
+                self._asked.add(process)  # once: a second signal ends a run before it has saved
+                process.terminate()
+                patience = threading.Timer(_END_PATIENCE_S, process.kill)
+                patience.daemon = True
+                patience.start()
+
+    def make(self, number: int, launch: Launch) -> int | None:
+        """Make a run; return its status, or None if all were to end before it began."""
+        slot = self._slots.get()
+        try:
+            with self._lock:
+                if self._over.is_set() or self._stopping.reason:
+                    return None
+                print(f"run {number}/{self._total}: {launch.title}", flush=True)
+                device = slot % self._devices if self._devices > 1 else None
+                process = _start(launch, device, log=self._log)
+                self._running.add(process)
+            status = process.wait()
+            if status == EXIT_DIVERGED and is_finished(launch.folder):
+                status = 0  # a result, too
+            with self._lock:
+                self._running.discard(process)
+                stopped = status == EXIT_STOPPED or (status < 0 and process in self._asked)
+                if status and not stopped:
+                    self.failed.append((launch, status))
+                if not status:
+                    self._on_finished()
+            if status:
+                self.end()
+            return status
+        finally:
+            self._slots.put(slot)
 
 
 def seeing(device: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from dbsl.base.cores import threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.on_disk import reading_checkpoint
 from dbsl.checkpoint.resume import (
+    Resumed,
     adapt_to_processes,
     find_checkpoint,
     is_finished,
@@ -36,6 +37,7 @@ from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.own import Own
 from dbsl.run.prepare import prepare, print_run
 from dbsl.run.resolved import found_by, with_resolved
+from dbsl.run.run import Run
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, deadline_of
 
@@ -74,15 +76,7 @@ def open_session(
     own = Own(data, model)
     given = own.named(given)
     deadline = deadline_of(given.max_minutes)
-    check_tracker(given.report_to)
-    check_optimizer(given.optimizer)
-    config = with_resolved(given)  # what a run has found out, where it still holds
-    config = replace(
-        config,
-        cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it
-        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
-    )
-    torch.set_num_threads(config.cpu_threads)
+    config = _complete(given)
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
     config = replace(config, mixed_precision=accelerator.mixed_precision)  # of auto, what it is
     found = find_checkpoint(config, accelerator)
@@ -112,24 +106,51 @@ def open_session(
         run = replace(run, config=replace(run.config, resolved=resolved))
         with Stopping(deadline) as stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            cluster, stepper = connect(run, accelerator, merge)  # how weights move, what a step is
-            meter = StepMeter(run.config.log_every)
-            meter.attach(cluster.workers, stepper, accelerator)
-            session = Session(run, folder.path, accelerator, cluster, stepper, stopping, meter)
-            session.checkpointer = Checkpointer(session, resumed)
+            session = _start(run, folder.path, accelerator, stopping, merge, resumed)
             if found:  # all has been read, and fits: from here on the folder is written
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans)
             with reading_checkpoint(resumed and resumed.folder):
                 session.log = start_log(session, resumed and resumed.log)
             with session.log:
-                with cluster, session.checkpointer:
+                with session.cluster, session.checkpointer:
                     yield session
                     session.checkpointer.finish()
-                    cluster.close()
+                    session.cluster.close()
                 sum_up(session)
                 session.checkpointer.clean_up()
     _end(run.config, folder.path, accelerator)
+
+
+def _complete(given: RunConfig) -> RunConfig:
+    """Return the settings with what a run has found out, where it still holds."""
+    check_tracker(given.report_to)
+    check_optimizer(given.optimizer)
+    config = with_resolved(given)
+    config = replace(
+        config,
+        cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it
+        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
+    )
+    torch.set_num_threads(config.cpu_threads)
+    return config
+
+
+def _start(
+    run: Run,
+    folder: Path,
+    accelerator: Accelerator,
+    stopping: Stopping,
+    merge: MergeRule | None,
+    resumed: Resumed | None,
+) -> Session:
+    """Build the cluster and the stepper, and bring them to where a resumed run was."""
+    cluster, stepper = connect(run, accelerator, merge)
+    meter = StepMeter(run.config.log_every)
+    meter.attach(cluster.workers, stepper, accelerator)
+    session = Session(run, folder, accelerator, cluster, stepper, stopping, meter)
+    session.checkpointer = Checkpointer(session, resumed)
+    return session
 
 
 def _end(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from dbsl.checkpoint.on_disk import Found, Manifest, read_shard, reading_checkpoint
+from dbsl.checkpoint.manifest import Manifest
+from dbsl.checkpoint.on_disk import Found, read_shard, reading_checkpoint
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
 from dbsl.run.config import RunConfig

@@ -1,62 +1,32 @@
 """Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
 
-State is copied to host memory after an optimizer step or at an epoch's end, and written by a thread
-while training goes on. Every process writes its own piece; rank 0 writes the manifest once all
-pieces are on the disk.
+State is copied to host memory after an optimizer step or at an epoch's end; `Writer` writes it
+while training goes on.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from dbsl.base.errors import RunStopped, SaveError
-from dbsl.base.files import link_or_copy
+from dbsl.base.errors import RunStopped
 from dbsl.base.serialize import pack
-from dbsl.checkpoint.on_disk import (
-    CheckpointError,
-    describe,
-    prune,
-    reading_checkpoint,
-    remove,
-    shard_names,
-    vouch_for_shard,
-    write_manifest,
-    write_shard,
-)
+from dbsl.checkpoint.manifest import CheckpointError
+from dbsl.checkpoint.on_disk import prune, reading_checkpoint
 from dbsl.checkpoint.resume import Resumed
+from dbsl.checkpoint.writer import Copy, Writer
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.steps import load_optimizer
-from dbsl.model import BEST, copy_model_state, save_model
+from dbsl.model import copy_model_state
 from dbsl.plan.turns import Action, EpochEnd, Restart
 from dbsl.run.config import CHECKPOINTS, parse_interval
 from dbsl.run.session import Session
-
-_BEST_FILE = f"{BEST}.safetensors"
-_LAST_PATIENCE_S = 20.0  # for a save under way when the process fails
-
-
-@dataclass
-class _Copy:
-    """State in host memory, on its way to the disk."""
-
-    name: str
-    sequence: int
-    epoch: int
-    tree: Any
-    tensors: dict[str, Tensor]
-    model: dict[str, Tensor] | None  # at an epoch's end: the merged model
-    time_s: float  # that it took
 
 
 class Checkpointer:
@@ -76,31 +46,28 @@ class Checkpointer:
         self._cluster, self._stepper = session.cluster, session.stepper
         self._accelerator, self._stopping = session.accelerator, session.stopping
         self._progress = session.progress
-        self._control = session.cluster.control
         self._rank = session.accelerator.process_index
         self._interval = parse_interval(self._run.config.checkpoint_every)
         self._sequence = resumed.sequence if resumed else 0  # of the last save
         self._epochs_done = 0
         self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()
-        self._writer: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._last_good = resumed.folder.name if resumed else None
+        self._writer = Writer(session, resumed.folder.name if resumed else None)
         if resumed:
             self._load_all(resumed)
 
     def __enter__(self) -> Checkpointer:
         self._stopping.on_signal = self._cluster.interrupt
         self._cluster.on_stop = self._stop
-        self._cluster.idle = self._idle
+        self._cluster.idle = partial(self.after_step, round_over=True)  # a dedicated server's part
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         self._stopping.on_signal = lambda: None
         if kind is None:
-            self._join_writer()
-        elif self._writer is not None:  # a save under way is finished all the same
-            self._writer.join(_LAST_PATIENCE_S)
+            self._writer.wait()
+        else:
+            self._writer.end()
 
     def restore_random_state(self) -> None:
         """Bring the random state back, if a resumed run was stopped inside this round."""
@@ -116,7 +83,7 @@ class Checkpointer:
             SaveError: If a checkpoint could not be written.
             ValueError: If too many rounds were not finite.
         """
-        self._raise_failure()
+        self._writer.raise_failure()
         self._check_refused()
         action = self._cluster.agree(self._due(), round_over=round_over)
         if action == Action.SAVE:
@@ -126,7 +93,7 @@ class Checkpointer:
 
     def after_epoch(self, end: EpochEnd) -> None:
         """Save after this epoch if it is time to; all processes that meet there call it."""
-        self._raise_failure()
+        self._writer.raise_failure()
         self._check_refused()
         self._epochs_done = end.epoch + 1
         every = self._interval.epochs
@@ -140,11 +107,11 @@ class Checkpointer:
         Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
         it.
         """
-        if self._writes_late() and self._keeps_last:
-            self._join_writer()
-            copy = self._copy(f"epoch-{self._run.config.epochs:04d}", with_model=False)
-            self._write(copy)
-        self._join_writer()
+        if self._writer.late and self._keeps_last:
+            self._writer.wait()
+            name = f"epoch-{self._run.config.epochs:04d}"
+            self._writer.write(self._copy(name, with_model=False))
+        self._writer.wait()
 
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished, if none are to be kept."""
@@ -158,11 +125,11 @@ class Checkpointer:
     def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
-            self._join_writer()
+            self._writer.wait()
             raise ValueError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
                 f"weights were not finite (a lower learning rate may help), got {most}; "
-                f"{self._good()}"
+                f"{self._writer.good()}"
             )
 
     def _due(self) -> Action:
@@ -171,17 +138,12 @@ class Checkpointer:
         minutes = self._interval.minutes
         due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
         # Of several processes the clock of rank 0 counts. The last save may still be under way.
-        idle = self._writer is None or not self._writer.is_alive()
-        wanted = due and idle and self._rank == SERVER_RANK
+        wanted = due and not self._writer.busy and self._rank == SERVER_RANK
         return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON
-
-    def _idle(self) -> None:
-        """Take a dedicated server's part in what the workers do at the end of their steps."""
-        self.after_step(round_over=True)
 
     def _save(self, *, end: EpochEnd | None = None, stop: bool = False) -> None:
         """Copy the state of this process, and have it written while training goes on."""
-        self._join_writer()
+        self._writer.wait()
         sequence, epoch = self._sequence + 1, end.epoch if end else -1
         if stop:
             sequence = self._cluster.leave(sequence)
@@ -190,42 +152,28 @@ class Checkpointer:
         self._sequence = sequence
         name = f"save-{sequence:06d}" if epoch < 0 else f"epoch-{epoch + 1:04d}"
         copy = self._copy(name, with_model=end is not None)
-        try:
-            self._link_best(self._folder / CHECKPOINTS / name)
-        except OSError as error:
-            self._failed(self._folder / CHECKPOINTS / name, error)
-            self._raise_failure()
         self._saved_at = time.monotonic()
-        self._writer = threading.Thread(target=self._write, args=(copy,), name="checkpoint")
-        self._writer.start()
-
-    def _link_best(self, target: Path) -> None:
-        """Keep the best weights of now: a later epoch may replace them before all is written."""
-        best = self._folder / _BEST_FILE
-        if self._rank == SERVER_RANK and best.exists():
-            link_or_copy(best, target / _BEST_FILE)
+        self._writer.start(copy)
 
     def _stop(self) -> None:
         why = self._stopping.reason or "another process was asked to stop"
         self._save(stop=True)
-        self._join_writer()
+        self._writer.wait()
         raise RunStopped(
-            f"stopped ({why}) and saved as {self._folder / CHECKPOINTS / self._last_good}; "
+            f"stopped ({why}) and saved as {self._folder / CHECKPOINTS / self._writer.last_good}; "
             f"to go on: --resume {self._folder}"
         )
 
-    def _copy(self, name: str, *, with_model: bool) -> _Copy:
+    def _copy(self, name: str, *, with_model: bool) -> Copy:
         began = time.perf_counter()
         progress = self._progress if self._progress.steps else None
         scaler, log = self._accelerator.scaler, self._session.log
+        weights = self._cluster.weights
+        counts = progress or self._cluster.holds_weights
         state = {
             "model": {
-                "weights": (
-                    self._cluster.weights.vector
-                    if progress or self._cluster.holds_weights
-                    else None
-                ),
-                "counters": self._cluster.weights.counters,
+                "weights": weights.vector if counts else None,
+                "counters": weights.counters,
             },
             "stepper": self._stepper.state_dict(),
             "clock": self._stepper.clock.state_dict() if progress else {},
@@ -249,7 +197,7 @@ class Checkpointer:
             copy_model_state(self._run.model) if with_model and self._rank == SERVER_RANK else None
         )
         took = time.perf_counter() - began
-        return _Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
+        return Copy(name, self._sequence, self._epochs_done, tree, tensors, model, took)
 
     def _load_all(self, resumed: Resumed) -> None:
         """Bring everything back in every process, or raise in every process."""
@@ -261,7 +209,7 @@ class Checkpointer:
         failed = torch.tensor(int(error is not None), device=self._accelerator.device)
         if int(reduce(failed, "sum")):
             raise error or CheckpointError(
-                f"{resumed.folder} does not fit this run: another process could not read its piece"
+                f"{resumed.folder} does not fit this run: another process could not read its shard"
             )
 
     def _load(self, resumed: Resumed) -> None:
@@ -310,85 +258,6 @@ class Checkpointer:
             if worker in start.optimizers:
                 load_optimizer(optimizer, start.optimizers[worker])
         self._progress.steps = start.steps
-
-    def _write(self, copy: _Copy) -> None:
-        """Write this process's piece and, on rank 0, what makes it a checkpoint (in a thread)."""
-        target, began = self._folder / CHECKPOINTS / copy.name, time.perf_counter()
-        with suppress(OSError, AttributeError):  # Linux: of this thread alone; training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        try:
-            files = write_shard(target, self._rank, copy.tree, copy.tensors)
-            if copy.model is not None:
-                data, resolution = self._run.data, self._run.config.resolutions[-1]
-                save_model(self._run.model, target, resolution, data, state=copy.model)
-                for name in ("model.safetensors", "config.json"):
-                    if (target / name).exists():  # of a model of one's own there is no config.json
-                        files[name] = describe(target / name)
-            if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
-                files[_BEST_FILE] = describe(target / _BEST_FILE)
-            if self._control is not None:
-                files |= self._files_of_all(files)
-            elif self._writes_late():
-                vouch_for_shard(target, self._rank, files)
-            if self._rank == SERVER_RANK:
-                write_manifest(
-                    target,
-                    files,
-                    sequence=copy.sequence,
-                    epoch=copy.epoch,
-                    processes=self._accelerator.num_processes,
-                    workers=self._run.config.workers,
-                    config=asdict(self._run.config),
-                    classes=self._run.data.num_classes,
-                    seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
-                )
-                prune(self._folder, max(1, self._run.config.keep_checkpoints))
-            self._last_good = copy.name
-        except Exception as error:
-            if self._writes_late() and not target.exists():
-                return  # newer checkpoints are complete, and this one was removed
-            self._failed(target, error)
-
-    def _failed(self, target: Path, error: Exception) -> None:
-        self._failure = error
-        if self._rank == SERVER_RANK:
-            remove(target)
-
-    def _writes_late(self) -> bool:
-        """Whether this process writes in its own time, and nobody waits for its piece."""
-        return self._control is None and self._rank != SERVER_RANK
-
-    def _files_of_all(self, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return what every process has written, once all have (a collective)."""
-        own = shard_names(self._rank)
-        row = [[files[name]["bytes"], *bytes.fromhex(files[name]["sha256"])] for name in own]
-        rows = self._control.gather_rows(torch.tensor(row, dtype=torch.int64))
-        return {
-            name: {"bytes": numbers[0], "sha256": bytes(numbers[1:]).hex()}
-            for rank, of_rank in enumerate(rows)
-            for name, numbers in zip(shard_names(rank), of_rank.tolist(), strict=True)
-        }
-
-    def _join_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if self._failure is None:
-            return
-        error, self._failure = self._failure, None
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SaveError(
-            f"a checkpoint could not be written to {self._folder} ({reason}); {self._good()}"
-        ) from error
-
-    def _good(self) -> str:
-        """Return in words which checkpoint there is."""
-        if self._last_good is None:
-            return "there is no checkpoint"
-        return f"the last good checkpoint is {self._folder / CHECKPOINTS / self._last_good}"
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

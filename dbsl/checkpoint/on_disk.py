@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a folder with each process's piece, and a manifest written last.
+"""Checkpoints on disk: a folder with each process's shard, and a manifest written last.
 
-A piece is a JSON tree and a safetensors file (see `packing`); nothing is ever unpickled. Without
-its manifest a checkpoint does not count; with it, every file is held against its checksum before a
-byte of it is used.
+A shard is a JSON tree and a safetensors file (see `dbsl.base.serialize`); nothing is ever
+unpickled. Without its manifest a checkpoint does not count. Every file is held against the checksum
+in the manifest before a byte of it is used.
 """
 
 from __future__ import annotations
@@ -10,74 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dbsl.base.files import write_text, write_with
 from dbsl.base.serialize import unpack
+from dbsl.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from dbsl.run.config import CHECKPOINTS
 
-FORMAT = 1
-_MANIFEST = "manifest.json"
-_FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _ABANDONED = ".old"
-# Settings that a resumed run asks a checkpoint for.
-NEEDED_SETTINGS = {
-    *("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server", "resolutions"),
-    *("slope", "intercept", "large_batch_size", "small_batch_size", "local_batch_sizes"),
-    "workers",
-}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is incomplete, damaged, or does not fit."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        sequence: Its number in the run; a later one is newer.
-        epoch: Epochs that were complete.
-        processes: Processes that wrote it.
-        workers: Workers of the run.
-        config: The run's settings.
-        files: Length and SHA-256 of each file, by name.
-        saved_at: When, UTC.
-        seconds: Of rank 0: that the copy held training up, that writing took beside it.
-        versions: Of Python and the libraries that wrote it.
-        classes: Of the data; None in checkpoints of before this was noted.
-    """
-
-    sequence: int
-    epoch: int
-    processes: int
-    workers: int
-    config: dict[str, Any]
-    files: dict[str, dict[str, Any]]
-    saved_at: str
-    versions: dict[str, str]
-    seconds: dict[str, float]
-    format: int = FORMAT
-    classes: int | None = None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint's bits may depend on."""
-    return {"python": sys.version.split()[0], "torch": torch.__version__}
 
 
 def write_shard(
@@ -98,7 +47,7 @@ def shard_names(rank: int) -> list[str]:
 
 
 def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, dict[str, Any]]) -> None:
-    """Make a piece count that is not in the manifest: one of a worker that saves in its own time.
+    """Make a shard count that the manifest lacks: its worker saves in its own time.
 
     It may be written before or after the manifest.
     """
@@ -112,84 +61,6 @@ def describe(path: Path) -> dict[str, Any]:
         while block := file.read(1 << 20):
             digest.update(block)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def write_manifest(
-    folder: Path,
-    files: Mapping[str, dict[str, Any]],
-    *,
-    sequence: int,
-    epoch: int,
-    processes: int,
-    workers: int,
-    config: Mapping[str, Any],
-    classes: int | None = None,
-    seconds: Mapping[str, float] | None = None,
-) -> None:
-    """Make a checkpoint count: all its files are there and on the disk."""
-    manifest = Manifest(
-        sequence=sequence,
-        epoch=epoch,
-        processes=processes,
-        workers=workers,
-        config=dict(config),
-        classes=classes,
-        files=dict(sorted(files.items())),
-        saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions=versions(),
-        seconds=dict(seconds or {}),
-    )
-    body = json.dumps(asdict(manifest), indent=2)
-    lines = {"manifest": json.loads(body), "sha256": _digest(body)}
-    write_text(folder / _MANIFEST, json.dumps(lines, indent=2) + "\n")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: If there is none, or it is not as it was written.
-    """
-    try:
-        content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        body = content["manifest"]
-        if content["sha256"] != _digest(json.dumps(body, indent=2)):
-            raise CheckpointError(f"{folder} is damaged: its manifest is not as it was written")
-        if body["format"] != FORMAT:
-            raise CheckpointError(
-                f"{folder} must be of format {FORMAT}, which this version reads, "
-                f"got {body['format']}"
-            )
-        manifest = Manifest(**body)
-        _check_types(manifest)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is incomplete: it has no manifest") from None
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{folder} has a damaged manifest ({reason})") from None
-    strange = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
-    if strange:  # a path that leads out of the folder, for one
-        raise CheckpointError(f"{folder} must hold a checkpoint's files only, got {strange[0]!r}")
-    return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    """Raise ``TypeError`` unless a manifest's values are of the types that they are read as."""
-    counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
-    if manifest.classes is not None:
-        counts += (manifest.classes,)
-    if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
-        raise TypeError(f"counts must be whole numbers, got {counts}")
-    mappings = (manifest.config, manifest.files, manifest.versions)
-    if not all(isinstance(mapping, dict) for mapping in mappings):
-        raise TypeError("config, files and versions must be objects")
-    missing = NEEDED_SETTINGS - manifest.config.keys()
-    if missing:
-        raise TypeError(f"config must have {sorted(missing)[0]}")
-    if not isinstance(manifest.config["resolutions"], list):
-        raise TypeError("config must have a list of resolutions")
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -215,7 +86,7 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
             sums = folder / f"rank-{rank:05d}.sums.json"
             files = {name: json.loads(sums.read_text(encoding="utf-8"))[name] for name in names}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            raise CheckpointError(f"{folder} has no piece of process {rank}") from None
+            raise CheckpointError(f"{folder} has no shard of process {rank}") from None
     text, weights = (_check_file(folder, files, name) for name in names)
     try:
         tree = json.loads(text.read_text(encoding="utf-8"))
@@ -225,7 +96,7 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
         return unpack(tree, tensors)
     except (OSError, ValueError, SafetensorError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{folder} has a damaged piece {rank} ({reason})") from None
+        raise CheckpointError(f"{folder} has a damaged shard {rank} ({reason})") from None
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
@@ -285,7 +156,7 @@ def remove_incomplete(run_folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint; its manifest goes first, so that no half of one ever counts."""
-    (folder / _MANIFEST).unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -312,7 +183,7 @@ def _scan(run_folder: Path) -> tuple[list[Path], list[Path]]:
         try:
             complete.append((read_manifest(folder).sequence, folder))
         except CheckpointError:
-            if (folder / _MANIFEST).exists():
+            if (folder / MANIFEST).exists():
                 damaged.append(folder)
     return [folder for _, folder in sorted(complete, reverse=True)], damaged
 
@@ -334,10 +205,6 @@ def _check_file(folder: Path, files: Mapping[str, dict[str, Any]], name: str) ->
     except OSError as error:
         raise CheckpointError(f"{folder} is damaged: {name} ({error.strerror})") from None
     return path
-
-
-def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True)

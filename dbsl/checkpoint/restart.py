@@ -31,22 +31,12 @@ def plan_restart(
     Raises:
         ValueError: If what is left of the epoch cannot be told.
     """
-    cluster, rounds = state["cluster"], run.rounds
     joint = before["sync"] == "step"
     if joint or before["push"] == "gradients":
         _check_same_steps(state, run, before)
     if joint:
-        progress = state["progress"]
-        any_worker = next(iter(optimizers.values()), None)
-        return Restart(
-            weights=state["model"]["weights"],
-            version=0,
-            clock=cluster["clock"],
-            steps=progress["steps"] if progress else 0,
-            # All have the same, whichever worker's it was.
-            optimizers={w: any_worker for w in range(run.config.workers) if any_worker},
-            time_s=cluster["time_s"] or 0.0,
-        )
+        return _joint_restart(state, optimizers, run)
+    cluster, rounds = state["cluster"], run.rounds
     server = cluster["server"]
     there = set(server["active"])
     last = max(server["clocks"][w] for w in there)
@@ -54,6 +44,11 @@ def plan_restart(
     # What a lost worker had left was counted as lost: nothing of it is to come.
     clocks = [clock if w in there else over for w, clock in enumerate(server["clocks"])]
     lowest = min(clocks[w] for w in there)
+    common = {
+        "weights": server["weights"],
+        "version": server["version"],
+        "time_s": cluster.get("time_s", 0.0),
+    }
     if before["push"] == "gradients":
         if before["sync"] != "bsp" and len(set(clocks)) > 1:
             raise ValueError(
@@ -61,27 +56,28 @@ def plan_restart(
                 f"{before['sync']}, got {run.config.workers}: pushes of single batches do not add "
                 "up to an epoch's beginning"
             )
-        return Restart(
-            weights=server["weights"],
-            version=server["version"],
-            clock=lowest,
-            server_optimizer=server["optimizer"],
-            time_s=cluster.get("time_s", 0.0),
-        )
+        return Restart(clock=lowest, server_optimizer=server["optimizer"], **common)
     if before["sync"] == "bsp":  # what part of the workers have pushed is not merged yet
         clocks = [lowest] * len(clocks)
     left = left_of_epochs(state["planner"], clocks, run, before["rounds_per_epoch"])
     epoch, round_ = divmod(lowest, before["rounds_per_epoch"])
     if before["rounds_per_epoch"] != rounds:
         round_ = 0
+    clock, outer = epoch * rounds + round_, server.get("outer")
+    return Restart(clock=clock, left=left, optimizers=optimizers, outer=outer, **common)
+
+
+def _joint_restart(state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run) -> Restart:
+    """Return what joint steps take over: all workers had the same weights and optimizer state."""
+    cluster, progress = state["cluster"], state["progress"]
+    any_worker = next(iter(optimizers.values()), None)
     return Restart(
-        weights=server["weights"],
-        version=server["version"],
-        clock=epoch * rounds + round_,
-        left=left,
-        optimizers=optimizers,
-        time_s=cluster.get("time_s", 0.0),
-        outer=server.get("outer"),
+        weights=state["model"]["weights"],
+        version=0,
+        clock=cluster["clock"],
+        steps=progress["steps"] if progress else 0,
+        optimizers={w: any_worker for w in range(run.config.workers) if any_worker},
+        time_s=cluster["time_s"] or 0.0,
     )
 
 

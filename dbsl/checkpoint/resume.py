@@ -13,20 +13,19 @@ from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
 from dbsl.checkpoint.changes import _LISTS, _TIMES, check_changes, check_epochs_under_way, plain
+from dbsl.checkpoint.manifest import CheckpointError, read_manifest, versions
 from dbsl.checkpoint.on_disk import (
-    CheckpointError,
     Found,
     check_files,
     newest,
-    read_manifest,
     read_shard,
     reading_checkpoint,
     remove_incomplete,
     set_aside_after,
-    versions,
 )
 from dbsl.checkpoint.restart import plan_restart
-from dbsl.cluster.messages import SERVER_RANK, share_text
+from dbsl.cluster.collectives import share_text
+from dbsl.cluster.messages import SERVER_RANK
 from dbsl.model import BEST
 from dbsl.plan.turns import Restart
 from dbsl.run.config import CHECKPOINTS, RunConfig
@@ -44,7 +43,7 @@ class Resumed:
     Attributes:
         folder: The checkpoint.
         sequence: Its number.
-        state: This process's piece; with a restart that of rank 0.
+        state: This process's shard; with a restart that of rank 0.
         restart: What is taken over where workers are not what they were; None: they are.
     """
 
@@ -187,7 +186,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
         if same:
-            state = _own_piece(found, rank, run)
+            state = _own_shard(found, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
             try:
@@ -228,7 +227,7 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
             )
 
 
-def _own_piece(found: Found, rank: int, run: Run) -> Any:
+def _own_shard(found: Found, rank: int, run: Run) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
     config, manifest = found.manifest.config, found.manifest
     if manifest.processes == 1 or config["sync"] in ("bsp", "step"):
@@ -290,10 +289,10 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
 
 
 def _optimizers(found: Found, run: Run) -> dict[int, Any]:
-    """Return the optimizer state of all workers that the new run has, from all pieces."""
+    """Return the optimizer state of all workers that the new run has, from all shards."""
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):
         with suppress(CheckpointError):  # of a worker that was lost there is none
-            piece = read_shard(found.folder, found.manifest, rank)
-            optimizers |= piece["stepper"]["optimizers"]
+            shard = read_shard(found.folder, found.manifest, rank)
+            optimizers |= shard["stepper"]["optimizers"]
     return {w: state for w, state in optimizers.items() if w < run.config.workers}

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.numbers import as_counts
-from dbsl.cluster.messages import SERVER_RANK, FusedSum
+from dbsl.cluster.collectives import FusedSum
+from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights

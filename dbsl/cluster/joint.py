@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dbsl.base.errors import one_of_several
 from dbsl.base.numbers import as_counts
-from dbsl.cluster.messages import exchange_reports
+from dbsl.cluster.collectives import exchange_reports
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
@@ -86,7 +86,7 @@ class JointCluster(Cluster):
             (report,) = reports
             wait_time_s = max(0.0, spent - report.time_s)
             own = replace(report, compute_time_s=report.time_s, wait_time_s=wait_time_s)
-            done = exchange_reports([own], self.weights.vector.device)
+            done = exchange_reports(own, self.weights.vector.device)
             done = self.control.with_lines(done, own)
         refused = any(report.refused for report in done)
         if refused:

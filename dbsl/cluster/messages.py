@@ -1,34 +1,41 @@
-"""What processes send each other beside weights: reports and plans, as tensors of fixed shape."""
+"""What processes send each other beside weights: reports and plans, as tensors of fixed shape.
+
+Nothing is pickled, and what comes is checked. Here is no communication.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from datetime import timedelta
+from enum import IntEnum
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor
 
-from dbsl.base.errors import one_of_several
-from dbsl.cluster.heartbeats import Heartbeats
-from dbsl.plan.follow import Planner
 from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import CurrentPlan, Plan, WorkerPlan
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
-# Kinds of messages to the server. A push is of weights or gradients, or of the weights' change.
-DONE, PUSH, PUSH_CHANGE, PULL, PLAN, LEAVE = range(6)
 NOTHING_ANNOUNCED = (0, -1)
 
 _FIELDS = [field for field in fields(RoundReport) if field.name != "lines"]  # which come behind
 _PLAN_FIELDS = fields(WorkerPlan)
+ROW = len(_FIELDS)  # numbers of an encoded report
 _KINDS = {"int": int, "float": float, "bool": bool}
 _WHOLE = 4  # numbers at the start of a step line that are whole
+
+
+class Kind(IntEnum):
+    """What a message asks of the server."""
+
+    DONE = 0
+    PUSH = 1  # weights or gradients
+    PUSH_CHANGE = 2  # the weights' change since the pull
+    PULL = 3
+    PLAN = 4
+    LEAVE = 5
 
 
 def encode(report: RoundReport, device: torch.device) -> Tensor:
@@ -105,16 +112,16 @@ def message(
     return head
 
 
-def message_kind(head: Tensor) -> int:
+def message_kind(head: Tensor) -> Kind:
     """Return a message's kind.
 
     Raises:
         ValueError: If there is none such.
     """
     kind = float(head[0])
-    if kind not in range(LEAVE + 1):
+    if kind not in tuple(Kind):
         raise ValueError(f"message must be of a known kind, got {kind:g}")
-    return int(kind)
+    return Kind(int(kind))
 
 
 def message_numbers(head: Tensor, epochs: int) -> tuple[int, int]:
@@ -159,57 +166,6 @@ def read_answer(head: Tensor) -> tuple[bool, tuple[int, int]]:
     return bool(stop), (int(sequence), int(epoch))
 
 
-def share_text(text: str, accelerator: Accelerator) -> str:
-    """Return the main process's text on every process (a collective; up to 1,000 bytes)."""
-    # As bytes: collectives for objects would unpickle whatever comes.
-    letters = torch.zeros(1000, dtype=torch.int32, device=accelerator.device)
-    if accelerator.is_main_process:
-        content = list(text.encode()[:1000])
-        letters[: len(content)] = torch.tensor(content, dtype=torch.int32)
-    return bytes(broadcast(letters).tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-def exchange_reports(reports: Sequence[RoundReport], device: torch.device) -> list[RoundReport]:
-    """Return the reports of all ranks, in their order (a collective; none or one a rank)."""
-    empty = torch.full((len(_FIELDS),), -1.0, dtype=torch.float64, device=device)
-    row = encode(reports[0], device) if reports else empty
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return [decode(row) for row in rows if row[0] >= 0]
-
-
-class FusedSum:
-    """A vector summed over all ranks, and with it their reports, in one collective.
-
-    Reports travel as bytes behind the vector: integers below 256 are exact in every dtype, and
-    nothing but zeros is added to them.
-
-    Args:
-        like: A vector as they are summed.
-        dtype: What travels.
-    """
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._row = len(_FIELDS) * torch.float64.itemsize
-        room = dist.get_world_size() * (1 + self._row)
-        self._all = torch.zeros(len(like) + room, dtype=dtype, device=like.device)
-        self.vector = self._all[: len(like)]  # this rank's, then the sum
-        self._rows = self._all[len(like) :].view(dist.get_world_size(), 1 + self._row)
-
-    def exchange(self, report: RoundReport | None) -> list[RoundReport]:
-        """Sum `vector` in place (a collective); return the ranks' reports, in their order."""
-        self._rows.zero_()
-        if report is not None:
-            letters = encode(report, CPU).view(torch.uint8).to(self._rows.dtype)
-            mine = self._rows[dist.get_rank()]
-            mine[0] = 1  # there is a report
-            mine[1:] = letters.to(mine.device)
-        dist.all_reduce(self._all)
-        rows = self._rows.cpu()
-        found = rows[rows[:, 0] != 0, 1:]
-        return [decode(row.view(torch.float64)) for row in found.to(torch.uint8).contiguous()]
-
-
 def plan_tensor(workers: int, device: torch.device) -> Tensor:
     """Return room for an encoded plan, float64 [1 + workers, fields]."""
     return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64, device=device)
@@ -241,109 +197,3 @@ def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
 
 def _row(worker: WorkerPlan) -> list[float]:
     return [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
-
-
-def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:
-    """Return this rank's gloo connections by the other rank: with the server, or with all from it.
-
-    A collective, of which every rank makes every pair in the same order.
-    """
-    pairs = {
-        rank: dist.new_group([SERVER_RANK, rank], backend="gloo", timeout=timeout)
-        for rank in range(1, dist.get_world_size())
-    }
-    own = dist.get_rank()
-    return pairs if own == SERVER_RANK else {SERVER_RANK: pairs[own]}
-
-
-class ControlGroup:
-    """Integers that all processes agree on, beside the weights' own process group.
-
-    Args:
-        timeout_s: Longest wait for a process.
-        heartbeats: Is told of every exchange that this process enters.
-    """
-
-    def __init__(self, timeout_s: float, heartbeats: Heartbeats | None = None) -> None:
-        self.heartbeats = heartbeats
-        # In host memory: asking must not wait for what a device has queued.
-        timeout = timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._writers = dist.new_group(backend="gloo", timeout=timeout)
-
-    def enter(self) -> None:
-        """Note that this process begins an exchange with all others."""
-        if self.heartbeats is not None:
-            self.heartbeats.enter()
-
-    def highest(self, *values: int) -> list[int]:
-        """Return the highest of each of all processes' values (a collective)."""
-        self.enter()
-        numbers = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
-        return numbers.tolist()
-
-    def with_lines(
-        self, reports: Sequence[RoundReport], own: RoundReport | None
-    ) -> list[RoundReport]:
-        """Return all processes' reports with their step lines (a collective if there are any).
-
-        Args:
-            reports: Of all processes, as every one of them has them.
-            own: This process's, with its lines.
-        """
-        most = max((len(line_rows(report)) for report in reports), default=0)
-        if not most:
-            return list(reports)
-        self.enter()
-        mine = torch.full((most, len(StepLine._fields)), -1.0, dtype=torch.float64)
-        if own is not None and own.lines:
-            mine[: len(own.lines)] = encode_lines(own.lines)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine, group=self._group)
-        lines = {int(of_rank[0, 0]): of_rank for of_rank in rows}  # by worker; none: -1
-        return [
-            with_lines(report, lines[report.worker][: report.logged]) if report.logged else report
-            for report in reports
-        ]
-
-    def gather_rows(self, row: Tensor) -> list[Tensor]:
-        """Return the rows of all processes (a collective of their writer threads)."""
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row, group=self._writers)
-        return rows
-
-
-class SharedPlans:
-    """The server rank's plans on every rank, for those who meet in each round.
-
-    A plan that follows the machines is decided in one place: two kinds of CPU may round alike
-    measurements to unlike plans.
-    """
-
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
-        self._segments: dict[tuple[int, int], CurrentPlan] = {}
-
-    def at(self, epoch: int, round_: int) -> CurrentPlan:
-        """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        if self.planner.balance == "none" or not one_of_several():
-            return self.planner.at(epoch, round_)
-        if (epoch, round_) not in self._segments:
-            last = next(iter(self._segments.values()), None)
-            if last is None or self.planner.is_boundary(epoch, round_):
-                last = self._shared(epoch, round_)
-            self._segments = {(epoch, round_): last}
-        return self._segments[epoch, round_]
-
-    def _shared(self, epoch: int, round_: int) -> CurrentPlan:
-        like = self.planner.current_at(epoch)
-        device = torch.device("cuda") if dist.get_backend() == "nccl" else CPU
-        rows = plan_tensor(len(like.workers), device)
-        if dist.get_rank() == SERVER_RANK:
-            segment = self.planner.at(epoch, round_)
-            rows = encode_plan(segment, device)
-        dist.broadcast(rows, src=SERVER_RANK)
-        if dist.get_rank() == SERVER_RANK:
-            return segment
-        return decode_plan(rows, like)

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dbsl.cluster.messages import NOTHING_ANNOUNCED, ControlGroup, SharedPlans
+from dbsl.cluster.collectives import ControlGroup, SharedPlans
+from dbsl.cluster.messages import NOTHING_ANNOUNCED
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner

@@ -19,11 +19,7 @@ from dbsl.base.numbers import as_counts
 from dbsl.cluster.heartbeats import Pulse
 from dbsl.cluster.messages import (
     CPU,
-    DONE,
-    LEAVE,
-    PLAN,
-    PUSH,
-    PUSH_CHANGE,
+    Kind,
     answer,
     check_report,
     decode,
@@ -259,18 +255,18 @@ class ServingCluster(Cluster):
             pulse.give_up()
 
     def _converse(self, peer: _Peer) -> None:
-        head = message(DONE)
+        head = message(Kind.DONE)
         while True:
             receive(head, peer.rank, peer.pair)
             kind = message_kind(head)
-            if kind == DONE:
+            if kind == Kind.DONE:
                 return
-            if kind == LEAVE:
+            if kind == Kind.LEAVE:
                 self._let_go(peer)
                 return
-            if kind in (PUSH, PUSH_CHANGE):
-                self._take_push(peer, head, is_change=kind == PUSH_CHANGE)
-            elif kind == PLAN:
+            if kind in (Kind.PUSH, Kind.PUSH_CHANGE):
+                self._take_push(peer, head, is_change=kind == Kind.PUSH_CHANGE)
+            elif kind == Kind.PLAN:
                 place = message_numbers(head, self._rounds // self._rounds_per_epoch)
                 send(encode_plan(self._plan_at(*place), CPU), peer.rank, peer.pair)
             else:

@@ -40,16 +40,31 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 class _Stepper:
     """What steppers have in common: optimizers by worker, and their state.
 
-    Attributes:
+    Args:
+        model: To be called.
+        clock: Counts what workers compute.
         optimizers: Of this process's workers.
+
+    Attributes:
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
         on_gradients: Called in `step` while its gradients are whole, with the weight of the mean
             loss that they are of.
     """
 
-    optimizers: dict[int, torch.optim.Optimizer]
     joint = False
     on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clock: ComputeClock,
+        optimizers: dict[int, torch.optim.Optimizer],
+    ) -> None:
+        self.model, self.clock, self.optimizers = model, clock, optimizers
+
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
+        self.clock.epoch = turn.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -77,13 +92,7 @@ class OwnSteps(_Stepper):
         build_optimizer: BuildOptimizer,
         workers: Sequence[int],
     ) -> None:
-        self.model = model
-        self.optimizers = {worker: build_optimizer(model) for worker in workers}
-        self.clock = clock
-
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
-        """Note which epoch it is, for emulated slowness."""
-        self.clock.epoch = turn.epoch
+        super().__init__(model, clock, {worker: build_optimizer(model) for worker in workers})
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
@@ -117,16 +126,15 @@ class JointSteps(_Stepper):
         build_optimizer: BuildOptimizer,
         workers: Sequence[int],
     ) -> None:
-        self.model = model
-        self.optimizers = {0: build_optimizer(model)}
+        super().__init__(model, clock, {0: build_optimizer(model)})
         self._buffers = weights.buffers
         self._gradients = torch.zeros_like(weights.vector)
         weights.attach_gradients(self._gradients)
-        self.clock = clock
         self._workers = tuple(workers)
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note the statistics that all parts of the next step start from."""
+        super().begin(turn, anew=anew)
         self._note_buffers()
 
     def _note_buffers(self) -> None:
@@ -175,18 +183,16 @@ class DistributedSteps(_Stepper):
         wire: torch.dtype | None = None,  # that gradients are rounded to on their way
     ) -> None:
         self._world_size = dist.get_world_size()
-        cuda = weights.vector.is_cuda
-        self.model = DistributedDataParallel(
+        parallel = DistributedDataParallel(
             model,
-            device_ids=[weights.vector.device] if cuda else None,
+            device_ids=[weights.vector.device] if weights.vector.is_cuda else None,
             gradient_as_bucket_view=True,
             **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
         )
-        self.model.register_comm_hook(self, _timed_allreduce)
-        self.optimizers = {worker: build_optimizer(model)}
+        parallel.register_comm_hook(self, _timed_allreduce)
+        super().__init__(parallel, clock, {worker: build_optimizer(model)})
         self._raw = model
         self._buffers = weights.buffers
-        self.clock = clock
         self.on_exchange = on_exchange
         self.exchange = allreduce_hook if wire is None else bf16_compress_hook
         self._wire = wire
@@ -195,17 +201,14 @@ class DistributedSteps(_Stepper):
         self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
         self._warm_up(weights, example)
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
-        """Note which epoch it is, for emulated slowness."""
-        self.clock.epoch = turn.epoch
-
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
         if step.odd:
             self.average_buffers()
         self._weight = part.weight
-        with self.clock.running((part.worker,)), self._no_sync(step):
+        no_sync = self.model.no_sync() if step.odd else nullcontext()
+        with self.clock.running((part.worker,)), no_sync:
             yield part.weight if step.odd else part.weight * self._world_size
 
     def step(self, step: Step, learning_rate: float) -> None:
@@ -251,9 +254,6 @@ class DistributedSteps(_Stepper):
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
 
-    def _no_sync(self, step: Step):
-        return self.model.no_sync() if step.odd else nullcontext()
-
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         parameters = [p for p in self._raw.parameters() if p.requires_grad]
@@ -264,10 +264,9 @@ class DistributedSteps(_Stepper):
         if self._wire is not None:
             flat = flat.to(self._wire)
         dist.all_reduce(flat)
-        for parameter, piece in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
-            parameter.grad.copy_(piece.view_as(parameter))
+        summed = flat.split([parameter.numel() for parameter in parameters])
+        for parameter, gradient in zip(parameters, summed, strict=True):
+            parameter.grad.copy_(gradient.view_as(parameter))
 
 
 class PushedGradients(_Stepper):
@@ -278,18 +277,16 @@ class PushedGradients(_Stepper):
     """
 
     def __init__(self, model: nn.Module, weights: FlatWeights, clock: ComputeClock) -> None:
-        self.model = model
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        super().__init__(model, clock, {})
         self.vector = torch.zeros_like(weights.vector)
         weights.attach_gradients(self.vector)
         self._buffers = weights.buffers
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self._weight = 0.0  # of all mean losses whose gradients are summed
-        self.clock = clock
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
-        self.clock.epoch = turn.epoch
+        super().begin(turn, anew=anew)
         if anew:
             self.vector.zero_()
             self._weight = 0.0

@@ -20,21 +20,16 @@ from torch import Tensor
 
 from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts
+from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Pulse
 from dbsl.cluster.messages import (
     CPU,
-    DONE,
-    LEAVE,
-    PLAN,
-    PULL,
-    PUSH,
-    PUSH_CHANGE,
     SERVER_RANK,
+    Kind,
     answer,
     decode_plan,
     encode_lines,
     message,
-    pairs_with_server,
     plan_tensor,
     read_answer,
 )
@@ -128,7 +123,7 @@ class ServedCluster(Cluster):
         like = planner.current_at(turn.epoch)
         rows = plan_tensor(len(like.workers), CPU)
         with self._exchange():
-            send(message(PLAN, epoch=turn.epoch, round_=turn.round), SERVER_RANK, self._pair)
+            send(message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), SERVER_RANK, self._pair)
             receive(rows, SERVER_RANK, self._pair)
         return decode_plan(rows, like)
 
@@ -136,7 +131,7 @@ class ServedCluster(Cluster):
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         began = time.perf_counter()
         with self._exchange():
-            stop, self._announced = self._ask(PULL)
+            stop, self._announced = self._ask(Kind.PULL)
             if not stop:
                 self._whole.receive(self.weights.vector, copy=self._pulled)
                 self._can_change = self._pulled is not None
@@ -153,7 +148,9 @@ class ServedCluster(Cluster):
         with self._exchange():
             # It is on its way while the next round is prepared, and there before the pull ends.
             send(
-                message(PUSH_CHANGE if self._can_change else PUSH, report), SERVER_RANK, self._pair
+                message(Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, report),
+                SERVER_RANK,
+                self._pair,
             )
             if report.lines:
                 send(encode_lines(report.lines), SERVER_RANK, self._pair)
@@ -173,13 +170,13 @@ class ServedCluster(Cluster):
     def leave(self, sequence: int) -> int:
         """Stop being served; return the number of the save to take part in."""
         with self._exchange():
-            return self._ask(LEAVE)[1][0]
+            return self._ask(Kind.LEAVE)[1][0]
 
     def close(self) -> None:
         """Tell the server that this worker is done."""
         self._pulse.close()
         with self._exchange():
-            send(message(DONE), SERVER_RANK, self._pair)
+            send(message(Kind.DONE), SERVER_RANK, self._pair)
             self._sent()
 
     def state_dict(self) -> dict[str, Any]:

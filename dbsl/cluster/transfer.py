@@ -1,4 +1,4 @@
-"""A vector from one process to another, in pieces: what is done with one overlaps with the next."""
+"""A vector from one process to another, in chunks: what is done with one overlaps with the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PIECE = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messages
+CHUNK = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messages
 
 Wire = Literal["float32", "bf16"]
 
@@ -57,27 +57,27 @@ class Transfer:
     ) -> None:
         """Begin to send a vector, or its difference to `minus`; `copy` becomes equal to it."""
         self.wait()
-        pieces = self._pieces(vector, direct=minus is None)
-        arrivals = [None] * len(pieces)
+        chunks = self._chunks(vector, direct=minus is None)
+        arrivals = [None] * len(chunks)
         if self._stream is not None:  # all copies to the host are queued before the first is sent
             self._stream.wait_stream(torch.cuda.current_stream(vector.device))
             with torch.cuda.stream(self._stream):
-                arrivals = [self._stage(n, *both, minus) for n, both in enumerate(pieces)]
-        for number, (piece, staged) in enumerate(pieces):
-            if self._stream is None:  # while the pieces before it are on their way
-                self._stage(number, piece, staged, minus)
+                arrivals = [self._stage(n, *both, minus) for n, both in enumerate(chunks)]
+        for number, (chunk, staged) in enumerate(chunks):
+            if self._stream is None:  # while the chunks before it are on their way
+                self._stage(number, chunk, staged, minus)
             else:
                 arrivals[number].synchronize()
             self._pending.append(dist.isend(staged, self._peer, group=self._group))
             if copy is not None:
-                copy.split(PIECE)[number].copy_(piece)
+                copy.split(CHUNK)[number].copy_(chunk)
 
     def _stage(
-        self, number: int, piece: Tensor, staged: Tensor, minus: Tensor | None
+        self, number: int, chunk: Tensor, staged: Tensor, minus: Tensor | None
     ) -> torch.cuda.Event | None:
-        """Copy a piece to where it is sent from; of a CUDA device, return the copy's event."""
-        if staged is not piece:
-            change = piece if minus is None else piece - minus.split(PIECE)[number]
+        """Copy a chunk to where it is sent from; of a CUDA device, return the copy's event."""
+        if staged is not chunk:
+            change = chunk if minus is None else chunk - minus.split(CHUNK)[number]
             staged.copy_(change, non_blocking=self._stream is not None)
         if self._stream is None:
             return None
@@ -97,33 +97,33 @@ class Transfer:
         copy: Tensor | None = None,
         check: bool = False,
     ) -> bool:
-        """Receive into a vector; on a CUDA device its pieces are being copied when this returns.
+        """Receive into a vector; on a CUDA device its chunks are being copied when this returns.
 
         `plus` is added to it, and `copy` becomes equal to it. With `check`, return whether all of
         it is finite.
         """
         self.wait()
-        pieces, sums = self._pieces(vector), []
-        works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in pieces]
-        for number, (work, (piece, staged)) in enumerate(zip(works, pieces, strict=True)):
+        chunks, sums = self._chunks(vector), []
+        works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in chunks]
+        for number, (work, (chunk, staged)) in enumerate(zip(works, chunks, strict=True)):
             work.wait(_EVER)
-            # All of this while the next piece comes.
-            if staged is not piece:
-                piece.copy_(staged, non_blocking=True)
+            # All of this while the next chunk comes.
+            if staged is not chunk:
+                chunk.copy_(staged, non_blocking=True)
             if plus is not None:
-                piece.add_(plus.split(PIECE)[number])
+                chunk.add_(plus.split(CHUNK)[number])
             if copy is not None:
-                copy.split(PIECE)[number].copy_(piece)
+                copy.split(CHUNK)[number].copy_(chunk)
             if check:
-                sums.append(piece.sum())  # finite ones do not overflow
+                sums.append(chunk.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
 
-    def _pieces(self, vector: Tensor, *, direct: bool = True) -> list[tuple[Tensor, Tensor]]:
-        """Return pieces of the vector, each with what of it is sent or received."""
-        pieces = vector.split(PIECE)
+    def _chunks(self, vector: Tensor, *, direct: bool = True) -> list[tuple[Tensor, Tensor]]:
+        """Return chunks of the vector, each with what of it is sent or received."""
+        chunks = vector.split(CHUNK)
         if direct and vector.dtype == self._dtype and vector.device.type == "cpu":
-            return [(piece, piece) for piece in pieces]
+            return [(chunk, chunk) for chunk in chunks]
         if self._buffer is None:
             pinned = self._stream is not None
             self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=pinned)
-        return list(zip(pieces, self._buffer.split(PIECE), strict=True))
+        return list(zip(chunks, self._buffer.split(CHUNK), strict=True))

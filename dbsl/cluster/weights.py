@@ -93,7 +93,7 @@ def _views(vector: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, 
 
 
 def _view_like(flat: Tensor, tensor: Tensor) -> Tensor:
-    """View a flat piece in the tensor's shape and memory order (channels_last is kept)."""
+    """View a flat vector in the tensor's shape and memory order (channels_last is kept)."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         n, c, h, w = tensor.shape
         return flat.view(n, h, w, c).permute(0, 3, 1, 2)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
-from dbsl.cluster.messages import share_text
+from dbsl.cluster.collectives import share_text
 from dbsl.plan.types import Plan
 from dbsl.run.config import RunConfig
 

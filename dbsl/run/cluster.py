@@ -13,11 +13,12 @@ from torch import nn
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.collectives import ControlGroup, pairs_with_server
 from dbsl.cluster.compiling import compile_for
 from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
 from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.cluster.joint import JointCluster
-from dbsl.cluster.messages import CPU, SERVER_RANK, ControlGroup, pairs_with_server
+from dbsl.cluster.messages import CPU, SERVER_RANK
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import MergeRule, Server

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from dbsl.cluster.messages import share_text
+from dbsl.cluster.collectives import share_text
 from dbsl.run.config import RunConfig
 
 REPORT = "report.json"  # of a study

@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 
 from dbsl.base.files import write_text
 from dbsl.base.words import px
+from dbsl.cluster.collectives import share_text
 from dbsl.cluster.launch import remember
-from dbsl.cluster.messages import share_text
 from dbsl.plan.types import Plan
 from dbsl.run.parse import RUN_FOLDER, config_to_yaml
 from dbsl.run.resolved import RESOLVED

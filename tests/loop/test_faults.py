@@ -58,9 +58,9 @@ def test_one_bad_round_among_good_ones_does_not_stop_the_run(tmp_path, monkeypat
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
     tmp_path, monkeypatch, capsys
 ):
-    import dbsl.checkpoint.checkpointer
+    import dbsl.checkpoint.writer
 
-    write, count = dbsl.checkpoint.checkpointer.write_shard, iter(range(9))
+    write, count = dbsl.checkpoint.writer.write_shard, iter(range(9))
 
     def full(folder, *rest):
         if next(count) == 1:
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest)
 
-    monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_shard", full)
+    monkeypatch.setattr(dbsl.checkpoint.writer, "write_shard", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         run(tmp_path / "run", **ROUNDS)
     assert stopped.value.code == 2

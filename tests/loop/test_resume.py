@@ -18,7 +18,7 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.on_disk import read_manifest
+from dbsl.checkpoint.manifest import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps

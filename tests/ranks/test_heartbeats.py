@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Heartbeats
-from dbsl.cluster.messages import pairs_with_server
 
 HANGS_S = 30.0  # far beyond the test's own limit
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.collectives import ControlGroup
 from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
 from dbsl.cluster.joint import JointCluster
-from dbsl.cluster.messages import ControlGroup
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients
 from dbsl.cluster.through_server import through_server

@@ -13,7 +13,8 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.barrier import BarrierCluster
-from dbsl.cluster.messages import ControlGroup, message
+from dbsl.cluster.collectives import ControlGroup
+from dbsl.cluster.messages import message
 from dbsl.cluster.server import Server
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.transfer import send

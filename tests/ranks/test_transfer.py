@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 
 import dbsl.cluster.transfer
-from dbsl.cluster.messages import FusedSum
+from dbsl.cluster.collectives import FusedSum
 from dbsl.cluster.transfer import Transfer
 from dbsl.plan.turns import RoundReport
 
 
 def exchange(rank, dtype, length, poisoned):
-    dbsl.cluster.transfer.PIECE = 1000  # several, of which the last is shorter
+    dbsl.cluster.transfer.CHUNK = 1000  # several, of which the last is shorter
     pair = dist.new_group([0, 1], backend="gloo")
     vector = torch.linspace(-1, 1, length) * (rank + 1)
     if rank == 1:

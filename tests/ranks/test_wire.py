@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbsl.cluster.collectives import SharedPlans, exchange_reports
 from dbsl.cluster.messages import (
     CPU,
-    PLAN,
-    SharedPlans,
+    Kind,
     answer,
     check_report,
     decode,
@@ -17,7 +17,6 @@ from dbsl.cluster.messages import (
     encode,
     encode_lines,
     encode_plan,
-    exchange_reports,
     line_rows,
     message,
     message_kind,
@@ -37,7 +36,7 @@ REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1
 
 def test_a_report_comes_back_as_it_was_sent():
     assert decode(encode(REPORT, CPU)) == REPORT
-    assert decode(message(PLAN, REPORT)[1:]) == REPORT
+    assert decode(message(Kind.PLAN, REPORT)[1:]) == REPORT
 
 
 def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_workers():
@@ -80,14 +79,14 @@ def meeting_rank(rank):
         for epoch in range(2)
         for round_ in range(3)
     ]
-    reports = exchange_reports([REPORT] if rank == 1 else [], CPU)
+    reports = exchange_reports(replace(REPORT, worker=rank), CPU)
     return seen, reports
 
 
 def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
     for seen, reports in run_ranks(meeting_rank):
         assert seen == [[30, 10]] * 6
-        assert reports == [REPORT]
+        assert reports == [replace(REPORT, worker=rank) for rank in range(2)]
 
 
 def test_reports_keep_integers_that_floats_of_half_the_size_would_lose():
@@ -144,10 +143,10 @@ def test_a_report_of_another_round_or_with_odd_numbers_is_refused(change):
 def test_unknown_messages_and_epochs_are_refused():
     with pytest.raises(ValueError, match="message must be of a known kind, got 9"):
         message_kind(message(9))
-    assert message_numbers(message(PLAN, epoch=4, round_=2), 5) == (4, 2)
+    assert message_numbers(message(Kind.PLAN, epoch=4, round_=2), 5) == (4, 2)
     for epoch in (5, -1, 0.5, float("nan")):
         with pytest.raises(ValueError, match="message must name an epoch below 5"):
-            message_numbers(message(PLAN, epoch=epoch), 5)
+            message_numbers(message(Kind.PLAN, epoch=epoch), 5)
 
 
 def test_what_the_server_answers_comes_back():

@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from dbsl.base.serialize import pack
-from dbsl.checkpoint.on_disk import (
+from dbsl.checkpoint.manifest import (
     NEEDED_SETTINGS,
     CheckpointError,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+from dbsl.checkpoint.on_disk import (
     checkpoints_in,
     newest,
     prune,
-    read_manifest,
     read_shard,
     remove_incomplete,
     set_aside_after,
     vouch_for_shard,
-    write_manifest,
     write_shard,
 )
 
@@ -33,20 +36,19 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
         files |= write_shard(folder, rank, *pack(state))
     for rank in late_ranks:
         vouch_for_shard(folder, rank, write_shard(folder, rank, *pack({"rank": rank})))
-    write_manifest(
-        folder, files, sequence=sequence, epoch=1, processes=ranks, workers=4, config=CONFIG
-    )
+    counts = {"sequence": sequence, "epoch": 1, "processes": ranks, "workers": 4}
+    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts))
     return folder
 
 
-def test_every_process_reads_its_own_piece_back(tmp_path):
+def test_every_process_reads_its_own_shard_back(tmp_path):
     folder = write(tmp_path, 3, ranks=2, late_ranks=[2])
     manifest = read_manifest(folder)
     assert (manifest.sequence, manifest.processes, manifest.config) == (3, 2, CONFIG)
     for rank in range(3):
         assert read_shard(folder, manifest, rank)["rank"] == rank
     assert read_shard(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
-    with pytest.raises(CheckpointError, match="no piece of process 3"):
+    with pytest.raises(CheckpointError, match="no shard of process 3"):
         read_shard(folder, manifest, 3)
     assert not [p for p in folder.iterdir() if p.suffix == ".tmp"]
 
@@ -55,7 +57,7 @@ def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
     tree, tensors = pack([torch.arange(float(size)) for size in (1, 3, 5, 7)])
     files = write_shard(tmp_path, 0, tree, tensors)
     options = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
-    write_manifest(tmp_path, files, config=CONFIG, **options)
+    write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **options))
     read = read_shard(tmp_path, read_manifest(tmp_path), 0)
     assert [len(tensor) for tensor in read] == [1, 3, 5, 7]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
@@ -97,7 +99,8 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder = tmp_path / "checkpoints/evil"
     folder.mkdir(parents=True)
     files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
-    write_manifest(folder, files, sequence=1, epoch=0, processes=1, workers=1, config=CONFIG)
+    counts = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
+    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts))
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
         read_manifest(folder)
 

@@ -6,7 +6,8 @@ import pytest
 
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import epochs_under_way
-from dbsl.checkpoint.on_disk import CheckpointError, Found
+from dbsl.checkpoint.manifest import CheckpointError
+from dbsl.checkpoint.on_disk import Found
 from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.plan.dual_batch import plan_dual_batch
@@ -15,7 +16,7 @@ from dbsl.plan.types import CurrentPlan, TimeModel
 from dbsl.run.run import round_sampler
 
 
-def server_piece(clocks, active=None, **planner):
+def server_shard(clocks, active=None, **planner):
     active = list(range(len(clocks))) if active is None else active
     server = {"clocks": clocks, "active": active}
     return {
@@ -33,14 +34,14 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
 ):
     def read_shard(folder, manifest, rank):
         if rank == 0:
-            return server_piece([1, 1])
+            return server_shard([1, 1])
         if saved is None:
-            raise CheckpointError("no piece")
+            raise CheckpointError("no shard")
         return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
     manifest = Bag(processes=2, config={"sync": "asp", "dedicated_server": False, "epochs": 3})
-    state = resume._own_piece(Found(tmp_path, tmp_path, manifest), 1, Bag(rounds=2))
+    state = resume._own_shard(Found(tmp_path, tmp_path, manifest), 1, Bag(rounds=2))
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
 
@@ -58,7 +59,7 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
     run = Bag(
         rounds=2, config=Bag(epochs=epochs), plans={}, stage_at=lambda epoch: Bag(resolution=8)
     )
-    state = with_lost_workers(server_piece(clocks, active=[0, 1]), run, 5)
+    state = with_lost_workers(server_shard(clocks, active=[0, 1]), run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
     assert state["planner"]["begun"] == 2 * back
     assert set(state["planner"]["fixed"]) == set(range(min(clocks[:2]) // 2, back))
@@ -86,14 +87,14 @@ ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
 def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
     sync, clocks, at_epoch_end, cluster, expected
 ):
-    state = server_piece(clocks)
+    state = server_shard(clocks)
     state["cluster"] |= cluster
     before = {**ROUNDS, "sync": sync}
     assert list(epochs_under_way(state, before, at_epoch_end=at_epoch_end)) == expected
 
 
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
-    state = server_piece([3, 3], segments={2: []})
+    state = server_shard([3, 3], segments={2: []})
     state["planner"]["current"] = {8: {"workers": [{"steps": 5}]}}
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
