@@ -78,7 +78,7 @@ def open_session(
     deadline = deadline_of(given.max_minutes)
     config = _complete(given)
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
-    config = replace(config, mixed_precision=accelerator.mixed_precision)  # of auto, what it is
+    config = replace(config, mixed_precision=accelerator.mixed_precision)  # auto is resolved
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")

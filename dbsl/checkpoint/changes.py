@@ -40,7 +40,7 @@ def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tup
 
 
 def _complete(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
-    """Return a checkpoint's settings; one of before a setting was there has its default."""
+    """Return a checkpoint's settings; a setting that it does not know has its default."""
     return {field.name: field.default for field in fields(now)} | in_todays_words(before)
 
 

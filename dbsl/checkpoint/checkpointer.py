@@ -48,7 +48,7 @@ class Checkpointer:
         self._progress = session.progress
         self._rank = session.accelerator.process_index
         self._interval = parse_interval(self._run.config.checkpoint_every)
-        self._sequence = resumed.sequence if resumed else 0  # of the last save
+        self._sequence = resumed.sequence if resumed else 0  # number of the last save
         self._epochs_done = 0
         self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()
@@ -137,7 +137,7 @@ class Checkpointer:
             return Action.STOP
         minutes = self._interval.minutes
         due = minutes and time.monotonic() - self._saved_at >= 60 * minutes
-        # Of several processes the clock of rank 0 counts. The last save may still be under way.
+        # Rank 0's clock counts. The last save may still be under way.
         wanted = due and not self._writer.busy and self._rank == SERVER_RANK
         return Action.SAVE if wanted or self._cluster.announced > self._sequence else Action.GO_ON
 
@@ -230,7 +230,7 @@ class Checkpointer:
             if self._run.ema and state.get("average"):
                 vector, device = state["average"]["vector"], self._cluster.weights.vector.device
                 self._run.ema.vector = None if vector is None else vector.to(device)
-            if "meter" in state:  # not in checkpoints of before
+            if "meter" in state:  # older checkpoints lack it
                 meter = self._session.meter
                 load = meter.restart if resumed.restart else meter.load_state_dict
                 load(state["meter"])
@@ -243,7 +243,7 @@ class Checkpointer:
         self._stepper.load_state_dict(state["stepper"])
         self._stepper.clock.load_state_dict(state["clock"])
         self._run.planner.load_state_dict(state["planner"])
-        if "noise" in state:  # not in checkpoints of before
+        if "noise" in state:  # older checkpoints lack it
             self._run.noise.load_state_dict(state["noise"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
@@ -261,7 +261,7 @@ class Checkpointer:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return where torch's own random streams are: that of dropout."""
+    """Return where torch's random streams are, which dropout draws from."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -33,7 +33,7 @@ from dbsl.run.folder import check_metrics
 from dbsl.run.parse import run_folder_of
 from dbsl.run.run import Run
 
-_ROUND_ANEW = {"progress": None, "clock": {}}  # of a process's state: neither steps nor their time
+_ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Resumed:
     Attributes:
         folder: The checkpoint.
         sequence: Its number.
-        state: This process's shard; with a restart that of rank 0.
+        state: This process's shard; rank 0's with a restart.
         restart: What is taken over where workers are not what they were; None: they are.
     """
 
@@ -199,7 +199,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
                 raise TypeError(f"tracker must be a name, got {tracker!r}")
             check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
     if refused is not None:
-        raise refused  # of a setting that must stay as it was
+        raise refused
     return Resumed(found.folder, manifest.sequence, state, restart)
 
 
@@ -292,7 +292,7 @@ def _optimizers(found: Found, run: Run) -> dict[int, Any]:
     """Return the optimizer state of all workers that the new run has, from all shards."""
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):
-        with suppress(CheckpointError):  # of a worker that was lost there is none
+        with suppress(CheckpointError):  # a lost worker has none
             shard = read_shard(found.folder, found.manifest, rank)
             optimizers |= shard["stepper"]["optimizers"]
     return {w: state for w, state in optimizers.items() if w < run.config.workers}

@@ -24,13 +24,13 @@ class ComputeClock:
     """
 
     def __init__(self, device: torch.device, emulation: Emulation | None = None) -> None:
-        self.epoch = 0  # that the emulation is asked for
+        self.epoch = 0  # the emulation depends on it
         self._device = device
         self._cuda = device.type == "cuda"
         self._emulation = emulation
         self._spans: defaultdict[int, list[tuple]] = defaultdict(list)
         self._slept_s: defaultdict[int, float] = defaultdict(float)
-        self._before_s: dict[int, float] = {}  # of the round that a stopped run was in
+        self._before_s: dict[int, float] = {}  # spent before a stopped run was resumed
         self._mark = None
 
     @contextmanager

@@ -82,9 +82,9 @@ class FusedSum:
 
 
 def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:
-    """Return this rank's gloo connections by the other rank: with the server, or with all from it.
+    """Return the server's gloo connections with all ranks, or this rank's with the server, by peer.
 
-    A collective, of which every rank makes every pair in the same order.
+    A collective: every rank makes every pair, in the same order.
     """
     pairs = {
         rank: dist.new_group([SERVER_RANK, rank], backend="gloo", timeout=timeout)

@@ -15,9 +15,9 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import Batch
 from dbsl.model import set_dropout
 
-_MOST_GRAPHS = 64  # of a run; whatever comes after them runs uncompiled
-# Of each graph before training: CUDA graphs warm up in the first call and are recorded in the
-# second; the third shows that what was recorded runs.
+_MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
+# Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
+# second; the third shows that the recording runs.
 _CALLS = 3
 
 

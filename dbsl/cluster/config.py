@@ -17,8 +17,8 @@ class SyncConfig:
     # --- how workers meet
     # how workers exchange what they learn: all wait for each other every round (bsp), fast workers
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
-    # every step (step). With ssp and asp the run goes on when a process dies, if each process was
-    # launched on its own
+    # every step (step). With ssp and asp the run survives the death of a process that was launched
+    # on its own
     sync: Sync = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
     push: Push = "weights"
@@ -38,6 +38,6 @@ class SyncConfig:
     outer_momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
     rounds_per_epoch: Annotated[int, Within(1)] = 1  # pushes per worker and epoch
     dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
-    # seconds of silence after which a process counts as lost, and that others wait at a barrier;
-    # with asp and ssp a process that computes is heard all the while
+    # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
+    # asp and ssp a process that computes is not silent
     worker_timeout: Annotated[float, Within(0, open_low=True)] = 1800.0

@@ -70,8 +70,8 @@ class GradientServer(Server):
 
     A push is the sum of a worker's gradients over some steps, each weighted b_i/B, followed by the
     change of its floating-point buffers, weighted alike. With a barrier the pushes of all workers
-    are summed and make one step, that of the joined batch; else each makes its part b_i/B of a step
-    as it comes, in learning rate, momentum and weight decay: those of all workers are one step.
+    are summed and make one step, as the joined batch would. Without one, each push makes its part
+    b_i/B of a step as it comes, in learning rate, momentum and weight decay.
 
     Args:
         owner: Has the weights and the optimizer.

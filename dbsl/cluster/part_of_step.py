@@ -22,9 +22,9 @@ def take_step(
 def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: float) -> None:
     """Take a part of an optimizer step, in (0, 1): parts that sum to 1 come to the whole step.
 
-    To rounding they do so for equal gradients without weight decay, with any momentum. Decay is
-    taken of the weights that there are at each part, so that it comes to the same but for the
-    square of what one step takes. Adam's second moment is that of the parts' own gradients.
+    For equal gradients without weight decay this holds to rounding, with any momentum. Each part
+    decays the weights that it meets, so that decay differs by the square of one step's. Adam's
+    second moment comes from the parts' own gradients.
 
     Args:
         optimizer: SGD, Adam or AdamW of torch, with mean gradients at its parameters.

@@ -84,14 +84,14 @@ class Server:
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
         self.clocks = [0] * workers
-        self.active = set(range(workers))  # but for those that were lost
+        self.active = set(range(workers))  # without lost workers
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
         self._weights = weights.detach().clone()
         self._snapshot: Tensor | None = None
-        self._readers = 0  # of the snapshot, that may still read it
+        self._readers = 0  # that may still read the snapshot
         self._pulled_version = [0] * workers
         self._sum: Tensor | None = None
         self._sum_weight = 0.0
@@ -192,7 +192,7 @@ class Server:
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_outer(state.get("outer"))
         device = self._weights.device
-        pushed = state.get("pushed", {})  # not in checkpoints of before
+        pushed = state.get("pushed", {})  # older checkpoints lack it
         self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed.items()}
 
     def restart(self, start: Restart) -> None:

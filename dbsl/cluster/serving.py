@@ -220,7 +220,7 @@ class ServingCluster(Cluster):
         with self._changed:
             try:
                 self.server.push(weights, report)
-            except Exception as error:  # of a merge rule, say: no fault of the worker's
+            except Exception as error:  # a merge rule's, for one: the worker is not at fault
                 self._failure = error
                 raise
             finally:

@@ -58,8 +58,8 @@ class SimulatedCluster(Cluster):
         self.time_s = 0.0  # the virtual clock
         self._duration = duration
         self._pulled: dict[int, Tensor] = {}
-        self._durations: dict[int, float] = {}  # of the round that a worker is in
-        self._waits: dict[int, float] = {}  # before it; at a barrier it is not asked for
+        self._durations: dict[int, float] = {}  # a worker's present round
+        self._waits: dict[int, float] = {}  # before that round; unused at a barrier
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []
         self._turn: int | None = None  # the worker whose turn it is

@@ -47,8 +47,7 @@ class _Stepper:
 
     Attributes:
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
-        on_gradients: Called in `step` while its gradients are whole, with the weight of the mean
-            loss that they are of.
+        on_gradients: Called in `step` while its gradients are whole, with the weight of their loss.
     """
 
     joint = False
@@ -198,7 +197,7 @@ class DistributedSteps(_Stepper):
         self._wire = wire
         self.warm = False
         self._worker = worker
-        self._weight = 1 / self._world_size  # of this worker's statistics when they are averaged
+        self._weight = 1 / self._world_size  # of this worker in an average
         self._warm_up(weights, example)
 
     @contextmanager
@@ -282,7 +281,7 @@ class PushedGradients(_Stepper):
         weights.attach_gradients(self.vector)
         self._buffers = weights.buffers
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
-        self._weight = 0.0  # of all mean losses whose gradients are summed
+        self._weight = 0.0  # sum over the losses so far
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
@@ -313,7 +312,7 @@ class PushedGradients(_Stepper):
         """See `OwnSteps.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
-        self._weight = state.get("weight", 0.0)  # not in checkpoints of before
+        self._weight = state.get("weight", 0.0)  # older checkpoints lack it
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

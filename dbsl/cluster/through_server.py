@@ -103,7 +103,7 @@ class ServedCluster(Cluster):
         super().__init__(weights, **common)
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
-        self._can_change = False  # `_pulled` is what the round began with
+        self._can_change = False  # this round began with `_pulled`
         # Later than the server would: where the network is at fault, that says who was lost.
         self._pulse = Pulse(SERVER_RANK, pair, timeout_s + _GRACE_S, asks=True)
         self._whole = Transfer(weights.vector, SERVER_RANK, pair)
@@ -164,7 +164,7 @@ class ServedCluster(Cluster):
         return report.refused
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
-        """Return the save to take part in, of which rank 0 has told."""
+        """Return the save that rank 0 has announced."""
         return self._announced
 
     def leave(self, sequence: int) -> int:

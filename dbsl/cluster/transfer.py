@@ -13,7 +13,7 @@ CHUNK = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messag
 
 Wire = Literal["float32", "bf16"]
 
-# Of an exchange. It ends before that: with the connection, which a `Pulse` closes after silence.
+# Timeout of an exchange, which ends earlier: a `Pulse` closes the connection after silence.
 _EVER = timedelta(days=10_000)
 
 

@@ -53,7 +53,7 @@ def statistics_batches(
     """Return this rank's index batches of training images to measure batch norm's statistics on.
 
     They are the same images at every epoch. All batches of all ranks have one size, so that their
-    plain mean is that of the images; the last ones are filled up with the first images again.
+    plain mean is the mean over the images. The first images fill the last batches up.
 
     Args:
         samples: Training images.
@@ -88,7 +88,7 @@ def recompute_statistics(
         model: The model.
         weights: Its weights as one vector.
         images: The training images.
-        transform: What they pass: that of evaluation, which draws nothing at random.
+        transform: The transform of evaluation, which draws nothing at random.
         accelerator: Tells the precision and the processes.
         batch_size: Images of a batch.
         seed: The run's seed.
