@@ -16,7 +16,7 @@ from typing import Any
 
 from dbsl.base.lazy import lazy_import
 
-special = lazy_import("scipy.special")
+stats = lazy_import("scipy.stats")
 
 CONFIDENCE = 0.95
 MADE_ON = ("device", "precision", "torch", "timm")  # fields of summary.json
@@ -124,9 +124,8 @@ def interval(values: Sequence[float]) -> Interval:
         raise ValueError("values must be one or more, got none")
     if len(values) < 2:
         return Interval(values[0], math.nan, math.nan, 1)
-    sd = stdev(values)
-    quantile = float(special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
-    return Interval(fmean(values), sd, quantile * sd / math.sqrt(len(values)), len(values))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
+    return Interval(fmean(values), stdev(values), half, len(values))
 
 
 def paired(runs: Sequence[Run], baseline: Sequence[Run]) -> Interval | None:
