@@ -16,7 +16,6 @@ from dbsl.study.scaling import (
     OBJECTIVE,
     PERFECT_RULE,
     USEFUL_RULE,
-    Knees,
     Result,
     Study,
     critical_batch,
@@ -61,30 +60,14 @@ def write_report(
             for study in studies
         }
         results[name] = [result for result in found.values() if result is not None]
-        reached = {result.batch_size: result.steps for result in results[name]}
-        knees = find_knees(reached, found) if reached else None
-        critical = critical_batch(reached)
         rows += [_row(study, found[study.batch_size], goals[name]) for study in studies]
-        report[name] = {
-            "goal": goals[name],
-            "objective": objective,
-            "steps_to_result": {str(r.batch_size): r.steps for r in results[name]},
-            "perfect_scaling_up_to": knees and knees.perfect,
-            "perfect_scaling_rule": PERFECT_RULE,
-            "useful_batch_size": knees and knees.useful,
-            "useful_rule": USEFUL_RULE,
-            "useful_is_seen": knees and knees.is_seen,
-            "critical_batch_size": critical,
-            "critical_rule": CRITICAL_RULE,
-        }
-        lines += _describe(name, studies, found, knees, goals[name], objective)
+        report[name] = {"goal": goals[name], "objective": objective, **_knees(found)}
+        lines += _describe(name, studies, found, report[name])
         if goal not in (None, goals[name]):
             lines.append(
                 f"its goal is kept, not {goal:g}: its trials ended at it (--no-early-stopping "
                 "measures for any goal)"
             )
-        if critical is not None:
-            lines.append(f"critical batch {critical:.3g} ({CRITICAL_RULE})")
         lines += [*_edge_warnings(found), ""]
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / TABLE, rows)
@@ -96,6 +79,22 @@ def write_report(
     else:
         lines.append(f"no batch size reached its goal: no pictures; see {folder / TABLE}")
     return "\n".join(lines)
+
+
+def _knees(found: Mapping[int, Result | None]) -> dict[str, Any]:
+    """Return where a workload's scaling ends, as ``report.json`` has it."""
+    reached = {result.batch_size: result.steps for result in found.values() if result}
+    knees = find_knees(reached, found) if reached else None
+    return {
+        "steps_to_result": {str(size): steps for size, steps in reached.items()},
+        "perfect_scaling_up_to": knees and knees.perfect,
+        "perfect_scaling_rule": PERFECT_RULE,
+        "useful_batch_size": knees and knees.useful,
+        "useful_rule": USEFUL_RULE,
+        "useful_is_seen": knees and knees.is_seen,
+        "critical_batch_size": critical_batch(reached),
+        "critical_rule": CRITICAL_RULE,
+    }
 
 
 def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
@@ -130,12 +129,12 @@ def _describe(
     name: str,
     studies: Sequence[Study],
     found: Mapping[int, Result | None],
-    knees: Knees | None,
-    goal: float,
-    objective: str,
+    report: Mapping[str, Any],
 ) -> list[str]:
+    """Return a workload's table and knees as lines; `report` is its part of ``report.json``."""
+    goal = f"{report['objective']} < {report['goal']:g}"
     lines = [
-        f"{name}: least steps to {objective} < {goal:g}, over the complete trials of each size",
+        f"{name}: least steps to {goal}, over the complete trials of each size",
         f"{'batch':>7} {'steps':>8} {'examples':>10} {'saved':>6} {'lr':>9} {'momentum':>9} "
         f"{'lr/(1-m)':>9}  trials",
     ]
@@ -159,15 +158,17 @@ def _describe(
             f"{parameters['learning_rate']:>9.3g} {parameters.get('momentum', 0.0):>9.4g} "
             f"{effective_rate(parameters):>9.3g}  {trials}"
         )
-    if knees is None:
+    if not report["steps_to_result"]:
         return [*lines, "no batch size reached the goal: a longer budget, or an easier goal"]
-    return [
-        *lines,
+    more = "" if report["useful_is_seen"] else "; the largest tried: more may still be useful"
+    lines += [
         "saved: perfect scaling is 1.00; below, a batch costs more samples than the smallest one",
-        f"perfect scaling up to {knees.perfect} ({PERFECT_RULE})",
-        f"maximum useful batch {knees.useful} ({USEFUL_RULE})"
-        + ("" if knees.is_seen else "; the largest tried: more may still be useful"),
+        f"perfect scaling up to {report['perfect_scaling_up_to']} ({PERFECT_RULE})",
+        f"maximum useful batch {report['useful_batch_size']} ({USEFUL_RULE}){more}",
     ]
+    if (critical := report["critical_batch_size"]) is not None:
+        lines.append(f"critical batch {critical:.3g} ({CRITICAL_RULE})")
+    return lines
 
 
 def _edge_warnings(found: Mapping[int, Result | None]) -> list[str]:
