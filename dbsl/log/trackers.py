@@ -15,55 +15,87 @@ from urllib.request import getproxies, proxy_bypass
 
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers, get_available_trackers
-
-from dbsl.run.config import ReportTo
+from accelerate.utils import LoggerType
 
 PROJECT = "dbsl"
 
 
 def check_tracker(report_to: str) -> None:
-    """Raise ``ValueError`` unless the tracker is installed or ``none``."""
-    if report_to != "none" and report_to not in map(str, get_available_trackers()):
-        raise ValueError(
-            f"report_to must name an installed tracker, got {report_to!r} (pip install {report_to})"
-        )
+    """Raise ``ValueError`` unless it names installed trackers of Accelerate's, or ``none``."""
+    tracker_names(report_to)
+
+
+def tracker_names(report_to: str) -> tuple[str, ...]:
+    """Return the trackers that a setting names, each once; of ``all`` those that are installed.
+
+    Raises:
+        ValueError: If it names one that Accelerate does not know, or that is not installed.
+    """
+    installed = tuple(map(str, get_available_trackers()))
+    known = sorted({*map(str, LoggerType)} - {"all"})
+    names = tuple(dict.fromkeys(report_to.replace(" ", "").split(",")))
+    if names in (("none",), ("all",)):
+        return installed if names == ("all",) else ()
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"report_to must be none, all or trackers ({', '.join(known)}) with commas "
+                f"between, got {name!r}"
+            )
+        if name not in installed:
+            raise ValueError(
+                f"report_to must name an installed tracker, got {name!r} (pip install {name})"
+            )
+    return names
 
 
 def start_trackers(
     accelerator: Accelerator,
-    report_to: ReportTo,
+    report_to: str,
     folder: Path,
     run_name: str,
     config: Mapping[str, Any],
     *,
     resume_id: str | None = None,
 ) -> None:
-    """Start the accelerator's tracker, with its files in the run folder.
+    """Start the accelerator's trackers, with their files in the run folder.
 
     Without a login or an answer from its server W&B works offline; it never asks or waits long.
     ``WANDB_MODE`` decides instead where it is set to anything but ``online``.
 
     Args:
-        accelerator: Gets the tracker, whatever its ``log_with`` was.
-        report_to: The tracker.
+        accelerator: Gets the trackers, whatever its ``log_with`` was.
+        report_to: The trackers, as `check_tracker` takes them.
         folder: The run folder; it exists.
-        run_name: Name of the run in the tracker.
+        run_name: Name of the run in the trackers.
         config: The run's settings.
         resume_id: What `tracker_id` returned in the session before, whose charts go on.
     """
-    if report_to == "none" or not accelerator.is_main_process:
+    if not accelerator.is_main_process:
         return
-    settings = dict(_flatten(config))
-    # Not left to Accelerator(log_with=...): the run folder may be known only after that is built.
-    accelerator.log_with = filter_trackers(report_to, str(folder))
+    settings, started = dict(_flatten(config)), []
     accelerator.project_configuration.logging_dir = str(folder)
-    if report_to == "tensorboard":  # which uses the project's name for its sub-folder
-        accelerator.init_trackers("tensorboard", settings)
-    elif report_to == "trackio":
-        again = {"resume": "allow"} if resume_id else {}
-        accelerator.init_trackers(PROJECT, settings, {"trackio": {"name": run_name, **again}})
-    else:
-        _start_wandb(accelerator, folder, run_name, settings, resume_id)
+    for name in tracker_names(report_to):
+        # Not left to Accelerator(log_with=...): the run folder may be known only after that is
+        # built. One after the other: it would start those that are there once more.
+        accelerator.log_with = filter_trackers(name, str(folder))
+        accelerator.trackers = []
+        if name == "tensorboard":  # which uses the project's name for its sub-folder
+            accelerator.init_trackers("tensorboard", settings)
+        elif name == "trackio":
+            again = {"resume": "allow"} if resume_id else {}
+            accelerator.init_trackers(PROJECT, settings, {name: {"name": run_name, **again}})
+        elif name == "wandb":
+            _start_wandb(accelerator, folder, run_name, settings, resume_id)
+        else:
+            own = {
+                "dvclive": {"dir": str(folder / "dvclive")},
+                "mlflow": {"run_name": run_name},
+                "swanlab": {"experiment_name": run_name, "logdir": str(folder / "swanlog")},
+            }
+            accelerator.init_trackers(PROJECT, settings, {name: own.get(name, {})})
+        started += accelerator.trackers
+    accelerator.trackers = started
 
 
 def tracker_id(accelerator: Accelerator) -> str | None:

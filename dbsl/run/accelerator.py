@@ -17,6 +17,19 @@ from dbsl.cluster.launch import chosen_backend, join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
+# What `accelerate launch` can be asked for and is not done as it means it: what its processes then
+# have in their environment, its name, and the way here.
+_WHOLE_MODEL = (
+    "every worker holds the whole model, and --micro-batch-size lowers the memory of a step"
+)
+_NOT_HERE = (
+    ("ACCELERATE_USE_FSDP", "FSDP", _WHOLE_MODEL),
+    ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", _WHOLE_MODEL),
+    ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM", _WHOLE_MODEL),
+    ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config", _WHOLE_MODEL),
+    ("ACCELERATE_IN_TPU_POD", "TPUs", "a worker is a process on a GPU or a CPU"),
+)
+_OFF = ("", "0", "no", "false")
 _FLOAT32 = {True: "TF32", False: "float32"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 # Of torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert each time.
@@ -27,9 +40,14 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     """Meet the other processes, and settle on a precision that all of them compute in natively.
 
     Args:
-        precision: ``auto`` is bf16 where every process's device has it, else float32.
+        precision: ``auto`` is what `accelerate launch` was asked for; else bf16 where every
+            process's device has it, else float32.
         timeout_s: Longest wait for another process.
+
+    Raises:
+        ValueError: If the launcher was asked for what is not done here.
     """
+    check_launcher()
     # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
     # is made before Accelerate reads what `accelerate launch --cpu` has set.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -40,7 +58,9 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     # NCCL's own watchdog ends a process without a name; `Heartbeats` has decided before.
     timeout = timedelta(seconds=timeout_s + 60 * (not cpu))
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
-    if precision == "auto":
+    if precision == "auto" and (launched := launched_precision()):
+        precision = launched
+    elif precision == "auto":
         state = PartialState(cpu, **group.to_kwargs())
         native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
         precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
@@ -53,6 +73,40 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             file=sys.stderr,
         )
     return accelerator
+
+
+def launched_precision() -> Literal["bf16", "fp16"] | None:
+    """Return the precision that `accelerate launch` was asked for; None: it says nothing.
+
+    ``no`` is also what it sets where nobody has asked it.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    return asked if asked in ("bf16", "fp16") else None
+
+
+def check_launcher() -> None:
+    """Raise ``ValueError`` where `accelerate launch` was asked for what is not done here.
+
+    Its answers reach a process by the environment. One that nobody reads would be overridden
+    without a word.
+    """
+    asked = {name: os.environ.get(name, "").lower() for name, *_ in _NOT_HERE}
+    found = [(what, way) for name, what, way in _NOT_HERE if asked[name] not in _OFF]
+    if os.environ.get("PJRT_DEVICE", "").upper() == "TPU":
+        found.append(("TPUs", "a worker is a process on a GPU or a CPU"))
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "").lower() not in _OFF:
+        found.append(("torch.compile (dynamo_backend)", "use --compile"))
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "").lower()
+    if steps not in (*_OFF, "1", "auto"):
+        found.append(
+            (f"{steps} gradient accumulation steps", "use --micro-batch-size, the samples at once")
+        )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
+        found.append(("mixed_precision fp8", "use bf16 or fp16"))
+    for what, way in found:
+        raise ValueError(
+            f"accelerate launch must not ask for {what} (see accelerate config): {way}"
+        )
 
 
 def describe_precision(accelerator: Accelerator) -> str:

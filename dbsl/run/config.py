@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.cluster.config import SyncConfig
@@ -14,9 +14,6 @@ from dbsl.model import ModelConfig
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig
 from dbsl.plan.stages import check_resolutions
 from dbsl.run.accelerator import Precision
-
-ReportTo = Literal["wandb", "tensorboard", "trackio", "none"]
-
 
 CHECKPOINTS = "checkpoints"
 
@@ -36,8 +33,9 @@ class MachineConfig:
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
     cpu_threads: Annotated[int | None, Within(1)] = None
-    # precision of forward passes; auto: bf16 where the device computes it natively, else no; no:
-    # float32, where PyTorch lets convolutions on CUDA use TF32, but not matrix products
+    # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
+    # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
+    # TF32, but not matrix products
     mixed_precision: Precision = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
     eval_batch_size: Annotated[int | None, Within(1)] = None
@@ -67,8 +65,10 @@ class RunConfig(
     compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
     noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
     output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
-    # tracker of the run; wandb works offline without a login or a network
-    report_to: ReportTo = "wandb"
+    # trackers of the run, with commas between: any that Accelerate knows and that is installed
+    # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
+    # or none; wandb works offline without a login or a network
+    report_to: str = "wandb"
     # repository user/name on the hub for model, card and figures of the finished run
     push_to_hub: str | None = None
     # what a run found out, as its config.yaml has it; no flag

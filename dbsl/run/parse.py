@@ -15,6 +15,7 @@ import yaml
 
 from dbsl.base.flags import parse_flags, read_flags, split_flags
 from dbsl.cluster.launch import recall
+from dbsl.run.accelerator import launched_precision
 from dbsl.run.config import CHECKPOINTS
 from dbsl.run.resolved import PROCESSES, RESOLVED, check_names, still_true
 
@@ -76,7 +77,9 @@ def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
     typed = read_flags(type(config), yaml_to_argv(found))
     values = dict(resolved) | {name: typed.get(name) for name in found}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return replace(config, resolved=still_true(values, before, config, processes))
+    return replace(
+        config, resolved=still_true(values, before, config, processes, launched_precision())
+    )
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _BATCHES = ("global_batch_size", "local_batch_sizes")
 # dropped takes along what was found from it. A setting is a source of its own.
 SOURCES: dict[str, tuple[str, ...]] = {
     "cpu_threads": (PROCESSES,),
-    "mixed_precision": (),  # of the machine
+    "mixed_precision": (),  # of the machine, or of accelerate launch
     "lr": ("optimizer",),
     "workers": (PROCESSES, "dedicated_server"),
     "small_workers": ("small_ratio", "workers"),
@@ -69,7 +69,11 @@ def check_names(resolved: Any) -> None:
 
 
 def still_true(
-    resolved: Mapping[str, Any], before: RunConfig, now: RunConfig, processes: int
+    resolved: Mapping[str, Any],
+    before: RunConfig,
+    now: RunConfig,
+    processes: int,
+    launched_precision: str | None = None,
 ) -> dict[str, Any]:
     """Return what a run found out, without what does not follow from the settings of now.
 
@@ -78,6 +82,7 @@ def still_true(
         before: The settings that it was given.
         now: Those that are given now.
         processes: Of this launch.
+        launched_precision: What this launch was asked for; it stands in for ``auto``.
     """
     changed = {
         field.name
@@ -88,6 +93,8 @@ def still_true(
         changed.add(PROCESSES)
     if _joint(before) != _joint(now):
         changed.add(JOINT)
+    if launched_precision not in (None, resolved.get("mixed_precision")):
+        changed.add("mixed_precision")
     for name, sources in SOURCES.items():
         if name in resolved and changed.intersection(sources):
             changed.add(name)

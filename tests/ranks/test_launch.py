@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import dbsl.cluster.launch
@@ -13,9 +15,14 @@ import dbsl.run.accelerator
 from dbsl.base.errors import EXIT_INTERRUPTED, one_line_errors
 from dbsl.base.lazy import lazy_import
 from dbsl.cluster.launch import chosen_backend, remember
-from dbsl.run.accelerator import computes_bf16, describe_precision, start_accelerator
+from dbsl.run.accelerator import (
+    check_launcher,
+    computes_bf16,
+    describe_precision,
+    start_accelerator,
+)
 from dbsl.run.parse import parse_config
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run
 from train import Config
 
 # With the handler that a terminal's process has; that of a background job is ignored.
@@ -43,6 +50,63 @@ def test_auto_follows_the_device_and_anything_else_is_taken(monkeypatch, native,
     for chosen in ("no", "bf16"):
         AcceleratorState._reset_state(True)
         assert start_accelerator(chosen, 20.0).mixed_precision == chosen
+
+
+def test_the_precision_that_the_launcher_was_asked_for_wins_over_auto(monkeypatch):
+    monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert start_accelerator("auto", 20.0).mixed_precision == "bf16"
+    AcceleratorState._reset_state(True)
+    assert start_accelerator("no", 20.0).mixed_precision == "no"  # a flag of one's own wins
+    AcceleratorState._reset_state(True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's own default, too
+    monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: True)
+    assert start_accelerator("auto", 20.0).mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "fp8 .*use bf16 or fp16"),
+        ("ACCELERATE_USE_FSDP", "true", "FSDP .*--micro-batch-size"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeed .*--micro-batch-size"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM .*--micro-batch-size"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "parallelism .*--micro-batch-size"),
+        ("ACCELERATE_IN_TPU_POD", "1", "TPUs .*a worker is a process on a GPU or a CPU"),
+        ("PJRT_DEVICE", "TPU", "TPUs .*a worker is a process on a GPU or a CPU"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "torch.compile .*use --compile"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "4 gradient .*--micro-batch-size"),
+    ],
+)
+def test_what_the_launcher_was_asked_for_in_vain_is_refused_before_anything_is_written(
+    monkeypatch, tmp_path, name, value, words
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"accelerate launch must not ask for .*{words}") as error:
+        run(tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_launcher_sets_by_itself_is_not_refused(monkeypatch):
+    args = launch_command_parser().parse_args(["--mixed_precision", "no", "train.py"])
+    args.dynamo_backend, args.num_machines, args.use_cpu = "no", 1, False
+    _, environment = prepare_simple_launcher_cmd_env(args)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    check_launcher()
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    check_launcher()
+
+
+def test_a_launch_in_another_precision_drops_what_a_run_found_in_its_own(monkeypatch, tmp_path):
+    found = "resolved:\n  processes: 1\n  mixed_precision: 'no'\n  slope: [0.1]\n  workers: 4\n"
+    (tmp_path / "c.yaml").write_text(found)
+    flags = ["--config", str(tmp_path / "c.yaml")]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert parse_config(Config, flags).resolved["mixed_precision"] == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert set(parse_config(Config, flags).resolved) == {"processes", "workers"}
 
 
 def test_float32_on_cuda_says_what_runs_in_tf32(monkeypatch):

@@ -4,14 +4,17 @@ import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import wandb
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+from accelerate.utils import LoggerType
 
 from dbsl.log import trackers
-from dbsl.log.trackers import check_tracker, start_trackers
+from dbsl.log.trackers import check_tracker, start_trackers, tracker_names
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none"])
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none", "all", "wandb,tensorboard"])
 def test_check_tracker_accepts_installed_ones_and_none(tracker):
     check_tracker(tracker)
 
@@ -21,6 +24,57 @@ def test_check_tracker_that_is_not_installed_says_how_to_get_it(monkeypatch):
     message = r"report_to must name an installed tracker, got 'trackio' \(pip install trackio\)"
     with pytest.raises(ValueError, match=message):
         check_tracker("trackio")
+
+
+@pytest.mark.parametrize("given", ["wand", "none,wandb", "all,wandb", ""])
+def test_a_tracker_that_nobody_knows_is_refused_with_the_list_of_those_known(given):
+    message = "report_to must be none, all or trackers .aim, clearml, .*wandb. with commas.*got"
+    with pytest.raises(ValueError, match=message) as error:
+        check_tracker(given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted({*map(str, LoggerType)} - {"all"}))
+def test_every_tracker_of_accelerate_is_taken_by_name(name, monkeypatch):
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType(name)])
+    assert tracker_names(name) == tracker_names("all") == (name,)
+
+
+def test_several_trackers_are_started_once_each(tmp_path, no_login, accelerator, monkeypatch):
+    started = []
+    for tracker in (WandBTracker, TensorBoardTracker):
+        start = tracker.start
+        monkeypatch.setattr(
+            tracker, "start", lambda self, start=start: (started.append(self.name), start(self))
+        )
+    start_trackers(accelerator, "tensorboard, wandb,tensorboard", tmp_path, "run", {"lr": 0.1})
+    assert [tracker.name for tracker in accelerator.trackers] == ["tensorboard", "wandb"] == started
+    assert {"tensorboard", "wandb"} <= {path.name for path in tmp_path.iterdir()}
+    accelerator.end_training()
+
+
+def test_a_tracker_without_a_way_of_its_own_is_started_as_accelerate_does(
+    tmp_path, accelerator, monkeypatch
+):
+    class Live(GeneralTracker):
+        name, requires_logging_directory = "dvclive", False
+
+        def __init__(self, project, **settings):
+            super().__init__()
+            self.settings, self.stored = settings, None
+
+        tracker = None
+
+        def store_init_configuration(self, values):
+            self.stored = values
+
+    monkeypatch.setattr(trackers, "get_available_trackers", lambda: [LoggerType.DVCLIVE])
+    monkeypatch.setattr(trackers, "filter_trackers", lambda name, folder: [name])
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "dvclive", Live)
+    monkeypatch.setitem(accelerate.accelerator.LOGGER_TYPE_TO_CLASS, "dvclive", Live)
+    start_trackers(accelerator, "dvclive", tmp_path, "run", {"lr": 0.1})
+    (live,) = accelerator.trackers
+    assert (live.settings, live.stored) == ({"dir": str(tmp_path / "dvclive")}, {"lr": 0.1})
 
 
 def test_no_tracker_starts_on_other_processes_or_for_none(tmp_path, accelerator):
