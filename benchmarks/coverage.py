@@ -37,10 +37,11 @@ from dbsl.plan.stages import make_stages
 from dbsl.plan.turns import EpochEnd
 from dbsl.plan.types import TimeModel
 from dbsl.run.cluster import connect
-from dbsl.run.plans import Knowledge, Planning
+from dbsl.run.plans import Planning
 from dbsl.run.prepare import make_planner, rounds_of_epoch
 from dbsl.run.progress import make_reports
 from dbsl.run.run import Run
+from dbsl.run.workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent
 SYNCS = ("bsp", "ssp", "asp", "step")
@@ -165,7 +166,7 @@ def prepare(case: Case) -> Run:
     )
     resolutions = config.resolutions
     # Where all are equal, a batch and a share of a round for each is known to fit.
-    known = Knowledge(
+    known = Workers(
         models={
             r: [TimeModel(m.slope * r / 8, m.intercept) for m in case.models] for r in resolutions
         },

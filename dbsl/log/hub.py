@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,23 @@ CARD = "README.md"
 # Of a run folder; checkpoints and trackers' files stay here.
 _UPLOADED = [CARD, "model*.safetensors", "plots/*.png"]
 _UPLOADED += ["config.json", "config.yaml", "plan.json", "summary.json", "metrics.jsonl"]
+_LOAD = """To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; \
+else `timm.create_model('local-dir:{name}', pretrained=True)` does, too):
+
+```python
+from dbsl.model import load_model
+
+model = load_model("{name}")
+```
+"""
+_LOAD_OWN = """To read the model, build `{model}` as the script that trained it does, then:
+
+```python
+from safetensors.torch import load_file
+
+model.load_state_dict(load_file("{name}/model.safetensors"))
+```
+"""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -153,65 +171,29 @@ def _body(
     if "final_ema_accuracy" in values:
         ema = f"{values['final_ema_accuracy']:.2%}".replace("%", " %")
         rows.insert(1, ("the same of averaged weights (`model_ema.safetensors`)", ema))
-    batches = [
-        f"| {px(resolution) or 'all'} | {sizes} |"
-        for resolution, plan in plans.items()
-        for sizes in [_batches(plan)]
-    ]
-    lines = [
-        f"# {folder.name}",
-        "",
-        f"A {'timm ' * of_timm}`{config.model}`{px(config.resolutions[-1], ' for ', ' images')}, "
-        f"trained on `{config.dataset}` by workers with batch sizes of their own (dual-batch "
-        "learning).",
-        "",
-        "| one run, no mean over seeds | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows),
-        "",
-        "| resolution | samples a step on each worker, at the start |",
-        "|---|---|",
-        *batches,
-        "",
-        *(_how_to_load(folder) if of_timm else _how_to_load_own(folder, config)),
-        "",
-        "To train it again: `accelerate launch train.py --config config.yaml`, with the settings "
-        "beside this file.",
-        "",
-    ]
-    return "\n".join(lines)
+    batches = "".join(f"| {px(r) or 'all'} | {_batches(plan)} |\n" for r, plan in plans.items())
+    results = "".join(f"| {name} | {value} |\n" for name, value in rows)
+    images = px(config.resolutions[-1], " for ", " images")
+    load = (_LOAD if of_timm else _LOAD_OWN).format(name=folder.name, model=config.model)
+    return f"""# {folder.name}
 
+A {"timm " * of_timm}`{config.model}`{images}, trained on `{config.dataset}` by workers with batch \
+sizes of their own (dual-batch learning).
 
-def _how_to_load(folder: Path) -> list[str]:
-    return [
-        "To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; else "
-        f"`timm.create_model('local-dir:{folder.name}', pretrained=True)` does, too):",
-        "",
-        "```python",
-        "from dbsl.model import load_model",
-        "",
-        f'model = load_model("{folder.name}")',
-        "```",
-    ]
-
-
-def _how_to_load_own(folder: Path, config: RunConfig) -> list[str]:
-    return [
-        f"To read the model, build `{config.model}` as the script that trained it does, then:",
-        "",
-        "```python",
-        "from safetensors.torch import load_file",
-        "",
-        f'model.load_state_dict(load_file("{folder.name}/model.safetensors"))',
-        "```",
-    ]
+| one run, no mean over seeds | |
+|---|---|
+{results}
+| resolution | samples a step on each worker, at the start |
+|---|---|
+{batches}
+{load}
+To train it again: `accelerate launch train.py --config config.yaml`, with the settings beside \
+this file.
+"""
 
 
 def _batches(plan: Plan) -> str:
-    sizes = [worker.local_batch_size for worker in plan.workers]
-    counts = dict.fromkeys(sizes, 0)
-    for size in sizes:
-        counts[size] += 1
+    counts = Counter(worker.local_batch_size for worker in plan.workers)
     return ", ".join(f"{count} x {size}" for size, count in counts.items())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +12,7 @@ from torch import nn
 
 from dbsl.base.seeds import stream_seed
 from dbsl.data.sources import TrainingData
-
-Config = Any  # train.py's
+from dbsl.run.config import RunConfig
 
 # Settings that say which data and which model; with one's own they have nothing to say.
 _OF_DATA = ("image_column", "label_column", "train_samples", "eval_samples", "holdout")
@@ -35,7 +33,7 @@ class Own:
     data: TrainingData | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
 
-    def named(self, given: Config) -> Config:
+    def named(self, given: RunConfig) -> RunConfig:
         """Return the settings with the names of the data and the model that there are.
 
         Raises:
@@ -61,7 +59,7 @@ class Own:
             given = _named(given, "model", _name(self.model), "a model", _OF_MODEL)
         return given
 
-    def build(self, config: Config, data: TrainingData, accelerator: Accelerator) -> nn.Module:
+    def build(self, config: RunConfig, data: TrainingData, accelerator: Accelerator) -> nn.Module:
         """Return the model on the device, with the same weights in all processes.
 
         Raises:
@@ -90,7 +88,9 @@ class Own:
         return model
 
 
-def _named(given: Config, setting: str, name: str, what: str, others: tuple[str, ...]) -> Config:
+def _named(
+    given: RunConfig, setting: str, name: str, what: str, others: tuple[str, ...]
+) -> RunConfig:
     """Return the settings with a name; refuse another one, and settings without a meaning."""
     defaults = {field.name: field.default for field in fields(given)}
     for other in others:

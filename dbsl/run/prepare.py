@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from dbsl.base.words import plural
 from dbsl.data.dataset import Data, load_configured
@@ -35,8 +36,9 @@ from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
 from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
-from dbsl.run.plans import Planning, know_machines, optimizer_of_worker, takes_joint_steps
+from dbsl.run.plans import Planning
 from dbsl.run.run import Run, round_sampler, steps_of
+from dbsl.run.workers import know_workers, optimizer_of_worker, takes_joint_steps
 
 _NOTHING_OWN = Own()
 
@@ -59,75 +61,24 @@ def prepare(
         small_workers=config.small_workers,
         dedicated_server=config.dedicated_server,
     )
+    _check_processes(config, accelerator)
     emulation = Emulation(
         slowdown=parse_slowdown(config.slowdown or (), workers),
         disturbance=parse_disturb(config.disturb) if config.disturb else None,
         noise=config.time_noise,
         seed=config.seed,
     )
-    if emulation.noise and accelerator.num_processes > 1:
-        raise ValueError(
-            f"time_noise must be 0 with several processes, whose times are real, "
-            f"got {config.time_noise:g}"
-        )
-    if config.wire != "float32" and accelerator.num_processes == 1:
-        raise ValueError(
-            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
-        )
-    if config.sync_batch_norm and (
-        accelerator.num_processes == 1 or accelerator.device.type != "cuda"
-    ):
-        raise ValueError(
-            f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
-            f"true in {accelerator.num_processes} processes on {accelerator.device.type}"
-        )
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
-    milestones, warmup = config.lr_milestones, config.warmup_epochs
-    asked_for = config.resolutions is not None and "resolutions" not in config.resolved
-    config = replace(
-        config,
-        workers=workers,
-        small_workers=small_workers,
-        resolutions=tuple(config.resolutions or data.resolutions),
-        lr_milestones=(
-            default_milestones(config.epochs) if milestones is None else tuple(milestones)
-        ),
-        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
-    )
-    stages = tuple(
-        make_stages(
-            config.epochs,
-            config.resolutions,
-            schedule=config.schedule,
-            dropout=config.dropout,
-            learning_rate=config.lr,
-            milestones=config.lr_milestones,
-            gamma=config.lr_gamma,
-        )
-    )
-    unused = unused_resolutions(stages, config.resolutions, config.schedule)
-    if unused and asked_for:
-        accelerator.print(f"warning: {unused}")
-    if own.model is not None:
-        model = own.build(config, data, accelerator)
-    else:
-        model = build_model(
-            config.model,
-            data.num_classes,
-            final_resolution=config.resolutions[-1],
-            resolutions=config.resolutions,
-            pretrained=config.pretrained,
-            seed=config.seed,
-            say=accelerator.print,
-        ).to(accelerator.device, memory_format=torch.channels_last)
-        check_patches(model, config.resolutions)
+    config = replace(config, workers=workers, small_workers=small_workers)
+    config, stages = _make_stages(config, data, accelerator)
+    model = _build_model(config, data, own, accelerator)
     if model.input_statistics:  # what its weights were trained with
         mean, std = model.input_statistics
         data = replace(data, mean=mean, std=std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
-    machines, config = know_machines(config, model, data, accelerator, loss_of)
-    planning = Planning(config, machines, len(data.train), least)
+    known, config = know_workers(config, model, data, accelerator, loss_of)
+    planning = Planning(config, known, len(data.train), least)
     plans = {
         resolution: planning.first(resolution, accelerator.print)
         for resolution in config.resolutions
@@ -140,13 +91,12 @@ def prepare(
                 drop_last=config.drop_last,
             )
     rounds = rounds_of_epoch(plans, config)
-    transforms = {
-        resolution: data.transform(resolution, config.augment, config.seed)
-        for resolution in config.resolutions
-    }
     mixing = None
     if config.mixup or config.cutmix:
         mixing = Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
+    # fp16 scales gradients, images of a mixed batch are not independent, and an extra pass of one
+    # process would wait for the others in batch norm over all of them.
+    can_measure_noise = not (accelerator.scaler or mixing or config.sync_batch_norm)
     return Run(
         config=replace(config, small_batch_size=planning.small_batch_size()),
         data=data,
@@ -154,25 +104,18 @@ def prepare(
         model=model,
         plans=plans,
         planner=make_planner(
-            config, planning, plans, stages, machines.models, rounds, len(data.train)
+            config, planning, plans, stages, known.models, rounds, len(data.train)
         ),
-        models=machines.models,
+        models=known.models,
         emulation=emulation,
-        transforms=transforms,
+        transforms={r: data.transform(r, config.augment, config.seed) for r in config.resolutions},
         rounds=rounds,
         least=least,
         noise=choose_probe(
             plans,
-            machines.models,
+            known.models,
             model,
-            # fp16 scales gradients, images of a mixed batch are not independent, and an extra pass
-            # of one process would wait for the others in batch norm over all of them.
-            enabled=(
-                config.noise_scale
-                and accelerator.scaler is None
-                and mixing is None
-                and not config.sync_batch_norm
-            ),
+            enabled=config.noise_scale and can_measure_noise,
             sync=config.sync,
             processes=accelerator.num_processes,
             rounds=rounds,
@@ -181,8 +124,75 @@ def prepare(
         mixing=mixing,
         loss_of=loss_of,
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
-        measured=machines.measured,
+        measured=known.measured,
     )
+
+
+def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
+    """Raise ``ValueError`` for a setting that goes with another number of processes."""
+    processes = accelerator.num_processes
+    if config.time_noise and processes > 1:
+        raise ValueError(
+            f"time_noise must be 0 with several processes, whose times are real, "
+            f"got {config.time_noise:g}"
+        )
+    if config.wire != "float32" and processes == 1:
+        raise ValueError(
+            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
+        )
+    if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
+        raise ValueError(
+            f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
+            f"true in {processes} processes on {accelerator.device.type}"
+        )
+
+
+def _make_stages(
+    config: RunConfig, data: TrainingData, accelerator: Accelerator
+) -> tuple[RunConfig, tuple[Stage, ...]]:
+    """Return the config with its schedule complete, and the stages."""
+    asked_for = config.resolutions is not None and "resolutions" not in config.resolved
+    milestones, warmup = config.lr_milestones, config.warmup_epochs
+    config = replace(
+        config,
+        resolutions=tuple(config.resolutions or data.resolutions),
+        lr_milestones=(
+            default_milestones(config.epochs) if milestones is None else tuple(milestones)
+        ),
+        warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
+    )
+    stages = make_stages(
+        config.epochs,
+        config.resolutions,
+        schedule=config.schedule,
+        dropout=config.dropout,
+        learning_rate=config.lr,
+        milestones=config.lr_milestones,
+        gamma=config.lr_gamma,
+    )
+    unused = unused_resolutions(stages, config.resolutions, config.schedule)
+    if unused and asked_for:
+        accelerator.print(f"warning: {unused}")
+    return config, tuple(stages)
+
+
+def _build_model(
+    config: RunConfig, data: TrainingData, own: Own, accelerator: Accelerator
+) -> nn.Module:
+    """Return the model on the device: one's own, or timm's."""
+    if own.model is not None:
+        return own.build(config, data, accelerator)
+    model = build_model(
+        config.model,
+        data.num_classes,
+        final_resolution=config.resolutions[-1],
+        resolutions=config.resolutions,
+        pretrained=config.pretrained,
+        seed=config.seed,
+        say=accelerator.print,
+    )
+    check_patches(model, config.resolutions)
+    return model.to(accelerator.device, memory_format=torch.channels_last)
 
 
 def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:

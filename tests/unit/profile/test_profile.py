@@ -27,7 +27,7 @@ from dbsl.profile.step_time import (
     profile_memory,
     profile_steps,
 )
-from dbsl.run.plans import _reserve_bytes, largest_auto_batch
+from dbsl.run.workers import _reserve_bytes, largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
 

@@ -84,7 +84,7 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
         assert (tmp_path / "run").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsl.run.prepare.know_machines", interrupt)
+    monkeypatch.setattr("dbsl.run.prepare.know_workers", interrupt)
     with pytest.raises(SystemExit) as ended, one_line_errors():
         main(Config(**TINY, output_dir=str(tmp_path / "run")))
     assert ended.value.code == 130

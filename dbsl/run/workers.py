@@ -1,0 +1,274 @@
+"""What a run's workers can do: their step times and batches, given or measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from dbsl.data.sources import TrainingData
+from dbsl.plan.types import TimeModel
+from dbsl.profile.cache import Profiler, Setup
+from dbsl.profile.memory import GIB
+from dbsl.profile.noise_probe import LossOf
+from dbsl.profile.step_time import NO_OPTIMIZER
+from dbsl.run.config import RunConfig, for_workers, from_workers
+from dbsl.run.evidence import useful_batch_size
+
+STEPS_A_ROUND = 10  # of a worker, at least, with the batch that `auto` chooses
+_SMALLEST_AUTO = 16  # samples: below them fewer steps do
+
+SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What the workers can do, by resolution, one entry per worker.
+
+    Attributes:
+        models: Time models.
+        large_batch_sizes: Samples of a large step.
+        limits: Most samples a step, [n]; None: no bound.
+        measured: Whether the time models were measured, not given.
+    """
+
+    models: dict[int, list[TimeModel]]
+    large_batch_sizes: dict[int, list[int]]
+    limits: dict[int, np.ndarray | None]
+    measured: bool
+
+
+def takes_joint_steps(config: RunConfig) -> bool:
+    """Whether all workers share one global batch a step, instead of rounds of their own."""
+    return config.sync == "step" or config.push == "gradients"
+
+
+def default_large_batch_size(round_samples: int) -> int:
+    """Return the power of two in [16, 128] nearest to a tenth of a round, at most all of it.
+
+    Many fewer than ten steps a round would leave a small data set with next to no updates.
+    """
+    power = 2 ** round(math.log2(max(1, round_samples / 10)))
+    return max(1, min(max(_SMALLEST_AUTO, power), 128, round_samples))
+
+
+def optimizer_of_worker(config: RunConfig) -> str:
+    """Return the name of the optimizer that a worker's step includes."""
+    return NO_OPTIMIZER if config.push == "gradients" else config.optimizer
+
+
+def largest_auto_batch(round_samples: int) -> int:
+    """Return the most samples a step that `auto` gives a worker with so many in a round.
+
+    A large card may hold all of a small data set; one step a round would not train.
+    """
+    return max(1, min(round_samples, max(_SMALLEST_AUTO, round_samples // STEPS_A_ROUND)))
+
+
+def know_workers(
+    config: RunConfig,
+    model: nn.Module,
+    data: TrainingData,
+    accelerator: Accelerator,
+    loss_of: LossOf,
+) -> tuple[Workers, RunConfig]:
+    """Return what the workers can do, measuring what is not given, and the config with it."""
+    resolutions, joint = config.resolutions, takes_joint_steps(config)
+    share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
+    auto, measured = config.large_batch_size == "auto", config.slope is None
+    large = _given_batches(config, share)
+    models = None if measured else _given_models(config)
+    useful = useful_batch_size(config, accelerator) if config.batch_evidence else None
+    # Joint steps shift samples between workers, and none may be given more than it can hold.
+    shifting = joint and config.balance != "none"
+    on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
+    find_limits = auto or (shifting and on_card)
+    limits: list[list[int] | None] = [None] * len(resolutions)
+    if measured or find_limits:
+        profiler = _profiler(config, model, data, accelerator, loss_of)
+    if find_limits:
+        most = len(data.train) if shifting else largest_auto_batch(share)
+        limits = _largest_batches(config, profiler, most, accelerator)
+    if auto:
+        most = largest_auto_batch(share)
+        if useful is not None:
+            most = min(most, -(-useful // config.workers) if joint else useful)
+        large = [[min(size, most) for size in row] for row in limits]
+    elif joint and config.large_batch_size and config.global_batch_size is not None:
+        limits = large
+    if models is None:
+        models = _measured_models(config, profiler, large, accelerator)
+    known = Workers(
+        models=dict(zip(resolutions, models, strict=True)),
+        large_batch_sizes=dict(zip(resolutions, large, strict=True)),
+        limits={
+            r: None if row is None else np.array(row)
+            for r, row in zip(resolutions, limits, strict=True)
+        },
+        measured=measured,
+    )
+    return known, _with_known(config, models, large)
+
+
+def _given_batches(config: RunConfig, share: int) -> list[list[int]]:
+    """Return large batches as they are given, or by default, [resolution][worker]."""
+    given = None if config.large_batch_size == "auto" else config.large_batch_size
+    rows = for_workers("large_batch_size", given, config.resolutions, config.workers)
+    return [[size or default_large_batch_size(share) for size in row] for row in rows]
+
+
+def _given_models(config: RunConfig) -> list[list[TimeModel]]:
+    """Return time models as they are given, [resolution][worker]."""
+    columns = (
+        for_workers(name, values, config.resolutions, config.workers)
+        for name, values in (
+            ("slope", config.slope),
+            ("intercept", config.intercept),
+            ("floor", config.floor or (0.0,)),
+        )
+    )
+    return _time_models(*columns)
+
+
+def _time_models(*columns: Sequence[Sequence[float]]) -> list[list[TimeModel]]:
+    """Return time models of slopes, intercepts and floors, each [resolution][worker]."""
+    return [
+        [TimeModel(*values) for values in zip(*own, strict=True)]
+        for own in zip(*columns, strict=True)
+    ]
+
+
+def _profiler(
+    config: RunConfig,
+    model: nn.Module,
+    data: TrainingData,
+    accelerator: Accelerator,
+    loss_of: LossOf,
+) -> Profiler:
+    setup = Setup.of(
+        _profiled_name(config, model, data),
+        model,
+        data.num_classes,
+        accelerator,
+        optimizer=optimizer_of_worker(config),
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        compiled=config.compile,
+    )
+    return Profiler(
+        setup,
+        model,
+        accelerator,
+        seconds=config.profile_seconds / len(config.resolutions),
+        refresh=config.profile_refresh,
+        file=Path(config.profile) if config.profile else None,
+        loss_of=loss_of,
+        example=data.example,
+        reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
+    )
+
+
+def _largest_batches(
+    config: RunConfig, profiler: Profiler, most: int, accelerator: Accelerator
+) -> list[list[int]]:
+    """Return the largest batches that fit into memory, [resolution][worker]."""
+    limit = config.memory_limit and config.memory_limit * GIB
+    found = [profiler.largest_batch(r, limit_bytes=limit, at_most=most) for r in config.resolutions]
+    return [[int(size) for size in row] for row in _gather(found, config.workers, accelerator)]
+
+
+def _measured_models(
+    config: RunConfig, profiler: Profiler, large: list[list[int]], accelerator: Accelerator
+) -> list[list[TimeModel]]:
+    """Return time models as they are measured, [resolution][worker]."""
+    profiles = [
+        profiler.profile(r, max(row)) for r, row in zip(config.resolutions, large, strict=True)
+    ]
+    for profile in profiles:
+        accelerator.print(profile.describe())
+    columns = (
+        _gather([getattr(p, name) for p in profiles], config.workers, accelerator)
+        for name in ("slope", "intercept", "floor")
+    )
+    return [
+        _equal_but_for_noise(own, min(row))
+        for own, row in zip(_time_models(*columns), large, strict=True)
+    ]
+
+
+def _with_known(
+    config: RunConfig, models: list[list[TimeModel]], large: list[list[int]]
+) -> RunConfig:
+    """Return the config with what the workers can do; what said how to find it is unset."""
+    # For joint steps a large batch would be a limit that nobody set.
+    keeps_large = config.large_batch_size is not None or not takes_joint_steps(config)
+    slope, intercept, floor = (
+        from_workers([[getattr(m, name) for m in own] for own in models])
+        for name in ("slope", "intercept", "floor")
+    )
+    return replace(
+        config,
+        large_batch_size=from_workers(large) if keeps_large else None,
+        slope=slope,
+        intercept=intercept,
+        floor=floor if any(floor) else config.floor,
+        profile=None,
+        profile_refresh=False,
+        batch_evidence=None,
+    )
+
+
+def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
+    """Return what step times are kept by: a model of one's own by its inputs, too."""
+    if model.created_with is not None:
+        return config.model
+    inputs, _ = data.example(1, config.resolutions[-1])
+    sides = () if config.resolutions[-1] else inputs.shape[1:]
+    kind = str(inputs.dtype).removeprefix("torch.")
+    return "-".join([config.model, kind, *map(str, sides)])
+
+
+def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> list[list[float]]:
+    """Return this process's values, one per resolution, as [resolution][worker] of all workers."""
+    if accelerator.num_processes == 1:  # all workers are simulated on this device
+        return [[value] * workers for value in values]
+    own = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    rows = accelerator.gather(own[None])[-workers:]  # a dedicated server, rank 0, has no worker
+    return rows.T.tolist()
+
+
+def _equal_but_for_noise(models: list[TimeModel], batch: int) -> list[TimeModel]:
+    """Return the mean for all where step times at `batch` differ by no more than noise does."""
+    times = [model.time(batch, 1) for model in models]
+    if max(times) > (1 + SAME_MACHINE) * min(times):
+        return models
+    columns = zip(*((m.slope, m.intercept, m.floor) for m in models), strict=True)
+    return [TimeModel(*(sum(column) / len(models) for column in columns))] * len(models)
+
+
+def _reserve_bytes(
+    config: RunConfig, model: nn.Module, processes: int, state_bytes: float
+) -> float:
+    """Return the most that a run holds on the device beside one worker's step.
+
+    That is the weights that each worker here has pulled, the state of their optimizers, and the
+    global weights. Joint steps share one optimizer, and pull only where gradients are pushed.
+
+    Args:
+        config: The run's settings.
+        model: The model.
+        processes: Processes of the run; one simulates all workers.
+        state_bytes: Of one optimizer's state.
+    """
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    here = config.workers if processes == 1 else 1
+    pulled = 0 if config.sync == "step" else here
+    optimizers = 1 if takes_joint_steps(config) else here
+    return float(weights * (pulled + 1) + state_bytes * optimizers)
