@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dbsl.base.files import write_bytes
-from dbsl.base.words import duration, px
+from dbsl.base.words import duration, px, short_loss
 from dbsl.plan.stages import Stage
 from dbsl.plan.text import (
     MAX_ROWS,
@@ -36,6 +36,7 @@ SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-bli
 _KINDS = ((SMALL, "small"), (LARGE, "large"))
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
 _WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
+_EXPLODED = 20  # times what three quarters of the losses stay below: not drawn to scale
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -89,9 +90,11 @@ def timeline_figure(
     others = f"with all batches large {duration(all_large)}, with one equal batch {duration(equal)}"
     if joint:
         others = f"with each global batch split equally {duration(equal)}"
+    unused = [px(resolution) for resolution in plans if resolution not in rows]
     figure.suptitle(
         "Predicted time of one epoch: how long each worker computes, how long it waits\n"
-        f"all {stages[-1].end_epoch} epochs: {duration(planned)}; {others}",
+        f"all {stages[-1].end_epoch} epochs: {duration(planned)}; {others}"
+        + (f"\nno epoch is at {' or '.join(unused)}" if unused else ""),
         fontsize=13,
     )
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)
@@ -158,9 +161,7 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
             _line(top, x, averages, AVERAGED, "evaluation, averaged weights")
             averages = [_number(row.get("ema_loss")) for row in evaluations]
             _line(bottom, x, averages, AVERAGED, "evaluation, averaged weights")
-        drawn = [v for line in bottom.lines for v in line.get_ydata() if 0 < v < math.inf]
-        if drawn and max(drawn) > _WIDE * min(drawn):
-            bottom.set_yscale("log")
+        _fit_losses(bottom)
         ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
         end = 1.02 * max(ends, default=1.0)
         bottom.set_xlabel(label)
@@ -180,6 +181,51 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     panels[0, 0].set_ylabel("accuracy of the evaluation (%)")
     panels[1, 0].set_ylabel("loss")
     return figure
+
+
+def _fit_losses(axes: Axes) -> None:
+    """Scale a panel for most of its losses; those that exploded are named at its top."""
+    points = [point for line in axes.lines for point in line.get_xydata()]
+    drawn = sorted(y for _, y in points if 0 < y < math.inf)
+    if not drawn:
+        return
+    usual = drawn[(len(drawn) - 1) * 3 // 4]  # three quarters are not above it
+    within = [y for y in drawn if y <= _EXPLODED * usual]
+    lowest, highest = within[0], within[-1]
+    if highest > _WIDE * lowest:
+        axes.set_yscale("log")
+    if len(within) == len(drawn):
+        return
+    if axes.get_yscale() == "log":
+        axes.set_ylim(lowest / 2, highest * 3)
+    else:
+        room = 0.1 * (highest - lowest) or highest
+        axes.set_ylim(lowest - room / 2, highest + room)
+    end = max(x for x, _ in points)
+    for line in axes.lines[:]:
+        far = [(x, y) for x, y in line.get_xydata() if y > _EXPLODED * usual]
+        axes.plot(
+            [x for x, _ in far],
+            [0.97] * len(far),
+            "^",
+            color=line.get_color(),
+            transform=axes.get_xaxis_transform(),
+            label="_exploded",
+        )
+        if far:
+            x, y = max(far, key=lambda point: point[1])
+            side = 1 if x < end / 2 else -1
+            axes.annotate(
+                short_loss(y),
+                (x, 0.97),
+                xycoords=axes.get_xaxis_transform(),
+                color=line.get_color(),
+                fontsize=9,
+                ha="left" if side > 0 else "right",
+                va="center",
+                xytext=(7 * side, 0),
+                textcoords="offset points",
+            )
 
 
 def stage_spans(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -20,10 +20,14 @@ MAX_LINES = 10  # more workers are drawn as a median and a range
 _PANELS = (
     ("local_batch_size", "batch size\n[samples]"),
     ("share", "share of the\nepoch [%]"),
-    ("compute_time_s", "computing\n[s per epoch]"),
+    ("time_s", "computing, measured\n[s per epoch]"),
+    ("compute_time_s", "computing, on the\ncluster's clock [s]"),
     ("wait_time_s", "waiting, transfers\n[s per epoch]"),
     ("idle", "done before the\nslowest by [%]"),
 )
+_SAME = 0.01  # of a panel's height: lines that are nearer to each other than this coincide
+_DASH = 4.0  # length of a coinciding worker's dashes, in widths of its line
+_WIDE = 30  # ratio of planned to measured seconds from which their axis is logarithmic
 
 
 def worker_history(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -43,6 +47,7 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
     workers = 1 + max(worker for worker, _ in rounds)
     epochs = sorted({epoch for _, epoch in rounds})
     names = ("local_batch_size", "samples", "compute_time_s", "wait_time_s")
+    names += ("time_s", "predicted_time_s")
     values = {name: np.full((workers, len(epochs)), np.nan) for name in names}
     for (worker, epoch), own in rounds.items():
         column = epochs.index(epoch)
@@ -57,34 +62,97 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
 
 
 def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
-    """Return batch size, share, compute, wait and idle time of each worker over epochs.
+    """Return batch size, share, times and idle time of each worker over epochs.
+
+    Measured seconds have the planned ones beside them, dotted. A simulated cluster's clock runs by
+    the plan: what its workers computed on it has a panel of its own.
 
     Args:
         metrics: Records of a metrics.jsonl, with one finished round at least.
     """
     epochs, values = worker_values(metrics)
-    figure = Figure(figsize=(9, 10), dpi=DPI, layout="constrained")
-    panels = figure.subplots(len(_PANELS), 1, sharex=True)
-    for axes, (name, label) in zip(panels, _PANELS, strict=True):
-        _draw(axes, epochs, values[name])
+    simulated = any("virtual_time_s" in row for row in metrics if row["event"] == "round")
+    shown = [panel for panel in _PANELS if simulated or panel[0] != "compute_time_s"]
+    figure = Figure(figsize=(9, 2 * len(shown)), dpi=DPI, layout="constrained")
+    panels = figure.subplots(len(shown), 1, sharex=True)
+    for axes, (name, label) in zip(panels, shown, strict=True):
+        planned = values["predicted_time_s"] if name == "time_s" else None
+        _draw(axes, epochs, values[name], planned)
         axes.set_ylabel(label, fontsize=9)
-        axes.set_ylim(bottom=0)
+        if axes.get_yscale() == "linear":
+            top = np.nanmax(values[name] if planned is None else [values[name], planned])
+            axes.set_ylim(0, 1.1 * top or 1.0)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, frameon=False)
-    figure.suptitle("Who was given how much, and how long it took", fontsize=11)
+    for axes in panels[[0, 2]]:
+        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
+        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        if axes is panels[2]:  # the workers are named above
+            named = {name: line for name, line in named.items() if name == "planned"}
+        if named:
+            legend = axes.legend(named.values(), named.keys(), fontsize=9, **place)
+        for line in legend.get_lines() if axes is panels[0] else ():
+            line.set(linestyle="-", markersize=4)
+    figure.suptitle(
+        "Who was given how much, and how long it took (dashed: workers that coincide)", fontsize=11
+    )
     return figure
 
 
-def _draw(axes: Axes, epochs: Sequence[int], values: np.ndarray) -> None:
+def _draw(
+    axes: Axes, epochs: Sequence[int], values: np.ndarray, planned: np.ndarray | None = None
+) -> None:
     marker = "o" if len(epochs) <= 40 else None
+    if planned is not None and not np.nansum(planned):  # of files of before
+        planned = None
+    both = values if planned is None else np.concatenate([values, planned])
+    positive = both[np.isfinite(both) & (both > 0)]
+    if planned is not None and len(positive) and positive.max() > _WIDE * positive.min():
+        axes.set_yscale("log")
     if len(values) > MAX_LINES:
         axes.plot(epochs, np.nanmedian(values, axis=0), marker=marker, markersize=3, label="median")
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
         axes.fill_between(epochs, low, high, alpha=0.25, label=f"range of {len(values)} workers")
+        if planned is not None:
+            axes.plot(epochs, np.nanmedian(planned, axis=0), ":", color="black", label="planned")
         return
     colors = matplotlib.color_sequences["tab10"]
+    groups = coinciding(values)
     for worker, own in enumerate(values):
-        label = f"worker {worker}"
-        axes.plot(epochs, own, color=colors[worker], marker=marker, markersize=3, label=label)
+        group = groups[worker]
+        place, many = group.index(worker), len(group)
+        # Dashes of a group's lines follow one another, and their rings lie in one another.
+        style = (_DASH * place, (_DASH, _DASH * (many - 1))) if many > 1 else "-"
+        axes.plot(
+            epochs,
+            own,
+            color=colors[worker],
+            linestyle=style,
+            dash_capstyle="butt",
+            marker=marker,
+            markersize=3 + 3 * (many - 1 - place),
+            markerfacecolor="none" if many > 1 else None,
+            label=f"worker {worker}",
+        )
+    for worker, own in enumerate(() if planned is None else planned):
+        axes.plot(epochs, own, ":", lw=1.2, color=colors[worker], label="_")
+    if planned is not None:
+        axes.plot([], [], ":", color="black", label="planned")
+
+
+def coinciding(values: np.ndarray) -> list[list[int]]:
+    """Return for each worker of values [workers, epochs] all whose lines lie on its own."""
+    height = max(np.nanmax(values, initial=0.0), 1e-9)
+    same = np.all(
+        (np.abs(values[:, None] - values[None]) <= _SAME * height) | np.isnan(values[:, None]),
+        axis=2,
+    )  # [workers, workers]
+    groups: list[list[int]] = []
+    for worker in range(len(values)):
+        own = next((g for g in groups if same[worker, g[0]]), None)
+        if own is None:
+            groups.append([worker])
+        else:
+            own.append(worker)
+    return [next(g for g in groups if worker in g) for worker in range(len(values))]

@@ -111,6 +111,7 @@ def format_run(
     for resolution, plan in plans.items():
         own = [stage for stage in stages if stage.resolution == resolution]
         if not own:
+            lines += [f"{px(resolution)}: no epoch", ""]
             continue
         rates = ", ".join(f"{s.learning_rate:g}" for s in own)
         ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"

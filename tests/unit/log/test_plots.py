@@ -9,6 +9,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
+from dbsl.base.words import short_loss
 from dbsl.log import plots
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
@@ -111,6 +112,14 @@ def test_timeline_title_names_the_epochs_of_a_resolution_from_one():
     assert "epoch 1:" in one.axes[0].get_title(loc="left")
 
 
+def test_a_resolution_without_an_epoch_is_named_in_the_timeline():
+    plans = dual_batch_plans()
+    stages = make_stages(1, [24, 32])
+    title = plots.timeline_figure(stages, plans, 1).get_suptitle()
+    assert title.endswith("\nno epoch is at 24 px")
+    assert "no epoch" not in plots.timeline_figure(STAGES, plans, 1).get_suptitle()
+
+
 def test_timeline_of_many_workers_draws_equal_ones_once():
     plans = {24: plan_dual_batch(40_000, 40, 10, 50, TimeModel(1e-3, 0.02))}
     (axes,) = plots.timeline_figure(make_stages(1, [24]), plans, 1).axes
@@ -147,12 +156,27 @@ def test_curves_over_time_use_the_simulated_clock_where_there_is_one(virtual, se
     assert words in figure.axes[3].get_xlabel()
 
 
-@pytest.mark.parametrize(("last", "scale"), [(2000.0, "linear"), (6e35, "log")])
-def test_losses_of_very_different_size_have_a_logarithmic_axis(last, scale):
+def test_losses_of_very_different_size_have_a_logarithmic_axis():
     rows = metrics_of(STAGES, 4)
-    rows[-1]["loss"] = last
+    for row in (row for row in rows if row["event"] == "eval"):
+        row["loss"] = 6e35
     figure = plots.curves_figure(rows)
-    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", scale, scale]
+    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "log"]
+
+
+@pytest.mark.parametrize("exploded", [200.0, 6e35])
+def test_one_exploded_loss_is_named_at_the_top_and_the_others_keep_their_axis(exploded):
+    rows = metrics_of(STAGES, 4)
+    rows[-1]["loss"] = exploded
+    figure = plots.curves_figure(rows)
+    for axes, x in zip(figure.axes[2:], (4, 40), strict=True):
+        assert axes.get_yscale() == "linear"
+        low, high = axes.get_ylim()
+        assert low < 2.97
+        assert 4.25 < high < 5
+        marks = [line for line in axes.lines if line.get_marker() == "^" and len(line.get_xdata())]
+        assert [line.get_xdata().tolist() for line in marks] == [[x]]
+        assert texts(axes) == [short_loss(exploded)]
 
 
 def test_averaged_weights_have_curves_where_they_were_evaluated():

@@ -15,6 +15,8 @@ def rounds(workers, epochs, per_epoch=1):
             "local_batch_size": 8 + worker,
             "samples": 10 * (worker + 1),
             "compute_time_s": 2.0 + worker,
+            "time_s": 3.0 + worker,
+            "predicted_time_s": 1.0 + worker,
             "wait_time_s": 0.5,
         }
         for epoch in range(epochs)
@@ -44,9 +46,40 @@ def test_every_worker_has_a_line_or_all_have_a_range(workers, tmp_path):
     figure = worker_figure(rounds(workers, 3))
     assert len(figure.axes) == 5
     for axes in figure.axes:
-        assert len(axes.lines) == (workers if workers <= MAX_LINES else 1)
+        measured = [line for line in axes.lines if line.get_linestyle() != ":"]
+        assert len(measured) == (workers if workers <= MAX_LINES else 1)
         assert len(axes.collections) == (workers > MAX_LINES)
         assert axes.get_ylabel()
     worker_history(rounds(workers, 3), tmp_path / "workers.png")
     with Image.open(tmp_path / "workers.png") as image:
         assert image.width == 900
+
+
+def test_measured_seconds_have_the_planned_ones_beside_them_in_simulated_runs_too():
+    (axes,) = [axes for axes in worker_figure(rounds(2, 3)).axes if "measured" in axes.get_ylabel()]
+    planned = [line for line in axes.lines if line.get_linestyle() == ":"]
+    assert [line.get_ydata().tolist() for line in planned] == [[1] * 3, [2] * 3, []]  # [], a name
+    assert [line.get_color() for line in planned[:2]] == [line.get_color() for line in axes.lines][
+        :2
+    ]
+    simulated = worker_figure([row | {"virtual_time_s": 1.0} for row in rounds(2, 3)])
+    labels = [axes.get_ylabel().replace("\n", " ") for axes in simulated.axes]
+    assert [label for label in labels if label.startswith("computing")] == [
+        "computing, measured [s per epoch]",
+        "computing, on the cluster's clock [s]",
+    ]
+
+
+def test_lines_that_coincide_are_dashed_one_after_the_other_so_that_all_are_seen():
+    rows = [row | {"local_batch_size": 8 if row["worker"] else 4} for row in rounds(4, 3)]
+    lines = worker_figure(rows).axes[0].lines
+    assert lines[0].get_linestyle() == "-"
+    patterns = [line._unscaled_dash_pattern for line in lines[1:]]
+    assert [(offset, tuple(dashes)) for offset, dashes in patterns] == [
+        (0, (4, 8)),
+        (4, (4, 8)),
+        (8, (4, 8)),
+    ]
+    sizes = [line.get_markersize() for line in lines[1:]]
+    assert sizes == sorted(sizes, reverse=True)  # rings in rings
+    assert len(set(sizes)) == 3

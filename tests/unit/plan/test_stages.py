@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.stages import (
     batch_scaling,
     default_milestones,
@@ -12,6 +13,7 @@ from dbsl.plan.stages import (
     stage_at,
     unused_resolutions,
 )
+from dbsl.plan.text import format_run
 
 
 def rows(stages):
@@ -32,6 +34,12 @@ def test_a_resolution_without_an_epoch_is_named_with_the_reason(schedule, epochs
     milestones = default_milestones(epochs)
     stages = make_stages(epochs, [32, 48], schedule=schedule, milestones=milestones)
     assert unused_resolutions(stages, [32, 48], schedule) == message
+
+
+def test_the_plan_table_names_a_resolution_without_an_epoch():
+    stages = make_stages(2, [32, 48], milestones=(1,))
+    plans = {r: plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02)) for r in (32, 48)}
+    assert format_run(stages, plans, 1).startswith("32 px: no epoch\n\n48 px, epochs 1-2, lr ")
 
 
 def test_published_cifar_schedule_climbs_inside_every_stage():
