@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dbsl.base.numbers import as_numbers
+from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.part_of_step import take_part, take_step
 from dbsl.cluster.server import Server
 from dbsl.cluster.steps import BuildOptimizer, load_optimizer
 from dbsl.cluster.weights import FlatWeights
+from dbsl.model import ClipMode
 from dbsl.plan.turns import Restart, RoundReport
 
 
@@ -24,18 +26,27 @@ class ServerOptimizer:
         model: The model, before `FlatWeights` or a stepper is built on it.
         device: Where the server keeps its weights.
         build_optimizer: Builds the optimizer on the copy.
+        clip: What gradients are clipped to before each whole step; None: they are not.
+        clip_mode: As for `make_clip`.
 
     Attributes:
         vector: The copy's weights, [P].
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, build_optimizer: BuildOptimizer
+        self,
+        model: nn.Module,
+        device: torch.device,
+        build_optimizer: BuildOptimizer,
+        *,
+        clip: float | None = None,
+        clip_mode: ClipMode = "norm",
     ) -> None:
         model = copy.deepcopy(model).to(device)
         self._weights = FlatWeights(model)
         self.vector = self._weights.vector
         self._optimizer = build_optimizer(model)
+        self._clip = make_clip(model, clip, clip_mode)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
@@ -60,6 +71,7 @@ class ServerOptimizer:
             take_part(self._optimizer, learning_rate, part)
         else:
             self._weights.attach_gradients(gradients)
+            self._clip(self._optimizer)
             take_step(self._optimizer, learning_rate)
         buffers = self._weights.buffers
         buffers.add_(gradients[len(gradients) - len(buffers) :])

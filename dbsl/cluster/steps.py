@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from dbsl.cluster.clipping import Clip, keep_whole
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.part_of_step import take_step
@@ -48,9 +49,11 @@ class _Stepper:
     Attributes:
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
         on_gradients: Called in `step` while its gradients are whole, with the weight of their loss.
+        clip: Called after that, right before an optimizer of this process steps.
     """
 
     joint = False
+    clip: Clip = staticmethod(keep_whole)
     on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
     def __init__(
@@ -104,6 +107,7 @@ class OwnSteps(_Stepper):
         (part,) = step.parts
         self.on_gradients(part.weight)
         with self.clock.running((part.worker,)):
+            self.clip(self.optimizers[part.worker])
             take_step(self.optimizers[part.worker], learning_rate)
 
 
@@ -153,6 +157,7 @@ class JointSteps(_Stepper):
         self._buffers.copy_(self._mean)
         self.on_gradients(1.0)
         with self.clock.running(self._workers):  # in real processes each would take it
+            self.clip(self.optimizers[0])
             take_step(self.optimizers[0], learning_rate, keep_gradients=True)
             self._gradients.zero_()
         self._note_buffers()
@@ -220,6 +225,7 @@ class DistributedSteps(_Stepper):
             self.average_buffers()
         self.on_gradients(1.0)
         with self.clock.running((self._worker,)):
+            self.clip(self.optimizers[self._worker])
             take_step(self.optimizers[self._worker], learning_rate)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dbsl.base.cores import local_processes
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
+from dbsl.model import ClipMode
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.step_time import (
@@ -60,6 +61,7 @@ class Setup:
     local_processes: int  # processes that run on the machine at the same time
     torch: str
     timm: str
+    clip: ClipMode | None = None  # how gradients are clipped
 
     @staticmethod
     def of(
@@ -72,6 +74,7 @@ class Setup:
         momentum: float = 0.9,
         weight_decay: float = 5e-4,
         compiled: bool = False,
+        clip: ClipMode | None = None,
     ) -> Setup:
         """Return the setup of this process."""
         return Setup(
@@ -89,6 +92,7 @@ class Setup:
             local_processes=local_processes(),
             torch=torch.__version__,
             timm=timm.__version__,
+            clip=clip,
         )
 
 
@@ -231,6 +235,7 @@ class Profiler:
             momentum=self.setup.momentum,
             weight_decay=self.setup.weight_decay,
             compiled=self.setup.compile,
+            clip=self.setup.clip,
             example=self._example,
         )
 
@@ -248,7 +253,9 @@ class Profiler:
 def cache_file(setup: Setup) -> Path:
     """Return where the profiles of a setup are kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(asdict(setup), sort_keys=True).encode()).hexdigest()
+    # What is off is left out, so that what was measured before there was such a setting stays.
+    said = {name: value for name, value in asdict(setup).items() if value is not None}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
     return root / "dbsl" / "profiles" / f"{setup.model}-{digest[:24]}.json"
 
 

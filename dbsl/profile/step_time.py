@@ -24,9 +24,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.words import px
+from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
-from dbsl.model import build_optimizer
+from dbsl.model import ClipMode, build_optimizer
 from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.profile.noise_probe import LossOf
@@ -107,6 +108,7 @@ class TrainingStep:
         momentum: Whether it has momentum.
         weight_decay: Whether it has weight decay.
         compiled: Whether the copy is compiled.
+        clip: How gradients are clipped; None: they are not.
         example: Batch of a size at a resolution, on the device; unset: random images.
     """
 
@@ -122,6 +124,7 @@ class TrainingStep:
         momentum: bool = True,
         weight_decay: bool = True,
         compiled: bool = False,
+        clip: ClipMode | None = None,
         example: Example | None = None,
     ) -> None:
         self.accelerator = accelerator
@@ -137,6 +140,7 @@ class TrainingStep:
             self._optimizer = build_optimizer(
                 optimizer, self._model, _LR, 0.9 * momentum, 1e-4 * weight_decay
             )
+        self._clip = make_clip(self._model, clip and 1.0, clip or "norm")
         self._images: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None
 
@@ -148,6 +152,7 @@ class TrainingStep:
         loss = self._loss_of(self._model, self._images[:batch_size], self._labels[:batch_size])
         loss.backward()
         if self._optimizer is not None:
+            self._clip(self._optimizer)
             self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.barrier import BarrierCluster
+from dbsl.cluster.clipping import Clip, make_clip
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.collectives import ControlGroup, pairs_with_server
 from dbsl.cluster.compiling import compile_for
@@ -82,6 +83,7 @@ class _Builder:
         self._common["duration"] = run.duration
         if control is None:
             stepper = JointSteps(model, weights, self._clock, self._prepared, self._workers)
+            stepper.clip = self._clip()
             return JointCluster(weights, **self._common), stepper
         if config.sync_batch_norm:
             model = join_batch_norm(model)
@@ -91,6 +93,7 @@ class _Builder:
             on_exchange=control.enter,
             wire=self._wire,
         )
+        stepper.clip = self._clip()
         finish = stepper.average_buffers
         return JointCluster(weights, finish_round=finish, control=control, **self._common), stepper
 
@@ -108,6 +111,7 @@ class _Builder:
         else:
             weights = self._flattened()
             stepper = OwnSteps(self._run.model, self._clock, self._prepared, self._workers)
+            stepper.clip = self._clip()
             server = self._server(weights, device, merge)
         if self._alone:
             del common["workers"], common["rounds_per_epoch"]  # the server has them
@@ -135,6 +139,9 @@ class _Builder:
             compile_for(run.model, weights, sizes, dropout, self._accelerator, example)
         return weights
 
+    def _clip(self) -> Clip:
+        return make_clip(self._run.model, self._config.clip_grad, self._config.clip_mode)
+
     def _build(self, module: nn.Module) -> torch.optim.Optimizer:
         config = self._config
         return build_optimizer(
@@ -147,7 +154,12 @@ class _Builder:
     def _gradient_server(self, device: torch.device) -> GradientServer | None:
         if self._rank != SERVER_RANK:
             return None
-        owner = ServerOptimizer(self._run.model, device, self._build)
+        config = self._config
+        owner = ServerOptimizer(
+            *(self._run.model, device, self._build),
+            clip=config.clip_grad,
+            clip_mode=config.clip_mode,
+        )
         return GradientServer(owner, self._config.workers, **self._counted())
 
     def _server(

@@ -95,6 +95,8 @@ def check_run(config: Any) -> None:
         raise ValueError(f"{other} must be given with {given}, got {given} alone")
     if config.floor is not None and config.slope is None:
         raise ValueError("slope must be given with floor, got floor alone")
+    if config.clip_mode != "norm" and config.clip_grad is None:
+        raise ValueError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
     if config.resolutions is not None:
         check_resolutions(config.resolutions)
     _check_joint_steps(config)
@@ -160,6 +162,12 @@ def _check_joint_steps(config: Any) -> None:
             raise ValueError(
                 f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
                 f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
+            )
+        if config.sync != "bsp" and config.clip_grad is not None:
+            raise ValueError(
+                f"clip_grad must be unset with push gradients and sync {config.sync}, where each "
+                f"push is part of a step and nobody has a whole one's gradients, "
+                f"got {config.clip_grad:g}"
             )
         if config.rounds_per_epoch != 1:
             raise ValueError(

@@ -19,7 +19,10 @@ RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config tha
 PROCESSES, JOINT = "processes", "joint steps"
 
 _DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
-_STEP = ("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm")
+_STEP = (
+    *("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm"),
+    *("clip_grad", "clip_mode"),
+)
 _ROUND = ("workers", "rounds_per_epoch", JOINT, "resolutions", *_DATA)
 _BATCHES = ("global_batch_size", "local_batch_sizes")
 

@@ -161,6 +161,8 @@ def _profiler(
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         compiled=config.compile,
+        # The server clips what is pushed, and a worker's step does not.
+        clip=config.clip_mode if config.clip_grad and config.push == "weights" else None,
     )
     return Profiler(
         setup,

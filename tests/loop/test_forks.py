@@ -146,7 +146,7 @@ def changed_lines(path):
 
 
 def test_every_fork_applies_is_short_and_says_what_it_does(tmp_path):
-    assert len(FORKS) >= 7
+    assert len(FORKS) >= 6
     for name, path in FORKS.items():
         patched(name, tmp_path / name)
         head = path.read_text().partition("--- a/train.py")[0].splitlines()
@@ -317,7 +317,7 @@ def test_images_have_a_side(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# --- loss, clipping, schedule, metric, batch sizes
+# --- loss, schedule, metric, batch sizes
 
 
 def test_focal_loss_is_cross_entropy_with_exponent_zero(fork):
@@ -340,54 +340,6 @@ def test_focal_loss_trains(fork, tmp_path):
     run(train, tmp_path / "usual", TINY)
     focal, usual = (rows(tmp_path / name, "round")[0]["loss"] for name in ("focal", "usual"))
     assert focal < usual
-
-
-PLAIN = {"optimizer": "momentum", "momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 0.0}
-ONE_STEP = {
-    "bsp": {"large_batch_size": (15,), "workers": 1},
-    "step": {"sync": "step", "local_batch_sizes": (10, 20, 20, 10)},
-}
-
-
-@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=pytest.mark.slow)])
-def test_a_clipped_step_is_as_long_as_the_bound(fork, tmp_path, monkeypatch, mode):
-    module, moves = fork("gradient_clipping"), []
-    step = torch.optim.SGD.step
-
-    def noted(self, *arguments):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        before = [p.detach().clone() for p in parameters]
-        step(self, *arguments)
-        changes = [
-            (p.detach() - b).norm() / self.param_groups[0]["lr"]
-            for p, b in zip(parameters, before, strict=True)
-        ]
-        moves.append(torch.stack(changes).norm().item())
-
-    monkeypatch.setattr(torch.optim.SGD, "step", noted)
-    settings = {**TINY, **PLAIN, **ONE_STEP[mode], "clip_norm": 1e-3, "profile_seconds": 0.1}
-    run(module, tmp_path / "run", settings)
-    assert moves
-    assert moves == pytest.approx([1e-3] * len(moves), rel=1e-2)
-
-
-def test_clipping_is_right_where_a_fused_step_unscales_fp16(fork):
-    module = fork("gradient_clipping")
-    weight = nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
-    stepper = SimpleNamespace(optimizers={0: SimpleNamespace(optimizer=optimizer)})
-    session = SimpleNamespace(stepper=stepper, config=SimpleNamespace(clip_norm=0.5))
-    module.clip_gradients(session)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale((weight * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum()).backward()
-    scaler.step(optimizer)
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4, 0.0, 0.0]))
-
-
-def test_clipping_is_refused_where_the_server_steps(fork, tmp_path):
-    with pytest.raises(ValueError, match="push must be weights with clip_norm"):
-        run(fork("gradient_clipping"), tmp_path / "run", {**TINY, "push": "gradients"})
-    assert not (tmp_path / "run").exists()
 
 
 def test_one_cycle_rises_and_falls(fork):

@@ -289,6 +289,37 @@ def test_an_existing_run_folder_stops_every_process_and_stays_as_it_was(tmp_path
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"large_batch_size": (15,), "workers": 2},
+        pytest.param({"sync": "step", "local_batch_sizes": (10, 20)}, marks=slow),
+        pytest.param({"push": "gradients", "local_batch_sizes": (10, 20)}, marks=slow),
+    ],
+)
+def test_a_clipped_step_is_as_long_as_the_bound_and_the_log_has_the_norm_before(
+    tmp_path, monkeypatch, mode
+):
+    step, moves = torch.optim.SGD.step, []
+
+    def noted(self, *arguments):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in parameters]
+        step(self, *arguments)
+        rate = self.param_groups[0]["lr"]
+        changes = [(p.detach() - b) / rate for p, b in zip(parameters, before, strict=True)]
+        moves.append(torch.stack([change.norm() for change in changes]).norm().item())
+
+    monkeypatch.setattr(torch.optim.SGD, "step", noted)
+    plain = {"optimizer": "momentum", "momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 0.0}
+    settings = {"workers": 2, **plain, **mode, "clip_grad": 1e-3, "log_every": 1}
+    helpers.run(tmp_path / "run", epochs=2, lr_milestones=(1,), **settings)
+    assert moves == pytest.approx([1e-3] * len(moves), rel=1e-2)
+    lines = [event for event in metrics_of(tmp_path / "run") if event["event"] == "step"]
+    assert len(lines) >= len(moves) > 0
+    assert all(line["gradient_norm"] > 0.1 for line in lines)
+
+
 STEP = ("--sync", "step", "--small-workers", "0")
 PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
 
@@ -342,6 +373,9 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         ([*STEP, "--global-batch-size", "3"], "global_batch_size must be in [8, 12], 2 a worker"),
         ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
+        ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync asp"),
+        (["--clip-grad", "0"], "clip_grad must be above 0, got 0"),
+        (["--clip-mode", "agc"], "clip_grad must be given with clip_mode, got agc alone"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false but with a process per"),
@@ -437,7 +471,7 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
     text = capsys.readouterr().out
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert titles[:3] == ["common", "data", "model and optimizer"]
-    assert len(titles) == 9
+    assert len(titles) == 10
     common = text[text.index("common:") : text.index("data:\n")]
     assert common.count("\n  --") == len(COMMON) + 1 == 11
     assert "--config FILE" in common

@@ -3,23 +3,29 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.optimizer import AcceleratedOptimizer
+from timm.models import model_parameters
+from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from dbsl.cluster.barrier import BarrierCluster
+from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.collectives import ControlGroup
 from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
 from dbsl.cluster.joint import JointCluster
+from dbsl.cluster.part_of_step import take_step
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import DistributedSteps, JointSteps, PushedGradients
+from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.sampler import StepSampler
+from dbsl.plan.sampler import Part, Step, StepSampler
 from dbsl.plan.turns import EpochEnd, RoundReport
 from dbsl.plan.types import CurrentPlan, TimeModel
 
@@ -46,8 +52,11 @@ def build(model, weight_decay=1e-3):
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=weight_decay)
 
 
-def joined_weights(model, sizes, samples):
-    """One process, the joined batches, plain PyTorch."""
+CLIPS = [(None, "norm"), (0.02, "norm"), (0.002, "value"), (0.01, "agc")]
+
+
+def joined_weights(model, sizes, samples, clip=CLIPS[0]):
+    """One process, the joined batches, plain PyTorch and timm's clipping."""
     model = copy.deepcopy(model)
     images, labels = make_data(samples)
     optimizer, sampler = build(model), StepSampler(samples, sum(sizes), seed=1)
@@ -58,6 +67,9 @@ def joined_weights(model, sizes, samples):
             batch = torch.cat([torch.from_numpy(part.indices) for part in parts])
             optimizer.zero_grad()
             F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            if clip[0]:
+                parameters = model_parameters(model, exclude_head=clip[1] == "agc")
+                dispatch_clip_grad(parameters, *clip)
             optimizer.step()
             steps += 1
     assert steps >= 20  # the fewest that the promise is about
@@ -112,7 +124,7 @@ def make_planner(sizes, samples):
     return Planner({8: plan}, lambda epoch: 8, {8: models}), plan
 
 
-def one_process(model, how, sizes, samples, weighted=True):
+def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0]):
     model = copy.deepcopy(model)
     planner, plan = make_planner(sizes, samples)
     clock, workers = ComputeClock(CPU), range(len(sizes))
@@ -120,9 +132,10 @@ def one_process(model, how, sizes, samples, weighted=True):
     if how == "step":
         weights = FlatWeights(model)
         stepper = JointSteps(model, weights, clock, build, workers)
+        stepper.clip = make_clip(model, *clip)
         cluster = JointCluster(weights, workers=workers, rounds_per_epoch=1, **common)
     else:
-        owner = ServerOptimizer(model, CPU, build)
+        owner = ServerOptimizer(model, CPU, build, clip=clip[0], clip_mode=clip[1])
         server = GradientServer(
             owner,
             len(sizes),
@@ -135,7 +148,7 @@ def one_process(model, how, sizes, samples, weighted=True):
     return train(cluster, stepper, sizes, samples, weighted)
 
 
-def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
+def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CLIPS[0]):
     planner, plan = make_planner(sizes, samples)
     clock = ComputeClock(CPU)
     common = {"planner": planner, "epochs": EPOCHS}
@@ -143,6 +156,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
         weights = FlatWeights(model)
         example = torch.zeros(2, 3, 8, 8)
         stepper = DistributedSteps(model, weights, clock, build, rank, example, wire=wire)
+        stepper.clip = make_clip(model, *clip)
         cluster = JointCluster(
             weights,
             workers=[rank],
@@ -156,7 +170,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None):
         server, rounds = None, plan.workers[0].steps
         common |= {"rounds_per_epoch": rounds, "workers": (rank,)}
         if rank == 0:
-            owner = ServerOptimizer(model, CPU, build)
+            owner = ServerOptimizer(model, CPU, build, clip=clip[0], clip_mode=clip[1])
             server = GradientServer(
                 owner,
                 len(sizes),
@@ -197,6 +211,66 @@ def test_uneven_workers_in_one_process_equal_the_joined_batch(tiny_model, how, s
     expected = joined_weights(tiny_model, sizes, samples)
     found = one_process(tiny_model, how, sizes, samples)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+@pytest.mark.parametrize("clip", CLIPS[1:])
+def test_clipped_steps_of_uneven_workers_are_those_of_the_joined_batch(tiny_model, how, clip):
+    sizes, samples = (5, 2, 1), 43  # with a shorter last global batch
+    expected = joined_weights(tiny_model, sizes, samples, clip)
+    found = one_process(tiny_model, how, sizes, samples, clip=clip)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    unclipped = joined_weights(tiny_model, sizes, samples)
+    assert (found - unclipped).norm() > 0.1 * unclipped.norm()
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+def test_clipped_steps_of_uneven_processes_are_those_of_the_joined_batch(
+    run_ranks, tiny_model, how
+):
+    sizes, samples, clip = (6, 2), 43, CLIPS[1]
+    expected = joined_weights(tiny_model, sizes, samples, clip)
+    for found in run_ranks(one_rank, tiny_model, how, sizes, samples, True, None, clip):
+        found = torch.tensor(found, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_a_worker_of_its_own_clips_before_it_steps_and_tells_the_norm_before(tiny_model):
+    images, labels = make_data(6)
+    part = Part(0, np.arange(6), 1.0)
+    plain = copy.deepcopy(tiny_model)
+    stepper = OwnSteps(tiny_model, ComputeClock(CPU), build, [0])
+    stepper.clip = make_clip(tiny_model, 0.01, "norm")
+    told = []
+    stepper.on_gradients = lambda weight: told.append(norm_of(tiny_model).item())
+    for model in (tiny_model, plain):
+        F.cross_entropy(model(images), labels).backward()
+    before = norm_of(plain).item()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    optimizer = build(plain)
+    optimizer.step()
+    stepper.step(Step((part,), 0.0), LR)
+    assert told == [before]
+    assert before > 0.02
+    for ours, theirs in zip(tiny_model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_in_fp16_bounds_the_unscaled_gradients(accelerator, fused):
+    weight = nn.Parameter(torch.zeros(4))
+    model = nn.ParameterList([weight])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    raw = torch.optim.SGD([weight], lr=1.0, fused=fused)
+    optimizer = AcceleratedOptimizer(raw, scaler=scaler)
+    scaler.scale((weight * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum()).backward()
+    make_clip(model, 0.5, "norm")(optimizer)
+    take_step(optimizer, 1.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4, 0.0, 0.0]))
+
+
+def norm_of(model):
+    return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
 
 
 def test_gradients_of_joint_steps_are_summed_in_one_place(tiny_model):
