@@ -5,6 +5,7 @@
     accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
     accelerate launch train.py --resume runs/first            # after it was stopped, or killed
+    accelerate launch train.py --resume runs/first --eval-only
 
 The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
 process all workers live in it (a simulated cluster); with several, each process is one worker.
@@ -38,10 +39,11 @@ from dbsl.base.errors import one_line_errors
 from dbsl.data.images import ImageSource
 from dbsl.log.rows import Evaluation
 from dbsl.model import BEST, EMA
-from dbsl.open import open_session
+from dbsl.open import open_evaluation, open_session
 from dbsl.plan.stages import learning_rate_at
 from dbsl.plan.turns import EpochEnd, Round
 from dbsl.run.config import RunConfig
+from dbsl.run.evaluation import EvaluationSession
 from dbsl.run.parse import parse_config
 from dbsl.run.session import Session
 
@@ -100,7 +102,9 @@ def train_round(session: Session, turn: Round) -> None:
 
 
 @torch.no_grad()
-def evaluate(session: Session, source: ImageSource | None = None) -> tuple[float, float, int]:
+def evaluate(
+    session: Session | EvaluationSession, source: ImageSource | None = None
+) -> tuple[float, float, int]:
     """Return accuracy in [0, 1], cross-entropy and number of images; unset: of evaluation."""
     model, accelerator = session.model, session.accelerator
     model.eval()
@@ -167,7 +171,11 @@ def train(session: Session) -> None:
 
 
 def main(config: Config) -> None:
-    """Train, evaluate and save one run, or go on with one."""
+    """Train, evaluate and save one run, or go on with one; or evaluate weights that there are."""
+    if config.eval_only:
+        with open_evaluation(config) as session:
+            session.tell(*evaluate(session))
+        return
     with open_session(config, loss_function) as session:
         if session is not None:  # a finished run, or --plan-only: nothing is to be trained
             train(session)

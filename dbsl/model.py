@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,7 +21,7 @@ from dbsl.base.files import put_in_place
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import stream_seed
-from dbsl.data.dataset import Data
+from dbsl.data.dataset import RGB, Data
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
@@ -360,6 +361,45 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
             f"folder must hold {name}.safetensors and config.json, got {folder} ({error})"
         ) from None
     return model.eval()
+
+
+def load_timm_weights(
+    name: str, *, pretrained: bool = False
+) -> tuple[nn.Module, tuple[RGB, RGB], int]:
+    """Return a timm model as it was trained, its channels' mean and deviation, and its image side.
+
+    Args:
+        name: ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's name with `pretrained`.
+        pretrained: Load timm's weights.
+
+    Raises:
+        ValueError: If the weights cannot be read.
+    """
+    with _reading_weights(name, pretrained):
+        small_stem = ":" in name and _has_small_stem(name)
+        model = timm.create_model(name, pretrained=not small_stem)
+        if small_stem:
+            _shrink_stem(model)
+            timm.models.load_pretrained(model, num_classes=model.num_classes)
+    found = timm.data.resolve_data_config(
+        pretrained_cfg=model.pretrained_cfg, model=model, use_test_size=True
+    )
+    model.created_with = True  # what `check_patches` asks for
+    return model, (tuple(found["mean"]), tuple(found["std"])), found["input_size"][-1]
+
+
+def load_own_weights(model: nn.Module, folder: Path) -> None:
+    """Give a model of one's own the weights that a run of it has saved.
+
+    Raises:
+        ValueError: If they are not there, or another model's.
+    """
+    path = folder / "model.safetensors"
+    try:
+        model.load_state_dict(load_file(path))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"resume must have weights of the model, got {path} ({reason})") from None
 
 
 def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:

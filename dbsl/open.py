@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.on_disk import reading_checkpoint
+from dbsl.checkpoint.on_disk import newest, reading_checkpoint
 from dbsl.checkpoint.resume import (
     Resumed,
     adapt_to_processes,
@@ -32,9 +32,11 @@ from dbsl.log.trackers import check_tracker
 from dbsl.model import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.cluster import connect
-from dbsl.run.config import RunConfig
+from dbsl.run.config import CHECKPOINTS, RunConfig
+from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
 from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.own import Own
+from dbsl.run.parse import run_folder_of
 from dbsl.run.prepare import prepare, print_run
 from dbsl.run.resolved import found_by, with_resolved
 from dbsl.run.run import Run
@@ -120,6 +122,36 @@ def open_session(
                 sum_up(session)
                 session.checkpointer.clean_up()
     _end(run.config, folder.path, accelerator)
+
+
+@contextmanager
+def open_evaluation(
+    given: RunConfig,
+    *,
+    data: TrainingData | None = None,
+    model: ModelOrBuilder | None = None,
+) -> Iterator[EvaluationSession]:
+    """Open trained weights and the images that `--eval-only` evaluates them on; write nothing.
+
+    The weights are those of `resume`, a run or a checkpoint, else of `model`.
+
+    Args:
+        given: The settings as they were given.
+        data: Data of one's own, as for `open_session`.
+        model: A model of one's own, as for `open_session`; its weights are those of `resume`.
+    """
+    own = Own(data, model)
+    config = _complete(own.named(given))
+    folder = None
+    if config.resume is not None:
+        folder = Path(config.resume)
+        if folder.parent.name != CHECKPOINTS:
+            run_folder = run_folder_of(config.resume, config.output_dir)
+            last = newest(run_folder)
+            folder = last[0] if last else run_folder  # a finished run may have no checkpoint
+    accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
+    yield prepare_evaluation(config, accelerator, own, folder)
+    accelerator.end_training()
 
 
 def _complete(given: RunConfig) -> RunConfig:

@@ -60,6 +60,8 @@ class RunConfig(
     resume: str | None = None
     allow_config_change: bool = False  # allow --resume with settings that change what is trained
     plan_only: bool = False  # print the plan and its timeline, then stop
+    # evaluate the weights of --model or --resume, print one line, and write nothing
+    eval_only: bool = False
     # rounds that may be refused because loss or weights are not finite
     max_bad_rounds: Annotated[int, Within(0)] = 10
     compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
@@ -99,6 +101,8 @@ def check_run(config: Any) -> None:
         raise ValueError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
     if config.resolutions is not None:
         check_resolutions(config.resolutions)
+    if config.eval_only:
+        _check_eval_only(config)
     _check_joint_steps(config)
     rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
     if config.push == "gradients" and config.merge == "delta":
@@ -107,6 +111,14 @@ def check_run(config: Any) -> None:
         raise ValueError(
             f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
         )
+
+
+def _check_eval_only(config: Any) -> None:
+    """Refuse what speaks of a run, which an evaluation alone does not make."""
+    for name in ("plan_only", "push_to_hub", "output_dir"):
+        value = getattr(config, name)
+        if value and not (name == "output_dir" and config.resume == "auto"):
+            raise ValueError(f"{name} must be left out with eval_only, got {value}")
 
 
 def _check_joint_steps(config: Any) -> None:

@@ -25,8 +25,8 @@ from dbsl.run.resolved import RESOLVED
 
 LOCK = ".lock"
 # Of the command, not of the run that it starts.
-_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "push_to_hub")
-_NOT_KEPT += ("profile_refresh", RESOLVED)
+_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "eval_only")
+_NOT_KEPT += ("push_to_hub", "profile_refresh", RESOLVED)
 
 
 class RunFolder:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
 from dbsl.model import save_model, set_dropout
-from dbsl.plan.sampler import Part, Step, evaluation_batches
+from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage, resets_momentum
 from dbsl.plan.turns import EpochEnd, Round
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.average import recompute_statistics
 from dbsl.run.cluster import Stepper
+from dbsl.run.evaluation import evaluation_images
 from dbsl.run.progress import Progress, make_reports, read_round
 from dbsl.run.run import Run
 from dbsl.run.stopping import Stopping
@@ -120,12 +121,14 @@ class Session:
 
         Where processes evaluate together, they are this process's part.
         """
-        source = self.run.data.evaluation if source is None else source
-        ranks = (self.accelerator.process_index, self.accelerator.num_processes)
-        batches = evaluation_batches(
-            len(source), self.run.evaluation_batch, *(ranks if self.shares_evaluation else ())
+        run = self.run
+        return evaluation_images(
+            run.data.evaluation if source is None else source,
+            run.evaluation_transform,
+            run.evaluation_batch,
+            self.accelerator,
+            self.shares_evaluation,
         )
-        return source.batches(batches, self.run.evaluation_transform)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

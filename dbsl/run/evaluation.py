@@ -1,0 +1,113 @@
+"""Evaluation alone: trained weights and the images that they are evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.base.words import px, short_loss
+from dbsl.data.dataset import load_configured
+from dbsl.data.sources import Source, TrainingData
+from dbsl.model import check_patches, load_own_weights, load_timm_weights
+from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
+from dbsl.run.config import RunConfig
+from dbsl.run.own import Own
+
+
+@dataclass(frozen=True)
+class EvaluationSession:
+    """As much of a session as an evaluation needs.
+
+    Attributes:
+        config: The settings.
+        accelerator: Device, precision, processes.
+        data: The data; its evaluation samples are of interest.
+        model: The model with its weights, on its device.
+        side: Image side, pixels.
+    """
+
+    config: RunConfig
+    accelerator: Accelerator
+    data: TrainingData
+    model: nn.Module
+    side: int
+
+    @property
+    def shares_evaluation(self) -> bool:
+        """Whether all processes evaluate, each its part of the images."""
+        return self.accelerator.num_processes > 1
+
+    def evaluation_images(self, source: Source | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return batches of images [B, 3, R, R] and labels [B]: this process's part of them all."""
+        config, accelerator = self.config, self.accelerator
+        size = evaluation_batch_size(config.eval_batch_size, accelerator.device.type, largest=0)
+        transform = self.data.transform(self.side, "none", config.seed)
+        source = self.data.evaluation if source is None else source
+        return evaluation_images(source, transform, size, accelerator, self.shares_evaluation)
+
+    def tell(self, accuracy: float, loss: float, samples: int) -> None:
+        """Print the result in one line, on the main process."""
+        self.accelerator.print(
+            f"accuracy {100 * accuracy:.2f} %, loss {short_loss(loss)}, {samples} "
+            f"{self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
+        )
+
+
+def evaluation_images(
+    source: Source, transform: Any, batch_size: int, accelerator: Accelerator, shared: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return a source's batches in order; where processes share them, this process's part."""
+    ranks = (accelerator.process_index, accelerator.num_processes) if shared else ()
+    return source.batches(evaluation_batches(len(source), batch_size, *ranks), transform)
+
+
+def prepare_evaluation(
+    config: RunConfig, accelerator: Accelerator, own: Own, folder: Path | None
+) -> EvaluationSession:
+    """Load data and weights.
+
+    Args:
+        config: The settings.
+        accelerator: Device, precision, processes.
+        own: Data and a model that are not those that the settings name.
+        folder: Run folder or checkpoint with the weights; None: those of `config.model`.
+
+    Raises:
+        ValueError: If there are no weights, or data and model tell other classes apart.
+    """
+    if own.model is not None and folder is None:
+        raise ValueError("resume must name the run whose weights are evaluated, got none")
+    name = config.model if folder is None else f"local-dir:{folder}"
+    if ":" not in name and not config.pretrained:
+        raise ValueError(
+            "model must have weights with eval_only (local-dir:FOLDER, hf-hub:USER/NAME, "
+            f"--pretrained, or a run's by --resume), got {name}"
+        )
+    if own.data:
+        data = own.data.on(accelerator.device)
+    else:
+        with accelerator.local_main_process_first():  # one decodes, the others read its cache
+            data = load_configured(config, config.seed, accelerator.device)
+    if own.model is not None:
+        side = (config.resolutions or data.resolutions)[-1]
+        sized = replace(config, resolutions=(side,))
+        model = own.build(sized, data, accelerator)
+        load_own_weights(model, folder)
+    else:
+        model, (mean, std), trained_at = load_timm_weights(name, pretrained=config.pretrained)
+        side = config.resolutions[-1] if config.resolutions else trained_at
+        check_patches(model, (side,))
+        if model.num_classes != data.num_classes:
+            raise ValueError(
+                f"dataset must have the {model.num_classes} classes of {name} with eval_only, got "
+                f"{data.num_classes}"
+            )
+        data = replace(data, mean=mean, std=std)
+        model = model.to(accelerator.device, memory_format=torch.channels_last)
+    return EvaluationSession(config, accelerator, data, model, side)

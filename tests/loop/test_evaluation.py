@@ -1,0 +1,104 @@
+"""train.py --eval-only: one line, nothing trained, nothing written."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from helpers import TINY, run, start_ranks, wait_all
+from safetensors.torch import load_file, save_file
+from torch.utils.data import TensorDataset
+
+from dbsl.data.tensors import TensorData
+from dbsl.open import open_evaluation, open_session
+from train import Config, evaluate, loss_function, main, train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with a part of the training images held out."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    run(folder, holdout=0.2, train_samples=40, epochs=2, checkpoint_every=1)
+    summary = json.loads((folder / "summary.json").read_text())
+    accuracy, loss = 100 * summary["final_accuracy"], summary["final_loss"]
+    line = f"accuracy {accuracy:.2f} %, loss {loss:.3f}, 20 images"
+    return SimpleNamespace(folder=folder, line=line)
+
+
+def contents(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def evaluated(capsys, **settings):
+    AcceleratorState._reset_state(True)
+    main(Config(**{**TINY, **settings, "eval_only": True}))
+    return capsys.readouterr().out
+
+
+def test_the_weights_of_a_run_or_a_folder_give_the_runs_result_and_nothing_is_written(
+    finished, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    before = contents(finished.folder)
+    same = {"holdout": 0.2, "train_samples": 40}
+    by_name = evaluated(capsys, model=f"local-dir:{finished.folder}", resolutions=None, **same)
+    assert by_name == f"{finished.line} (0.2 of train, held out) at 16 px\n"
+    last = finished.folder / "checkpoints/epoch-0002"
+    for resume in (finished.folder, last):
+        assert evaluated(capsys, resume=str(resume), **same) == by_name
+    assert contents(finished.folder) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_share_the_images_and_print_one_line(finished, capfd):
+    flags = ["--eval-only", "--resume", str(finished.folder)]
+    processes = start_ranks(flags, 3)
+    assert wait_all(processes) == [0] * 3, [process.stderr for process in processes]
+    assert processes[0].stdout.startswith(finished.line)
+    assert [process.stdout for process in processes[1:]] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"model must have weights with eval_only .* got test_resnet"),
+        ({"plan_only": True}, "plan_only must be left out with eval_only, got True"),
+        ({"output_dir": "runs/x"}, "output_dir must be left out with eval_only, got runs/x"),
+        ({"push_to_hub": "me/it"}, "push_to_hub must be left out with eval_only, got me/it"),
+    ],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused_in_one_line(settings, message, capsys):
+    with pytest.raises(ValueError, match=message):
+        evaluated(capsys, **settings)
+
+
+def test_data_of_other_classes_than_the_weights_are_refused(finished, tmp_path, capsys):
+    path = tmp_path / "model"
+    path.mkdir()
+    config = json.loads((finished.folder / "config.json").read_text())
+    config["num_classes"] = config["model_args"]["num_classes"] = 3
+    (path / "config.json").write_text(json.dumps(config))
+    weights = load_file(finished.folder / "model.safetensors")
+    weights |= {name: weights[name][:3] for name in ("fc.weight", "fc.bias")}
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"dataset must have the 3 classes of local-dir:.* got 10"):
+        evaluated(capsys, model=f"local-dir:{path}")
+
+
+def test_a_model_and_data_of_ones_own_are_evaluated_with_the_weights_of_their_run(tmp_path):
+    torch.manual_seed(0)
+    sets = [TensorDataset(torch.randn(n, 4), torch.arange(n) % 2) for n in (30, 10)]
+    own = {"data": TensorData(*sets, num_classes=2), "model": lambda: torch.nn.Linear(4, 2)}
+    settings = {"epochs": 1, "slope": (0.001,), "intercept": (0.01,), "report_to": "none"}
+    folder = tmp_path / "run"
+    with open_session(
+        Config(output_dir=str(folder), cpu_threads=1, **settings), loss_function, **own
+    ) as session:
+        train(session)
+    found = json.loads((folder / "summary.json").read_text())
+    AcceleratorState._reset_state(True)
+    with open_evaluation(Config(resume=str(folder), eval_only=True, **settings), **own) as session:
+        accuracy, loss, samples = evaluate(session)
+    assert (accuracy, samples) == (found["final_accuracy"], 10)
+    assert loss == pytest.approx(found["final_loss"])
