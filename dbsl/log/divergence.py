@@ -22,12 +22,7 @@ class DivergenceWarning:
     """Says once that a loss is not finite, or far above that of guessing.
 
     Guessing has ln(classes). Far above is more than twice that and 1: a first round at a high
-    learning rate may well be above it.
-
-    Args:
-        config: Names what to lower.
-        classes: Of the data.
-        say: Takes the line.
+    learning rate may well be above it. `say` takes the line.
     """
 
     def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:

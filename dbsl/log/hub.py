@@ -21,7 +21,7 @@ huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 
 CARD = "README.md"
-# Of a run folder; checkpoints and trackers' files stay here.
+# Files of a run folder; checkpoints and trackers' files stay here.
 _UPLOADED = [CARD, "model*.safetensors", "plots/*.png"]
 _UPLOADED += ["config.json", "config.yaml", "plan.json", "summary.json", "metrics.jsonl"]
 _LOAD = """To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; \
@@ -62,7 +62,7 @@ def check_hub(config: RunConfig, accelerator: Accelerator) -> None:
             if "/" in repo_id and repo_id.partition("/")[0] not in own:
                 raise ValueError(f"this user writes to {', '.join(own)}")
             hub.create_repo(repo_id, exist_ok=True)
-        except Exception as reason:  # of the network, the hub or the name: many types
+        except Exception as reason:  # network, hub or name: many types
             error = (
                 f"push_to_hub must be a repository that can be made, got {repo_id} "
                 f"({_in_line(reason)})"
@@ -103,15 +103,7 @@ def write_card(
     *,
     of_timm: bool = True,
 ) -> None:
-    """Write the model card of a finished run, with its own figures.
-
-    Args:
-        folder: The run folder.
-        config: Its settings, complete.
-        plans: Its plans by resolution.
-        values: What summary.json has.
-        of_timm: Whether timm builds the model; else the user's own script does.
-    """
+    """Write the model card of a finished run, with its own figures from summary.json."""
     data = huggingface_hub.ModelCardData(**_metadata(folder, config, values, of_timm))
     text = f"---\n{data.to_yaml()}\n---\n\n{_body(folder, config, plans, values, of_timm)}"
     write_text(folder / CARD, text)

@@ -1,7 +1,7 @@
 """What a worker says of itself every so many optimizer steps: the lines of `--log-every`.
 
-Nothing here waits for the device but a line itself: it reads its loss and its gradient norm in one
-transfer. Everything else is counted on the host.
+Only a line waits for the device: it reads its loss and its gradient norm in one transfer. All else
+is counted on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dbsl.profile.memory import GIB, memory_in_use
 from dbsl.run.progress import Progress
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
-_DIGITS = 6  # of a gradient norm, whose float64 sum may differ in the last of its own
+_DIGITS = 6  # a gradient norm's; the last ones of its float64 sum may differ
 _KEPT_STARTS = 2  # rounds; a process that goes by itself may have saved one round late
 
 
@@ -36,10 +36,10 @@ class _Window:
     way, less what those sums were at the last line.
     """
 
-    steps: int = 0  # that the worker has taken in the run
+    steps: int = 0  # the worker's in the run
     loss: float = 0.0
     samples: int = 0
-    seconds: float = 0.0  # of earlier rounds
+    seconds: float = 0.0  # in earlier rounds
 
 
 class Stepper(Protocol):
@@ -75,19 +75,13 @@ class StepMeter:
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
         self._heard: defaultdict[int, int] = defaultdict(int)  # steps by worker, of reports
         self._due: list[int] = []  # workers for which the step under way makes a line
-        self._square: Tensor | None = None  # of its gradient's norm
+        self._square: Tensor | None = None  # its gradient's squared norm
         self._parameters: list[nn.Parameter] = []
         self._scaler: torch.amp.GradScaler | None = None
         self._began: float | None = None  # inside a round: when it was, or time was last counted
 
     def attach(self, workers: Iterable[int], stepper: Stepper, accelerator: Accelerator) -> None:
-        """Measure the gradients of this stepper's steps, and memory from now on.
-
-        Args:
-            workers: Those of this process, all of which the state then has.
-            stepper: What a step is.
-            accelerator: Device and scaler.
-        """
+        """Measure memory, and the gradients of this stepper's steps, for this process's workers."""
         for worker in workers:
             self._windows[worker] = _Window()
         self._parameters = [p for p in stepper.model.parameters() if p.requires_grad]

@@ -76,11 +76,6 @@ def timeline_figure(
 
     There is one panel per resolution, in the order in which the run meets them. Where there are
     many workers, neighbours with the same plan share a row.
-
-    Args:
-        stages: All stages of the run.
-        plans: The plan of each resolution.
-        rounds_per_epoch: Rounds per epoch; they share a worker's time equally.
     """
     rows = {stage.resolution: worker_rows(plans[stage.resolution], MAX_ROWS) for stage in stages}
     heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,10 +10,12 @@ from typing import Any
 
 from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
-from dbsl.plan.turns import RoundReport
+from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import Plan
 
 MAX_PRINTED_WORKERS = 8
+_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
+_STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Evaluation:
     loss: float  # mean over the samples
     samples: int
     time_s: float
-    ema_accuracy: float | None = None  # of the weights averaged over epochs, if they are kept
+    ema_accuracy: float | None = None  # weights averaged over epochs, if kept
     ema_loss: float | None = None
     train_accuracy: float | None = None  # on the training images, without augmentation
     train_loss: float | None = None
@@ -81,6 +84,77 @@ def together(reports: Sequence[RoundReport]) -> dict[str, float]:
     }
 
 
+def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
+    """Return what rounds, sorted by worker, come to for each of them."""
+    groups = itertools.groupby(reports, key=lambda report: report.worker)
+    return {worker: together(list(group)) for worker, group in groups}
+
+
+def pushes_row(first: RoundReport, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return a worker's pushes of an epoch as one round: its first report, with their sums."""
+    own = {name: value for name, value in values.items() if name in asdict(first)}
+    return round_row(first) | own | {"round": 0}
+
+
+def mean_times(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, float]:
+    """Return the mean time of small and of large workers, as measured and as predicted."""
+    means = {}
+    # An epoch that a resumed run finished with fewer workers has some without a plan.
+    planned = dict(enumerate(plan.workers))
+    for small, name in ((True, "small"), (False, "large")):
+        own = [v for w, v in workers.items() if w in planned and planned[w].small == small]
+        if own:
+            means[f"{name}_workers_time_s"] = sum(v["time_s"] for v in own) / len(own)
+            predicted = sum(v["predicted_time_s"] for v in own) / len(own)
+            means[f"predicted_{name}_workers_time_s"] = predicted
+    return means
+
+
+def times_by_worker(workers: Mapping[int, Mapping[str, float]]) -> dict[str, dict[int, float]]:
+    """Return what a row of times says of each worker."""
+    return {
+        f"workers_{name}": {worker: values[name] for worker, values in workers.items()}
+        for name in ("compute_time_s", "wait_time_s", "idle_time_share")
+    }
+
+
+def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
+    """Return what trackers are given of an evaluation."""
+    charts = {
+        "eval/accuracy": evaluation.accuracy,
+        "eval/loss": evaluation.loss,
+        "eval/ema_accuracy": evaluation.ema_accuracy,
+        "eval/ema_loss": evaluation.ema_loss,
+        "time/eval_s": evaluation.time_s,
+    }
+    return given_values(charts)
+
+
+def step_charts(line: StepLine) -> dict[str, float]:
+    """Return what trackers are given of a step line."""
+    own = line._asdict()
+    charts = {name: own[name] for name in _STEP_CHARTS if math.isfinite(own[name])}
+    charts = {f"step/{line.worker}/{name}": value for name, value in charts.items()}
+    return {"epoch": line.epoch + line.progress, **charts}
+
+
+def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
+    """Return a warning if a worker's time in an epoch is far from the plan's."""
+    errors = {
+        worker: values["time_s"] / values["predicted_time_s"] - 1
+        for worker, values in workers.items()
+        if values["predicted_time_s"] > 0
+    }
+    worst = max(errors, key=lambda worker: abs(errors[worker]), default=None)
+    if worst is None or abs(errors[worst]) <= _TOLERANCE:
+        return None
+    missed = sum(abs(error) > _TOLERANCE for error in errors.values())
+    return (
+        f"warning: {missed} of {len(workers)} workers took other times than planned (worker "
+        f"{worst}: {100 * errors[worst]:+.0f} %); --profile-refresh measures them again"
+    )
+
+
 def add_shares(workers: Mapping[int, dict[str, float]]) -> None:
     """Add each worker's share of the samples, and of the time, waiting for the slowest."""
     longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
@@ -106,6 +180,16 @@ def times_in_words(times_s: Sequence[float]) -> str:
         return ""
     ends = [two_digits(min(times_s)), two_digits(max(times_s))]
     return f"  workers {'-'.join(dict.fromkeys(ends))} s"
+
+
+def evaluation_in_words(evaluation: Evaluation | None) -> str:
+    """Return an evaluation as a part of the epoch's line; nothing where there was none."""
+    if evaluation is None:
+        return ""
+    ema = evaluation.ema_accuracy
+    averaged = "" if ema is None else f"  EMA {100 * ema:.1f} %"
+    loss = short_loss(evaluation.loss)
+    return f"  eval {100 * evaluation.accuracy:.1f} %, loss {loss}{averaged}"
 
 
 def two_digits(value: float) -> str:

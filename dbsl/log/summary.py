@@ -15,7 +15,7 @@ from dbsl.log.hub import CARD, write_card
 from dbsl.log.log import RunLog
 from dbsl.log.trackers import start_trackers
 from dbsl.profile.cache import device_name
-from dbsl.run.prepare import print_run, profile_command
+from dbsl.run.prepare import print_run
 from dbsl.run.resolved import RESOLVED
 from dbsl.run.session import Session
 
@@ -23,12 +23,7 @@ timm = lazy_import("timm")
 
 
 def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
-    """Print what the run will do, start its tracker and its log; with a state they go on.
-
-    Args:
-        session: The run under way.
-        state: What an earlier session's log returned as its state; None: the run is new.
-    """
+    """Print what the run will do, start its tracker and its log; with a log's state they go on."""
     run, folder, accelerator = session.run, session.folder, session.accelerator
     config = run.config
     print_run(run, folder, accelerator)
@@ -43,7 +38,6 @@ def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
     slowed = config.slowdown or config.disturb
     expects = run.measured and config.balance == "none" and not slowed
-    command = profile_command(run, accelerator.num_processes) if expects else None
     alone, by_rounds = accelerator.num_processes == 1, config.dedicated_server
     every_worker = (alone and config.sync != "step") or by_rounds
     log = RunLog(
@@ -51,7 +45,7 @@ def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
         accelerator,
         run.stages,
         run.plans,
-        command,
+        expects,
         pushes=config.push == "gradients",
         meter=session.meter,
         counted=range(config.workers) if every_worker else (0,),

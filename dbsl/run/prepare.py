@@ -38,7 +38,7 @@ from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
 from dbsl.run.plans import Planning
 from dbsl.run.run import Run, round_sampler, steps_of
-from dbsl.run.workers import know_workers, optimizer_of_worker, takes_joint_steps
+from dbsl.run.workers import know_workers, takes_joint_steps
 
 _NOTHING_OWN = Own()
 
@@ -62,12 +62,7 @@ def prepare(
         dedicated_server=config.dedicated_server,
     )
     _check_processes(config, accelerator)
-    emulation = Emulation(
-        slowdown=parse_slowdown(config.slowdown or (), workers),
-        disturbance=parse_disturb(config.disturb) if config.disturb else None,
-        noise=config.time_noise,
-        seed=config.seed,
-    )
+    emulation = _make_emulation(config, workers)
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
     config = replace(config, workers=workers, small_workers=small_workers)
     config, stages = _make_stages(config, data, accelerator)
@@ -79,21 +74,9 @@ def prepare(
     _check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
     planning = Planning(config, known, len(data.train), least)
-    plans = {
-        resolution: planning.first(resolution, accelerator.print)
-        for resolution in config.resolutions
-    }
-    if config.sync_batch_norm:
-        for plan in plans.values():
-            check_parts(
-                *(len(data.train), plan.global_batch_size, workers),
-                least=least,
-                drop_last=config.drop_last,
-            )
+    plans = _first_plans(config, planning, len(data.train), accelerator)
     rounds = rounds_of_epoch(plans, config)
-    mixing = None
-    if config.mixup or config.cutmix:
-        mixing = Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
+    mixing = _make_mixing(config, data)
     # fp16 scales gradients, images of a mixed batch are not independent, and an extra pass of one
     # process would wait for the others in batch norm over all of them.
     can_measure_noise = not (accelerator.scaler or mixing or config.sync_batch_norm)
@@ -126,6 +109,36 @@ def prepare(
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
     )
+
+
+def _make_emulation(config: RunConfig, workers: int) -> Emulation:
+    return Emulation(
+        slowdown=parse_slowdown(config.slowdown or (), workers),
+        disturbance=parse_disturb(config.disturb) if config.disturb else None,
+        noise=config.time_noise,
+        seed=config.seed,
+    )
+
+
+def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
+    if not (config.mixup or config.cutmix):
+        return None
+    return Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
+
+
+def _first_plans(
+    config: RunConfig, planning: Planning, samples: int, accelerator: Accelerator
+) -> dict[int, Plan]:
+    """Return the plan that each resolution starts with."""
+    plans = {r: planning.first(r, accelerator.print) for r in config.resolutions}
+    if config.sync_batch_norm:
+        for plan in plans.values():
+            check_parts(
+                *(samples, plan.global_batch_size, config.workers),
+                least=planning.least,
+                drop_last=config.drop_last,
+            )
+    return plans
 
 
 def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
@@ -229,7 +242,7 @@ def make_planner(
 
     def split_at(segment: CurrentPlan, round_: int) -> int:
         if segment.plan.global_batch_size is not None:
-            return 0  # which samples a joint step has does not depend on the plan
+            return 0  # a joint step has the same samples with any plan
         sampler = round_sampler(segment, rounds, samples, config.seed, planning.least)
         return sampler.start_of(round_)
 
@@ -274,24 +287,6 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
             f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
         )
     return -(-steps.pop() // config.push_every)
-
-
-def profile_command(run: Run, processes: int) -> str:
-    """Return the command that measures a run's step times anew."""
-    config = run.config
-    if run.model.created_with is None or not config.resolutions[0]:
-        return "the command of this run with --profile-refresh"  # dbsl.profile builds timm's models
-    largest = max(w.local_batch_size for plan in run.plans.values() for w in plan.workers)
-    launch = "python" if processes == 1 else "accelerate launch (as this run)"
-    return (
-        f"{launch} -m dbsl.profile --model {config.model} --num-classes {run.data.num_classes} "
-        f"--resolutions {','.join(map(str, config.resolutions))} "
-        f"--large-batch-size {largest} "
-        f"--optimizer {optimizer_of_worker(config)} {'--momentum 0 ' * (not config.momentum)}"
-        f"{'--weight-decay 0 ' * (not config.weight_decay)}"
-        f"--mixed-precision {config.mixed_precision} {'--compile ' * config.compile}"
-        "--profile-refresh"
-    )
 
 
 def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:

@@ -26,6 +26,7 @@ from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
 from dbsl.log.log import RunLog
 from dbsl.log.meter import MEASURED
+from dbsl.log.sink import Sink
 from dbsl.open import open_session
 
 ROOT = Path(train.__file__).resolve().parent
@@ -381,8 +382,9 @@ def test_a_metric_of_ones_own_goes_to_every_tracker():
 
     written = []
     log = object.__new__(RunLog)
-    log.enabled, log._write = True, lambda event, row: written.append((event, row))
-    log._accelerator = SimpleNamespace(trackers=[tracker("wandb"), tracker("tensorboard")])
+    log.enabled, log._sink = True, object.__new__(Sink)
+    log._sink.write = lambda event, row: written.append((event, row))
+    log._sink._accelerator = SimpleNamespace(trackers=[tracker("wandb"), tracker("tensorboard")])
     log.metrics(3, {"eval/top5": 0.5})
     record = {"epoch": 3, "eval/top5": 0.5}
     assert written == [("metrics", record)]

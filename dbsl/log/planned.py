@@ -1,0 +1,111 @@
+"""The plans that a run's log has recorded: which holds when, and how many steps it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dbsl.log.rows import plan_row
+from dbsl.plan.stages import Stage, stage_at
+from dbsl.plan.types import Plan, plan_from_plain
+
+
+class Planned:
+    """Stages and the plan in force at each resolution.
+
+    Args:
+        stages: All stages of the run.
+        plans: The plan of each resolution.
+        counted: Workers whose steps count; for joint steps one.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], plans: Mapping[int, Plan], counted: Sequence[int]
+    ) -> None:
+        self.stages = stages
+        self._plans = dict(plans)
+        self._from = dict.fromkeys(plans, 0)  # epochs from which they are in force
+        self._counted = counted
+        self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run."""
+        return self.stages[-1].end_epoch
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in self.stages)
+
+    def at(self, epoch: int) -> Plan:
+        """Return the plan of an epoch."""
+        return self._plans[stage_at(self.stages, epoch).resolution]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each stage."""
+        return [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
+
+    def change(self, epoch: int, plan: Plan) -> tuple[Plan, int] | None:
+        """Take the plan of an epoch; return the one before, and the steps that the run gains.
+
+        None: nothing has changed.
+        """
+        resolution = stage_at(self.stages, epoch).resolution
+        before = self._plans[resolution]
+        # Without a barrier, a slow worker may still be in an epoch with an earlier plan.
+        if plan is before or epoch < self._from[resolution]:
+            return None
+        self._plans[resolution], self._from[resolution] = plan, epoch
+        if plan.workers == before.workers:
+            return None
+        own = [stage for stage in self.stages if stage.resolution == resolution]
+        left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
+        return before, left * (self._steps_of(plan) - self._steps_of(before))
+
+    def changed_rows(self, state: Mapping[str, Any], begin: int) -> list[dict[str, Any]]:
+        """Return rows of the stages ahead that are new, or of all with other workers."""
+        other_workers = self._plans.keys() - self._resumed
+        before = state.get("stages")  # none in checkpoints of before
+        return [
+            row | {"from_epoch": begin}
+            for stage, row in zip(self.stages, self.rows(), strict=True)
+            if other_workers
+            or (before is not None and stage.end_epoch > begin and asdict(stage) not in before)
+        ]
+
+    def steps_done(self, state: Mapping[str, Any]) -> int:
+        """Return how many of all steps of the run, as it is now, earlier sessions took."""
+        share = state.get("share_done", 0.0)
+        before = state["stages"][-1]["end_epoch"] if "stages" in state else None
+        if before in (None, self.epochs):
+            return round(share * self.steps)
+        epochs = share * before  # done
+        return round(
+            sum(
+                self._steps_of(self._plans[stage.resolution])
+                * min(max(epochs - stage.first_epoch, 0), len(stage.epochs))
+                for stage in self.stages
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+        return {
+            "planned_epoch": dict(self._from),
+            "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
+            "stages": [asdict(stage) for stage in self.stages],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the plans that `state_dict` returned, unless they are of other workers."""
+        self._from |= state["planned_epoch"]
+        for resolution, values in state["plans"].items():
+            now, plan = self._plans.get(resolution), plan_from_plain(values)
+            if now is not None and len(now.workers) == len(plan.workers):
+                self._plans[resolution] = plan
+                self._resumed.add(resolution)
+
+    def _steps_of(self, plan: Plan) -> int:
+        return sum(plan.workers[worker].steps for worker in self._counted)
