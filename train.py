@@ -14,7 +14,7 @@ process all workers live in it (a simulated cluster); with several, each process
 and the cluster. Then workers take turns. A turn is a worker's round: pull the global weights, take
 optimizer steps on its share of the epoch, push. The cluster merges what is pushed (`--merge`, or
 `open_session(..., merge=rule)`). With `--sync step` or `--push gradients` all workers share each
-optimizer step instead: a joint step, of which every worker computes a part.
+optimizer step instead: a joint step. Every worker computes a part of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 EMA, BEST = "model_ema", "model_best"
 _MARK = 0.123456789  # a dropout probability that no model has by itself
 
@@ -93,12 +91,11 @@ def build_model(
     trained with; None: they are new.
 
     Args:
-        name: Name in timm's registry, e.g. ``resnet18``; or where weights and architecture are:
-            ``local-dir:FOLDER``, a run folder for one, or ``hf-hub:USER/NAME``.
+        name: Name in timm's registry, or ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``.
         num_classes: Outputs of the classifier.
         final_resolution: Highest resolution of the run, pixels.
         resolutions: All of them; unset: that one.
-        pretrained: Load timm's weights (a download, where they are not cached).
+        pretrained: Load timm's weights.
         seed: Seed of the initial weights.
         say: Takes a line for each part of the weights that is not used.
 
@@ -230,48 +227,6 @@ def set_dropout(model: nn.Module, probability: float) -> None:
         module.p = probability
 
 
-def check_optimizer(name: str) -> None:
-    """Raise ``ValueError`` unless timm has an optimizer of that name."""
-    from timm.optim import list_optimizers  # slow to import, as timm is
-
-    if name not in list_optimizers():
-        raise ValueError(
-            f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
-        )
-
-
-def default_learning_rate(optimizer: str) -> float:
-    """Return the learning rate of an optimizer where none is given.
-
-    0.1 for SGD in all its forms, for images from scratch; of others their own in torch or timm
-    (AdamW 0.001, Lion 0.0001), or 0.001 where they state none.
-    """
-    from timm.optim import get_optimizer_class
-
-    kind = get_optimizer_class(optimizer, bind_defaults=False)
-    if kind.__name__ in ("SGD", "SGDW", "SGDP"):
-        return 0.1
-    own = inspect.signature(kind).parameters["lr"].default
-    return float(own) if isinstance(own, int | float) else 0.001
-
-
-def build_optimizer(
-    name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
-
-    It updates all parameters in one operation where torch has that for it ("fused").
-    """
-    from timm.optim import create_optimizer_v2, get_optimizer_class
-
-    if name in ("sgd", "nesterov") and momentum == 0:
-        name = "momentum"  # without momentum Nesterov's form is not defined
-    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    if get_optimizer_class(name, bind_defaults=False) in _FUSED:
-        settings["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
-    return create_optimizer_v2(model, opt=name, **settings)
-
-
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the model's state in host memory."""
     # Clone: the model's tensors are views into one vector, and safetensors refuses views.
@@ -289,15 +244,8 @@ def save_model(
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
-    Of a model of one's own there are the weights alone.
-
-    Args:
-        model: The model.
-        folder: Where to; made if it is not there.
-        resolution: Image side that it is meant for, pixels.
-        data: Names the classes and the channels' statistics.
-        state: State that `copy_model_state` returned earlier; None: the model as it is now.
-        name: Name of the weights' file, without its ending.
+    A model of one's own has its weights alone. `resolution` is the image side, in pixels,
+    that it is meant for. `state` is what `copy_model_state` returned earlier; None: the model's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
@@ -340,10 +288,8 @@ def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Da
 def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> nn.Module:
     """Return the model of a run folder or checkpoint, in evaluation mode on the CPU.
 
-    Args:
-        folder: Where it is.
-        ema: Take the weights averaged over epochs, of a run with ``--ema-decay``.
-        best: Take the weights of the evaluation with the best accuracy.
+    With `ema` it has the weights averaged over epochs (``--ema-decay``), with `best` those of the
+    evaluation with the best accuracy.
 
     Raises:
         ValueError: If the folder has no model that this function can read.

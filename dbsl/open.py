@@ -29,7 +29,7 @@ from dbsl.log.hub import check_hub, push_run
 from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
 from dbsl.log.trackers import check_tracker
-from dbsl.model import check_optimizer, default_learning_rate
+from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.cluster import connect
 from dbsl.run.config import CHECKPOINTS, RunConfig

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.demos.arms import settled_after
 from dbsl.data.dataset import load_data
-from dbsl.model import build_model, build_optimizer
+from dbsl.model import build_model
+from dbsl.optimizer import build_optimizer
 from dbsl.plan.stages import learning_rate_at, make_stages
 
 

@@ -32,7 +32,8 @@ from dbsl.base.cores import threads_of_process
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
-from dbsl.model import build_model, build_optimizer
+from dbsl.model import build_model
+from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.run.accelerator import start_accelerator
 

@@ -22,7 +22,7 @@ from benchmarks.speed.arms import (
     _start,
     _synchronize,
 )
-from dbsl.model import build_optimizer
+from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.turns import Round
 from dbsl.plan.types import TimeModel

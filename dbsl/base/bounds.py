@@ -8,27 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 
-def in_range(
-    name: str,
-    value: float,
-    low: float = float("-inf"),
-    high: float = float("inf"),
-    *,
-    open_low: bool = False,
-    open_high: bool = False,
-) -> None:
-    """Raise ``ValueError`` naming setting, bound and value unless the value lies in the range."""
-    above = value > low if open_low else value >= low
-    below = value < high if open_high else value <= high
-    if above and below:  # NaN is neither
-        return
-    if high == float("inf"):
-        bound = f"above {low:g}" if open_low else f"at least {low:g}"
-    else:
-        bound = f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    raise ValueError(f"{name} must be {bound}, got {value:g}")
-
-
 @dataclass(frozen=True)
 class Within:
     """Bounds of a number, or of each number of a list: ``Annotated[float, Within(0, 1)]``."""
@@ -40,14 +19,21 @@ class Within:
 
     def check(self, name: str, value: float) -> None:
         """Raise ``ValueError`` naming setting, bound and value unless the value lies within."""
-        in_range(
-            name,
-            value,
-            self.low,
-            self.high,
-            open_low=self.open_low,
-            open_high=self.open_high,
-        )
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        if above and below:  # NaN is neither
+            return
+        if self.high == float("inf"):
+            bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        else:
+            ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
+            bound = f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+        raise ValueError(f"{name} must be {bound}, got {value:g}")
+
+
+def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
+    """Check one value that has no type of its own; the bounds are those of `Within`."""
+    Within(*bounds, **ends).check(name, value)
 
 
 def check_bounds(config: Any) -> None:

@@ -18,13 +18,10 @@ def cores_of_process() -> int:
 
 
 def threads_of_process(jobs: int = 1) -> int:
-    """Return how many threads torch is to use here: this process's cores, or fewer if asked for.
+    """Return how many threads torch is to use here: of this process's cores, shared by `jobs` runs.
 
     ``OMP_NUM_THREADS`` is an upper bound if the user has set it. torchrun and accelerate launch set
     it to 1 themselves where it was not set; such a 1 does not count.
-
-    Args:
-        jobs: Runs that share this process's cores.
     """
     threads = max(1, cores_of_process() // jobs)
     first = os.environ.get(_THREADS, "").partition(",")[0].strip()  # the outer one of nested levels

@@ -22,14 +22,9 @@ def parse_flags(
     common: Sequence[str] = (),
     others: Mapping[str, str] | None = None,
 ) -> T:
-    """Build the dataclass `cls` from flags; only the first process prints help.
+    """Build the dataclass `cls` from flags; unset: this process's. One process prints help.
 
-    Args:
-        cls: The dataclass.
-        flags: The command line; unset: this process's.
-        prog: The command, for its help.
-        common: Fields that the help shows first.
-        others: Flags that the caller reads himself, with their help.
+    `common` names the fields that the help shows first, `others` the flags that the caller reads.
 
     Raises:
         ValueError: If a flag is unknown or its value has the wrong type, or from the dataclass's

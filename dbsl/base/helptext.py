@@ -27,14 +27,8 @@ def format_help(
     """Return the help of a dataclass's flags: those in `common` first, then group by group.
 
     A comment ``# --- title`` in the class begins a group. A flag's help is the comment behind its
-    field, or the ones directly above where there is none behind.
-
-    Args:
-        cls: The dataclass.
-        known: Its fields on the command line.
-        prog: The command.
-        common: Fields to show first, in this order.
-        others: Flags that are not fields, and their help; they come last among the common ones.
+    field, or the ones directly above where there is none behind. `others` are flags that are not
+    fields; they come last in the first group.
     """
     formatter = argparse.ArgumentParser(
         usage=f"{prog} [--flag VALUE ...]",
@@ -56,23 +50,13 @@ def format_help(
         if title == next(iter(groups)):
             for flag, text in (others or {}).items():
                 group.add_argument(flag, help=text.replace("%", "%%"), metavar="FILE")
-            group.add_argument("-h, --help", dest="help", action=_Shown, help="show this and exit")
+            _add_switch(group, "-h, --help", "show this and exit")
     return formatter.format_help()
-
-
-class _Shown(argparse.Action):
-    """A flag that is only shown."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(nargs=0, **settings)
-
-    def __call__(self, *_: object) -> None:
-        """Do nothing."""
 
 
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the names of fields by group, inherited ones first, and what the source says."""
-    groups: dict[str, list[str]] = {"options": []}  # of a class without any
+    groups: dict[str, list[str]] = {"options": []}  # where a class has no groups
     words: dict[str, str] = {}
     above: list[str] = []
     sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
@@ -100,9 +84,13 @@ def _add(group: Any, flag: Flag, default: Any, words: str) -> None:
         shown, words = (
             (f"--[no-]{shown[2:]}", f"{words} (default: on)") if default else (shown, words)
         )
-        group.add_argument(shown, action=_Shown, help=words)
+        _add_switch(group, shown, words)
     else:
         if default not in (None, (), dataclasses.MISSING):
             value = ",".join(map(str, default)) if isinstance(default, tuple) else default
             words += f" (default: {value})"
         group.add_argument(shown, metavar="|".join(k.shown for k in flag.kinds), help=words)
+
+
+def _add_switch(group: Any, shown: str, words: str) -> None:
+    group.add_argument(shown, dest=shown, action="store_true", help=words)

@@ -112,21 +112,19 @@ def load_data(
 
     Images that are squares of one size up to 64 px are decoded at once and kept on the device; the
     decoded pixels are cached beside the dataset in `datasets.config.HF_DATASETS_CACHE`. Others are
-    decoded by loader processes as they are needed.
+    decoded by loader processes as they are needed. The settings are those of `DataConfig`.
 
     Args:
         dataset: ``digits`` (scikit-learn's, no network), a folder (parquet files, one folder of
             images per class, or written by `save_to_disk`), a parquet file or a hub id.
         image_column: Column of images; may be left out where there is one.
         label_column: Column of classes; unset: ``label``, or the ClassLabel with most classes.
-        train_samples: Size of a stratified subset to train on; unset: all.
-        eval_samples: Size of a stratified subset to evaluate on; unset: all.
-        holdout: Share of the training images, in (0, 1), to evaluate on in place of the evaluation
-            split; `train_samples` are chosen from the rest. Unset: a fifth, where there is no
-            evaluation split. Settings tuned on held-out images leave the test images unseen.
+        train_samples: Size of a stratified subset; with `holdout`, of what that leaves.
+        eval_samples: Size of a stratified subset.
+        holdout: Share of the training images to evaluate on in place of the evaluation split;
+            unset: a fifth, where there is no such split.
         seed: Seed of the subsets and of the held-out images.
-        loader_workers: Loader processes per split; 0 decodes in this process; unset: this
-            process's part of the cores, at most 8.
+        loader_workers: Loader processes per split; unset: by the cores, at most 8.
         device: Where batches are made.
         max_bad_images: Most images of a split that may be left out since they cannot be decoded.
         max_store_bytes: Most bytes of decoded pixels to keep.

@@ -47,7 +47,7 @@ class ImageSource(ABC):
     def __init__(self, labels: np.ndarray, device: torch.device) -> None:
         self.labels = labels
         self.device = device
-        self.bad: dict[int, str] = {}  # rows of images that were left out, and why
+        self.bad: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,13 +56,7 @@ class ImageSource(ABC):
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield images, float32 [B, 3, R, R], and labels, int64 [B], on the device.
-
-        Args:
-            index_batches: Sample numbers of each batch, int64 [B]; B may differ between them.
-            transform: Cuts, resizes and augments the images.
-            epoch: Epoch that the augmentation is drawn for.
-        """
+        """Yield images, float32 [B, 3, R, R], and labels, int64 [B]; see `Source.batches`."""
 
 
 class PixelStore(ImageSource):
@@ -123,7 +117,7 @@ class ImageLoader(ImageSource):
             worker_init_fn=_end_with_parent,
             persistent_workers=loader_workers > 0,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # or each call would advance torch's own
+            generator=torch.Generator(),  # else each call would advance torch's own
         )
 
     def batches(
@@ -261,7 +255,7 @@ class ImageSplit:
         mirrored = transform.mirrored(samples, epoch)
         pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
         for place, image in enumerate(opened):
-            opened[place] = None  # or a whole batch would stay in memory, decoded
+            opened[place] = None  # else a whole batch would stay in memory, decoded
             if not isinstance(image, str):
                 image = _attempt(cut, image, boxes[place], side, mirrored[place])
             if isinstance(image, str):

@@ -23,12 +23,8 @@ class Mixing:
     a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split
     into batches matters, as it does not without mixing.
 
-    Args:
-        mixup_alpha: Alpha of mixup's Beta distribution (arXiv 1710.09412); 0: no mixup.
-        cutmix_alpha: Alpha of CutMix's areas (arXiv 1905.04899); 0: no CutMix. With both, each
-            batch gets one of the two.
-        num_classes: C.
-        seed: The run's seed.
+    `mixup_alpha` is of mixup's Beta distribution (arXiv 1710.09412), `cutmix_alpha` of CutMix's
+    areas (arXiv 1905.04899); 0: off. With both, each batch gets one of the two.
     """
 
     def __init__(

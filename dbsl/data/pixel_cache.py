@@ -59,7 +59,7 @@ def _cache_file(split: ImageSplit) -> Path:
     files = [Path(file["filename"]).stat() for file in split.table.cache_files]
     content = (
         _CACHE_FORMAT,
-        split.table._fingerprint,  # of how the rows were made
+        split.table._fingerprint,  # it says how the rows were made
         [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved anew
         split.image_column,
     )

@@ -95,14 +95,7 @@ class TensorData:
 def _read(
     dataset: Sequence[tuple[Tensor, int]], split: str, classes: int, first: Tensor | None
 ) -> TensorSource:
-    """Return the samples of a dataset.
-
-    Args:
-        dataset: A map-style dataset.
-        split: Its name, for messages.
-        classes: Labels lie in [0, classes).
-        first: An input that all must be like; None: the dataset's own first.
-    """
+    """Return the samples of a dataset; all must be like `first`, or like its own first."""
     inputs, labels = [], []
     for number in range(_length(dataset, split)):
         try:
@@ -111,7 +104,7 @@ def _read(
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{split} must give a pair of a tensor and a whole number for each sample, "
-                f"got sample {number} of which this is no such ({error})"
+                f"got sample {number}, which is none ({error})"
             ) from None
         if not isinstance(sample, Tensor):
             raise ValueError(

@@ -174,7 +174,7 @@ def _warp(
     cosine, sine = scale * np.cos(angle), scale * np.sin(angle)
     terms = np.stack([sign * cosine, -sign * sine, sine, cosine]).astype(np.float32)
     a, b, c, d = to_device(terms, images.device).view(4, -1, 1, 1)
-    # Not F.affine_grid: its matrix product runs in TF32 or bf16 where the trainer allows them,
+    # Not F.affine_grid: its matrix product runs in TF32 or bf16 where the trainer allows them.
     # That moves pixels, and its bits may depend on the batch.
     side = images.shape[-1]
     centres = (2 * torch.arange(side, device=images.device) + 1) / side - 1

@@ -13,7 +13,8 @@ import torch
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.flags import parse_flags
-from dbsl.model import build_model, check_optimizer
+from dbsl.model import build_model
+from dbsl.optimizer import check_optimizer
 from dbsl.plan.stages import check_resolutions
 from dbsl.profile.cache import Profiler, Setup, write_profiles
 from dbsl.profile.memory import GIB

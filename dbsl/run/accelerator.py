@@ -31,13 +31,13 @@ _NOT_HERE = (
 )
 _OFF = ("", "0", "no", "false")
 _FLOAT32 = {True: "TF32", False: "float32"}
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-# Of torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert each time.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
+# Names in torch.cpu.get_capabilities(): x86, x86, Arm, Arm. AVX-512 without bf16 would convert.
 _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
 def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
-    """Meet the other processes, and settle on a precision that all of them compute in natively.
+    """Meet the other processes, waiting so long at most, and settle on a precision for all of them.
 
     Args:
         precision: ``auto`` is what `accelerate launch` was asked for; else bf16 where every

@@ -27,7 +27,8 @@ from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.model import build_optimizer, join_batch_norm
+from dbsl.model import join_batch_norm
+from dbsl.optimizer import build_optimizer
 from dbsl.run.config import RunConfig
 from dbsl.run.run import Run
 
@@ -41,13 +42,8 @@ def connect(
 
     From here on the model's state is one vector, which is what workers push and pull.
 
-    Args:
-        run: What is trained.
-        accelerator: Device, precision, processes.
-        merge: A merge rule of one's own (see `Server`); None: the one that `merge` names.
-
     Raises:
-        ValueError: If weights are not merged, or not as they are, but there is such a rule.
+        ValueError: If there is a merge rule of one's own, and weights are not merged as they are.
     """
     if merge is not None:
         _check_merge(run.config)

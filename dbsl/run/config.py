@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +20,7 @@ CHECKPOINTS = "checkpoints"
 
 T = TypeVar("T")
 
-# Optimizers of which a push that is part of a global batch can take that part of a step.
+# Optimizers that can take the part of a step that one push of a global batch is worth.
 _STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 
 
@@ -78,20 +78,24 @@ class RunConfig(
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_run(self)
+        if self.warmup_epochs is not None:
+            in_range("warmup_epochs", self.warmup_epochs, 0, self.epochs)
+        parse_interval(self.checkpoint_every)
+        if self.resolutions is not None:
+            check_resolutions(self.resolutions)
+        _check_together(self)
 
 
-def check_run(config: Any) -> None:
-    """Raise ``ValueError`` for the first setting of train.py's ``Config`` outside its bound."""
-    if config.warmup_epochs is not None:
-        in_range("warmup_epochs", config.warmup_epochs, 0, config.epochs)
-    parse_interval(config.checkpoint_every)
+def _check_together(config: RunConfig) -> None:
+    """Raise ``ValueError`` for the first setting that does not go with another."""
+    for holds, name, must, where in _rules(config):
+        value = getattr(config, name)
+        if holds and value not in (must, None):
+            raise ValueError(f"{name} must be {_shown(must)} {where}, got {_shown(value)}")
     if config.batch_evidence is not None and config.large_batch_size != "auto":
         raise ValueError(
             f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
         )
-    if config.profile is not None and config.slope is not None:
-        raise ValueError(f"profile must not be given with slope, got {config.profile}")
     if (config.slope is None) != (config.intercept is None):
         given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
         raise ValueError(f"{other} must be given with {given}, got {given} alone")
@@ -99,11 +103,6 @@ def check_run(config: Any) -> None:
         raise ValueError("slope must be given with floor, got floor alone")
     if config.clip_mode != "norm" and config.clip_grad is None:
         raise ValueError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
-    if config.resolutions is not None:
-        check_resolutions(config.resolutions)
-    if config.eval_only:
-        _check_eval_only(config)
-    _check_joint_steps(config)
     rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
     if config.push == "gradients" and config.merge == "delta":
         raise ValueError("merge must not be delta with push gradients, got delta")
@@ -111,89 +110,60 @@ def check_run(config: Any) -> None:
         raise ValueError(
             f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
         )
-
-
-def _check_eval_only(config: Any) -> None:
-    """Refuse what speaks of a run, which an evaluation alone does not make."""
-    for name in ("plan_only", "push_to_hub", "output_dir"):
-        value = getattr(config, name)
-        if value and not (name == "output_dir" and config.resume == "auto"):
-            raise ValueError(f"{name} must be left out with eval_only, got {value}")
-
-
-def _check_joint_steps(config: Any) -> None:
-    """Check what only joint steps know: sync step, and gradients pushed to the server."""
-    joint = config.sync == "step" or config.push == "gradients"
-    if config.sync == "step" and config.push == "gradients":
-        raise ValueError("push must be weights with sync step, which averages gradients itself")
-    small = [name for name in ("small_workers", "small_ratio") if getattr(config, name)]
-    if joint and config.lr_scaling != "none":
+    if config.eval_only and config.output_dir and config.resume != "auto":
+        raise ValueError(f"output_dir must be left out with eval_only, got {config.output_dir}")
+    if config.push == "gradients" and config.mixed_precision == "fp16":
         raise ValueError(
-            f"lr_scaling must be none with sync step or push gradients, where the batch is one for "
-            f"all workers, got {config.lr_scaling}"
+            "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
+            "loss scale each worker would choose for itself"
         )
-    if joint and small:
+    in_parts = config.push == "gradients" and config.sync != "bsp"
+    if in_parts and config.optimizer not in _STEP_IN_PARTS:
         raise ValueError(
-            f"{small[0]} must be 0 with sync step or push gradients, where all workers share each "
-            f"global batch (see local_batch_sizes), got {getattr(config, small[0])}"
+            f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
+            f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
         )
-    only_joint = ["global_batch_size", "drop_last"]
-    only_step = ["sync_batch_norm"]
-    for names, fits, where in (
-        (only_joint, joint, "sync step or push gradients"),
-        (only_step, config.sync == "step", "sync step"),
-    ):
-        for name in names if not fits else ():
-            if getattr(config, name):
-                raise ValueError(f"{name} must go with {where}, got {getattr(config, name)}")
-    if config.sync_batch_norm and config.compile:
-        raise ValueError(
-            "compile must be false with sync_batch_norm, for which processes would wait while each "
-            "compiles for its own batches, got true"
-        )
-    if config.local_batch_sizes and config.global_batch_size is not None:
-        raise ValueError(
-            "global_batch_size must not be given with local_batch_sizes, whose sum it is, "
-            f"got {config.global_batch_size}"
-        )
-    if config.local_batch_sizes and not joint and (config.small_workers or config.small_ratio):
-        raise ValueError("local_batch_sizes must not be given with small workers, got both")
-    if config.sync == "step" and config.dedicated_server:
-        raise ValueError("dedicated_server must be false with sync step, which has no server")
-    if config.push == "gradients":
-        if config.mixed_precision == "fp16":
-            raise ValueError(
-                "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
-                "loss scale each worker would choose for itself"
-            )
-        if config.reset_momentum != "never":
-            raise ValueError(
-                f"reset_momentum must be never with push gradients, got {config.reset_momentum}"
-            )
-        if config.sync != "bsp" and config.optimizer not in _STEP_IN_PARTS:
-            raise ValueError(
-                f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
-                f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
-            )
-        if config.sync != "bsp" and config.clip_grad is not None:
-            raise ValueError(
-                f"clip_grad must be unset with push gradients and sync {config.sync}, where each "
-                f"push is part of a step and nobody has a whole one's gradients, "
-                f"got {config.clip_grad:g}"
-            )
-        if config.rounds_per_epoch != 1:
-            raise ValueError(
-                f"rounds_per_epoch must be 1 with push gradients (see push_every), "
-                f"got {config.rounds_per_epoch}"
-            )
-    elif config.push_every != 1:
-        raise ValueError(f"push_every must be 1 with push weights, got {config.push_every}")
     parts = (config.balance_every or 0) % config.rounds_per_epoch
     if parts and config.sync in ("ssp", "asp"):
         raise ValueError(
             f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
             f"{config.sync}, got {config.balance_every}"
         )
+
+
+def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
+    """Yield settings that others leave one value: whether they do, name, value, and where."""
+    step, gradients = config.sync == "step", config.push == "gradients"
+    joint, where = step or gradients, "with sync step or push gradients"
+    shared = f"{where}, where all workers share each global batch (see local_batch_sizes)"
+    yield step, "push", "weights", "with sync step, which averages gradients itself"
+    yield joint, "lr_scaling", "none", f"{where}, where the batch is one for all workers"
+    yield joint, "small_workers", 0, shared
+    yield joint, "small_ratio", 0, shared
+    yield not joint, "global_batch_size", None, f"but {where}"
+    yield not joint, "drop_last", False, f"but {where}"
+    yield not step, "sync_batch_norm", False, "but with sync step"
+    waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
+    yield config.sync_batch_norm, "compile", False, waits
+    by_hand = config.local_batch_sizes is not None
+    yield by_hand, "global_batch_size", None, "with local_batch_sizes, whose sum it is"
+    small = bool(config.small_workers or config.small_ratio)
+    yield small, "local_batch_sizes", None, "with small workers"
+    yield step, "dedicated_server", False, "with sync step, which has no server"
+    yield gradients, "reset_momentum", "never", "with push gradients"
+    yield gradients, "rounds_per_epoch", 1, "with push gradients (see push_every)"
+    yield not gradients, "push_every", 1, "with push weights"
+    yield config.slope is not None, "profile", None, "with slope"
+    parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
+    yield gradients and config.sync != "bsp", "clip_grad", None, parts
+    for name, without in (("plan_only", False), ("push_to_hub", None)):
+        yield config.eval_only, name, without, "with eval_only"
+
+
+def _shown(value: Any) -> Any:
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,9 @@ class RunFolder:
     def write_settings(
         self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
     ) -> None:
-        """Write ``config.yaml`` and ``plan.json`` on the main process.
+        """Write ``config.yaml``, as given and as found out, and ``plan.json`` on the main process.
 
         ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
-
-        Args:
-            given: The settings as they were given.
-            resolved: Those that the run found out.
-            plans: The run's plans, by resolution.
         """
         if self._lock is None:
             return
@@ -164,7 +159,7 @@ def _holder(lock: Path) -> str:
 def default_folder(config: Any) -> Path:
     """Return the run folder of a run for which none is named, under ``runs/``."""
     dataset = Path(config.dataset).stem or "data"
-    model = Path(config.model.rpartition(":")[2]).name  # of local-dir:runs/first: first
+    model = Path(config.model.rpartition(":")[2]).name  # local-dir:runs/first is named first
     return Path(f"runs/{dataset}-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 

@@ -79,7 +79,7 @@ class Own:
         layout = {"memory_format": torch.channels_last} if channels_last else {}
         model = model.to(accelerator.device, **layout)
         with torch.no_grad():
-            for value in model.state_dict().values():  # of rank 0, whatever the others have built
+            for value in model.state_dict().values():  # rank 0's, whatever the others built
                 value.copy_(broadcast(value.contiguous()))
         # What `build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None

@@ -22,11 +22,7 @@ _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 class Planning:
     """Makes a run's plans by its config: of rounds or of joint steps, first and anew.
 
-    Args:
-        config: The run's settings, complete but for small batches.
-        known: What its workers can do.
-        samples: Training samples.
-        least: The least that a worker may take in a step, unless it takes nothing.
+    `least` is the least that a worker takes in a step, unless it takes nothing.
     """
 
     def __init__(self, config: RunConfig, known: Workers, samples: int, least: int) -> None:
@@ -34,7 +30,7 @@ class Planning:
         self._known = known
         self._samples = samples
         self.least = least
-        self._active = list(range(config.workers))  # but for workers that were lost
+        self._active = list(range(config.workers))  # all workers that were not lost
         resolutions, workers = config.resolutions, config.workers
         small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
         self._small = {

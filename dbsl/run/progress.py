@@ -21,10 +21,10 @@ class Progress:
 
     steps: int = 0  # taken
     losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
-    samples: dict[int, int] = field(default_factory=dict)  # by worker, of which images were read
-    # Of the first step (`dbsl.profile.noise_probe`).
+    samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
+    # What the first step measured (`dbsl.profile.noise_probe`).
     noise: dict[str, Any] = field(default_factory=dict)
-    learning_rate: float = 0.0  # of the last step
+    learning_rate: float = 0.0  # the last step's
 
     def clear(self) -> None:
         """Begin anew: the round was pushed."""
@@ -73,18 +73,8 @@ def make_reports(
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
-    Args:
-        turn: The turn.
-        plan: The plan in force in it.
-        steps: Optimizer steps that it took.
-        samples: Images that each worker trained on; none for a worker without any.
-        resolution: Image side, pixels.
-        learning_rate: Of its last step.
-        losses: Training loss by worker, summed over the samples; none for a worker without any.
-        clock: Has measured what each worker computed.
-        refused: Whether the round is not to be merged, since it is not finite.
-        noise: What was measured of the gradients; it goes with the turn's first worker.
-        lines_of: Gives a worker's step lines that the main process does not have yet.
+    `samples` and `losses`, by worker and summed over the samples, lack a worker without any. The
+    noise goes with the first worker. `lines_of` gives the lines that the main process lacks.
     """
     reports = []
     for worker in turn.workers:

@@ -124,7 +124,7 @@ def _joint(config: RunConfig) -> bool:
 
 
 def _same(name: str, given: RunConfig, complete: RunConfig) -> bool:
-    """Whether a setting is what was given, if only written at greater length."""
+    """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
     if name not in _LISTS or own in (None, "auto") or not own or not value:
         return own == value

@@ -105,7 +105,7 @@ class Run:
         """Return the factor on the learning rate of a turn's worker, by its batch size."""
         plan = segment.plan
         if plan.global_batch_size is not None:
-            return 1.0  # of joint steps the batch is one for all
+            return 1.0  # a joint step has one batch for all
         sizes = [worker.local_batch_size for worker in plan.workers]
         large = plan.large_batch_size or max(sizes)
         return batch_scaling(self.config.lr_scaling, sizes[turn.workers[0]] / large)
@@ -129,7 +129,7 @@ class Run:
         return sizes
 
     def fixed_segments(self, start: Restart) -> dict[int, list[CurrentPlan]]:
-        """Return the plans of epochs of which other workers have left a part, by epoch."""
+        """Return the plans of epochs that other workers have begun, by epoch."""
         fixed, samples = {}, len(self.data.train)
         for epoch, left in start.left.items():
             rest = sum(end - begin for begin, end in left)

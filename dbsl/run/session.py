@@ -101,7 +101,7 @@ class Session:
         set_dropout(run.model, stage.dropout)
         seed = stream_seed(run.config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
         torch.manual_seed(seed)
-        self.checkpointer.restore_random_state()  # of a run that was stopped inside this round
+        self.checkpointer.restore_random_state()  # if the run was stopped inside this round
         anew = not progress.steps
         work = Work(self, turn, stage, plan)  # loader processes begin, while the weights come
         if anew:

@@ -18,7 +18,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.eval_s = 0.0
         self._began = self._loop_began = time.perf_counter()
-        self._earlier_s = 0.0  # of earlier sessions, in all
+        self._earlier_s = 0.0  # all earlier sessions together
 
     @property
     def total_s(self) -> float:
@@ -28,9 +28,7 @@ class Stopwatch:
     def train_s(self, moment: float, *, without_evaluation: bool) -> float:
         """Return the seconds of training up to a moment, by time.perf_counter().
 
-        Args:
-            moment: The moment.
-            without_evaluation: Whether evaluation held the workers up, and does not count.
+        Evaluation is left out where it held the workers up.
         """
         return moment - self._loop_began - (self.eval_s if without_evaluation else 0.0)
 

@@ -22,7 +22,7 @@ from dbsl.profile.step_time import NO_OPTIMIZER
 from dbsl.run.config import RunConfig, for_workers, from_workers
 from dbsl.run.evidence import useful_batch_size
 
-STEPS_A_ROUND = 10  # of a worker, at least, with the batch that `auto` chooses
+STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
 
 SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
@@ -260,14 +260,8 @@ def _reserve_bytes(
 ) -> float:
     """Return the most that a run holds on the device beside one worker's step.
 
-    That is the weights that each worker here has pulled, the state of their optimizers, and the
+    These are the weights that each worker here has pulled, the state of their optimizers, and the
     global weights. Joint steps share one optimizer, and pull only where gradients are pushed.
-
-    Args:
-        config: The run's settings.
-        model: The model.
-        processes: Processes of the run; one simulates all workers.
-        state_bytes: Of one optimizer's state.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     here = config.workers if processes == 1 else 1

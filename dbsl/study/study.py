@@ -32,7 +32,8 @@ from dbsl.base.seeds import stream_seed
 from dbsl.data.dataset import load_configured
 from dbsl.data.transforms import Transform
 from dbsl.jobs import seeing
-from dbsl.model import check_optimizer, least_batch
+from dbsl.model import least_batch
+from dbsl.optimizer import check_optimizer
 from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator

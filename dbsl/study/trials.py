@@ -23,7 +23,8 @@ from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.steps import OwnSteps
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
-from dbsl.model import build_model, build_optimizer, set_dropout
+from dbsl.model import build_model, set_dropout
+from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batches
 from dbsl.study.files import COLUMNS
 from dbsl.study.scaling import Trial

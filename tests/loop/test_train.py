@@ -357,7 +357,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         ),
         (["--intercept", "-0.1"], "intercept must be above 0"),
         (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
-        (["--profile", "no-such.json"], "profile must not be given with slope"),
+        (["--profile", "no-such.json"], "profile must be unset with slope"),
         (["--small-share", "0.9"], "small_share must be in (0, 0.25)"),
         (
             ["--large-batch-size", "auto", "--memory-limit", "0.0001"],

@@ -9,13 +9,13 @@ from torch import nn
 from dbsl.model import (
     StridedConv2d,
     build_model,
-    build_optimizer,
     check_patches,
     join_batch_norm,
     load_model,
     save_model,
     set_dropout,
 )
+from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
 from train import Config
 

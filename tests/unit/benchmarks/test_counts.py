@@ -16,7 +16,8 @@ import train
 from benchmarks import operators
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.model import build_model, build_optimizer
+from dbsl.model import build_model
+from dbsl.optimizer import build_optimizer
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.

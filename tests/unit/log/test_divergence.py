@@ -7,7 +7,7 @@ import pytest
 
 from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
 from dbsl.log.divergence import DivergenceWarning, no_result
-from dbsl.model import default_learning_rate
+from dbsl.optimizer import default_learning_rate
 from tests.helpers import run
 from train import Config
 
