@@ -19,19 +19,14 @@ import numpy as np
 
 from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
 from dbsl.plan.solve import (
+    SmallBatch,
     batch_sizes,
     check_fits,
-    check_intercepts,
     fit_rounds,
     published_shares,
     round_half_up,
-    solve_small_batch,
-    wanted_ratio,
 )
 from dbsl.plan.types import NoPlanError, Plan, Rounding, TimeModel, UpdateFactor, WorkerPlan
-
-# Share of the large batch above which a solved small batch is as good as large.
-NEARLY_LARGE = 0.75
 
 
 def update_factor(small_samples: float, large_samples: float, rule: UpdateFactor) -> float:
@@ -113,26 +108,9 @@ def plan_dual_batch(
     notes: list[str] = []
     batch, published, ratio = small_batch_size, None, 1.0
     if small_workers and batch is None:
-        check_intercepts(machines, samples, small_workers, min_batch_size)
-        ratio = wanted_ratio(
-            machines, samples, small_workers, min_batch_size, time_ratio, small_share
-        )
-        batch, published = solve_small_batch(
-            machines, samples, small_workers, ratio, min_batch_size, to_integer
-        )
-        if batch < min_batch_size:
-            bound = (
-                f"the solved small batch must be at least min_batch_size={min_batch_size}, got "
-                f"{batch} (time_ratio {ratio:g}, slope {machines.slopes[0]:g}, intercept "
-                f"{machines.intercepts[0]:g})"
-            )
-            if not clamp:
-                raise NoPlanError(bound)
-            notes.append(f"{bound}; taken as {min_batch_size}, samples moved to finish together")
-            batch, published = min_batch_size, None
-        largest = int(machines.limits[:small_workers].max())
-        if batch > NEARLY_LARGE * largest:
-            notes.append(_nearly_large(machines.model(0), batch, largest))
+        task = SmallBatch(machines, samples, small_workers, min_batch_size, to_integer)
+        ratio = task.wanted_ratio(time_ratio, small_share)
+        batch, published = task.solve(ratio, clamp, notes)
     sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:
@@ -147,31 +125,30 @@ def plan_dual_batch(
         given = small_batch_size is not None
         check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
     shares, sizes = fit_rounds(machines, samples, shares, sizes, rounds, least, notes)
-
     time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
-    large, small, f = None, None, None  # where workers differ, no one value holds for all
+    solved = {}  # where workers differ, no one value holds for all
+    weights = merge_weights(shares, factor)
     if machines.equal:
         large, small = published or (
             to_integer(time_s * float(machines.speeds(s)[0])) for s in (machines.limits, sizes)
         )
         f = update_factor(small, large, factor) if small_workers else None
-    weights = (
-        np.where(np.arange(workers) < small_workers, f or 1.0, 1.0)
-        if machines.equal
-        else merge_weights(shares, factor)
-    )
+        weights = np.where(np.arange(workers) < small_workers, f or 1.0, 1.0)
+        solved = {
+            "large_batch_size": int(machines.limits[0]),
+            "large_samples": large,
+            "small_samples": small if small_workers else None,
+            "update_factor": f,
+        }
     return Plan(
         samples=samples,
         time_ratio=float(ratio) if published else time_s / all_large_s,
-        large_batch_size=int(machines.limits[0]) if machines.equal else None,
         small_batch_size=batch if small_workers else None,
-        large_samples=large,
-        small_samples=small if small_workers else None,
-        update_factor=f,
         all_large_time_s=machines.all_large_time(samples, rounds),
         equal_batch_time_s=machines.equal_batch_time(samples, rounds),
         notes=tuple(notes),
         workers=_worker_plans(machines, shares, sizes, weights, small_workers, rounds),
+        **solved,
     )
 
 
@@ -247,22 +224,6 @@ def plan_with_fallback(
             f"the measured step times admit no plan: {error}; going on with small batches of "
             f"{batch}, which makes the time ratio {plan.time_ratio:.3f}"
         )
-
-
-def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
-    """Return the note on a solved small batch that is nearly the large one."""
-    if model.floor > model.time(batch, 1) * (1 - 1e-9):
-        below = (model.floor - model.intercept) / model.slope
-        why = f"a step of fewer than {below:.0f} samples takes no less time"
-    else:
-        worth = model.intercept / model.slope
-        why = f"a step costs {worth:.0f} samples' time before its first"
-    return (
-        f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since {why}: dual "
-        "batch gains next to nothing here. --compile lowers that cost; a larger "
-        "--large-batch-size or --time-ratio makes the small batch smaller; more "
-        "--rounds-per-epoch merge more often instead"
-    )
 
 
 def _check_counts(samples: int, workers: int, small_workers: int, rounds: int) -> None:

@@ -78,14 +78,8 @@ def plan_steps(
     return Plan(
         samples=int(shares.sum()),
         time_ratio=float(times.max()) / equal_s,
-        large_batch_size=None,
-        small_batch_size=None,
-        large_samples=None,
-        small_samples=None,
-        update_factor=None,
         all_large_time_s=equal_s,
         equal_batch_time_s=equal_s,
-        notes=(),
         workers=tuple(WorkerPlan(*row) for row in rows),
         global_batch_size=global_batch_size,
     )

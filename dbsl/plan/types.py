@@ -78,15 +78,15 @@ class Plan:
 
     samples: int
     time_ratio: float  # k: time over that of an all-large plan
-    large_batch_size: int | None
-    small_batch_size: int | None
-    large_samples: int | None
-    small_samples: int | None
-    update_factor: float | None
     all_large_time_s: float  # predicted, were all batches large and the shares balanced
     equal_batch_time_s: float  # predicted, had all the smallest large batch and equal shares
-    notes: tuple[str, ...]  # bounds that were met, and what was done
     workers: tuple[WorkerPlan, ...]
+    notes: tuple[str, ...] = ()  # bounds that were met, and what was done
+    large_batch_size: int | None = None
+    small_batch_size: int | None = None
+    large_samples: int | None = None
+    small_samples: int | None = None
+    update_factor: float | None = None
     global_batch_size: int | None = None  # B of joint steps; None where workers have rounds
 
     @property

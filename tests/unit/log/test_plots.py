@@ -31,7 +31,7 @@ def plan_by_hand(times_s, small=1):
         WorkerPlan(8 + i, 100 + i, 10, 1.0, time_s, time_s, i < small)
         for i, time_s in enumerate(times_s)
     )
-    return Plan(sum(w.samples for w in workers), 1.0, 32, 8, 100, 100, 1.0, 3.0, 3.5, (), workers)
+    return Plan(sum(w.samples for w in workers), 1.0, 3.0, 3.5, workers)
 
 
 def metrics_of(stages, epochs, *, eval_every=1, virtual=False):

@@ -8,9 +8,10 @@ import pytest
 
 from dbsl.base.serialize import pack, unpack
 from dbsl.plan.dual_batch import plan_dual_batch
-from dbsl.plan.follow import Planner, SpeedEstimate, predicted_time_s, proportional_parts
+from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
 from dbsl.plan.sampler import EpochSampler
+from dbsl.plan.speeds import SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import TimeModel, WorkerPlan
 from dbsl.run.run import round_sampler
