@@ -111,27 +111,20 @@ def make_stages(
     index_of = [i for i, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(a, b)]
 
     stages: list[Stage] = []
-    first = 0
-    for epoch in range(1, epochs + 1):
-        same = epoch < epochs and (index_of[epoch], resolution_of[epoch]) == (
-            index_of[first],
-            resolution_of[first],
-        )
-        if same:
-            continue
-        index, resolution = index_of[first], resolution_of[first]
+    keys = zip(index_of, resolution_of, strict=True)
+    for (index, resolution), group in itertools.groupby(enumerate(keys), lambda item: item[1]):
+        covered = [epoch for epoch, _ in group]
         stages.append(
             Stage(
                 index=index,
                 substage=sum(stage.index == index for stage in stages),
-                first_epoch=first,
-                end_epoch=epoch,
+                first_epoch=covered[0],
+                end_epoch=covered[-1] + 1,
                 resolution=resolution,
                 dropout=rates.get(resolution, dropout[0]),
                 learning_rate=learning_rate * gamma**index,
             )
         )
-        first = epoch
     return tuple(stages)
 
 
