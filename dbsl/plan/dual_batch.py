@@ -22,6 +22,7 @@ from dbsl.plan.solve import (
     SmallBatch,
     batch_sizes,
     check_fits,
+    end_together,
     fit_rounds,
     published_shares,
     round_half_up,
@@ -114,10 +115,9 @@ def plan_dual_batch(
     sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:
-        as_published = published_shares(published, workers, small_workers, samples)
-        times = machines.times(as_published, sizes, rounds)
-        if times.max() - times.min() <= rounds * float(machines.step_times(sizes).max()):
-            shares = as_published
+        exact = published_shares(published, workers, small_workers, samples)
+        if end_together(machines, exact, sizes, rounds):
+            shares = exact
         else:  # rounding a B_S of a few samples has moved the times
             notes.append(f"small batch rounded to {batch}, samples moved to finish together")
             published = None

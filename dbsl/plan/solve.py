@@ -181,6 +181,12 @@ def published_shares(
     return shares
 
 
+def end_together(machines: Machines, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> bool:
+    """Whether all workers end within the time of the longest step a round."""
+    times = machines.times(shares, sizes, rounds)
+    return bool(times.max() - times.min() <= rounds * float(machines.step_times(sizes).max()))
+
+
 def fit_rounds(
     machines: Machines,
     samples: int,
