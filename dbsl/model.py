@@ -295,17 +295,15 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
         ValueError: If the folder has no model that this function can read.
     """
     folder, name = Path(folder), EMA if ema else BEST if best else "model"
+    config = read_model_config(folder)
+    args = {**config.get("model_args", {}), "num_classes": config["num_classes"]}
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        args = {**config.get("model_args", {}), "num_classes": config["num_classes"]}
         model = timm.create_model(config["architecture"], **args)
         if config.get("small_stem"):
             _shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{name}.safetensors"))
-    except (OSError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"folder must hold {name}.safetensors and config.json, got {folder} ({error})"
-        ) from None
+    except (OSError, KeyError) as error:
+        raise ValueError(f"folder must hold {name}.safetensors, got {folder} ({error})") from None
     return model.eval()
 
 
@@ -346,6 +344,24 @@ def load_own_weights(model: nn.Module, folder: Path) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"resume must have weights of the model, got {path} ({reason})") from None
+
+
+def read_model_config(folder: str | Path) -> dict[str, Any]:
+    """Return what timm knows of the model in a folder: architecture, classes, preprocessing.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    path = Path(folder) / "config.json"
+    needed = ("architecture", "num_classes", "label_names", "pretrained_cfg")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in needed if name not in config]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"folder must hold config.json, got {folder} ({error})") from None
+    if missing:
+        raise ValueError(f"folder must hold a model's config.json, got {path} without {missing[0]}")
+    return config
 
 
 def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:

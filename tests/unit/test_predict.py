@@ -1,0 +1,77 @@
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dbsl import predict
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
+from dbsl.model import build_model, load_model, save_model
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """The model of a run on digits, untrained."""
+    folder = tmp_path_factory.mktemp("run")
+    data = load_data("digits")
+    save_model(build_model("test_resnet", 10, final_resolution=16), folder, 16, data)
+    return folder
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    folder = tmp_path / "photographs" / "deeper"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in ("b.png", "a.png"):
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder.parent
+
+
+def test_each_image_gets_the_classes_that_the_model_finds_likeliest(
+    run_folder, photographs, capsys
+):
+    assert predict.main([str(run_folder), str(photographs), "--top", "3", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["file"].rpartition("/")[2] for row in rows] == ["a.png", "b.png"]
+    data = load_data("digits")
+    pixels = torch.from_numpy(np.asarray(Image.open(photographs / "deeper/a.png")).copy())
+    transform = Transform(16, "none", False, data.mean, data.std, 0)
+    with torch.no_grad():
+        images = transform(pixels.permute(2, 0, 1)[None], np.array([0]), 0)
+        scores = load_model(run_folder)(images).softmax(1)[0]
+    values, classes = scores.topk(3)
+    expected = dict(zip([data.class_names[c] for c in classes], values.tolist(), strict=True))
+    assert rows[0]["classes"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_image_that_cannot_be_read_is_named_and_the_others_are_told(
+    run_folder, photographs, capsys
+):
+    (photographs / "bad.png").write_bytes(b"no image")
+    assert predict.main([str(run_folder), str(photographs)]) == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert "bad.png cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["{run}", "nowhere.png"], "images must name files or folders that exist, got nowhere.png"),
+        (["{run}", "{empty}"], "images must name files or folders with images, got"),
+        (["{empty}", "{images}"], "folder must hold config.json, got"),
+        (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
+        (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
+        (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
+    ],
+)
+def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):
+    (tmp_path / "empty").mkdir()
+    places = {"run": run_folder, "images": photographs, "empty": tmp_path / "empty"}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        predict.main([flag.format(**places) for flag in flags])
