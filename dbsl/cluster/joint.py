@@ -31,6 +31,7 @@ class JointCluster(Cluster):
         weights: As for `Cluster`, like all that is not named here.
         duration: In one process: virtual seconds of a worker's part of a round, from (worker,
             epoch, round).
+        exchange: In one process: virtual seconds of it that exchanges take then, from the same.
         finish_round: Called at a round's end, before the reports are exchanged.
     """
 
@@ -39,13 +40,14 @@ class JointCluster(Cluster):
         weights: FlatWeights,
         *,
         duration: Callable[[int, int, int], float],
+        exchange: Callable[[int, int, int], float] = lambda *_: 0.0,
         finish_round: Callable[[], object] = lambda: None,
         **common: Any,
     ) -> None:
         super().__init__(weights, **common)
         self._simulated = not one_of_several()
         self.time_s = 0.0 if self._simulated else None
-        self._duration = duration
+        self._duration, self._exchange = duration, exchange
         self._finish_round = finish_round
         self._reports: deque[RoundReport] = deque()
         self._start: Tensor | None = None  # weights at the start of the round, inside one
@@ -75,7 +77,8 @@ class JointCluster(Cluster):
         self._finish_round()
         if self._simulated:
             durations = [self._duration(r.worker, r.epoch, r.round) for r in reports]
-            slowest = max(durations)
+            exchanges = [self._exchange(r.worker, r.epoch, r.round) for r in reports]
+            slowest = max(map(sum, zip(durations, exchanges, strict=True)))
             self.time_s += slowest
             done = [
                 replace(report, compute_time_s=duration, wait_time_s=slowest - duration)

@@ -30,7 +30,8 @@ class SimulatedCluster(Cluster):
         server: The server, with the clocks of all workers.
         planner: As for `Cluster`.
         epochs: Epochs that each worker runs.
-        duration: Virtual seconds of a worker's round, from (worker, epoch, round).
+        duration: Virtual seconds that a worker computes in a round, from (worker, epoch, round).
+        exchange: Virtual seconds that its push and pull then take, from the same.
         outgoing: As for `Cluster`.
     """
 
@@ -44,6 +45,7 @@ class SimulatedCluster(Cluster):
         planner: Planner,
         epochs: int,
         duration: Callable[[int, int, int], float],
+        exchange: Callable[[int, int, int], float] = lambda *_: 0.0,
         outgoing: Tensor | None = None,
     ) -> None:
         super().__init__(
@@ -56,7 +58,7 @@ class SimulatedCluster(Cluster):
             outgoing=outgoing,
         )
         self.time_s = 0.0  # the virtual clock
-        self._duration = duration
+        self._duration, self._exchange = duration, exchange
         self._pulled: dict[int, Tensor] = {}
         self._durations: dict[int, float] = {}  # a worker's present round
         self._waits: dict[int, float] = {}  # before that round; unused at a barrier
@@ -97,6 +99,7 @@ class SimulatedCluster(Cluster):
         if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
             others = [end_s for end_s, other in self._queue if other in self.server.active]
             wait_s = max(others, default=self.time_s) - self.time_s
+        wait_s += self._exchange(worker, report.epoch, report.round)
         report = replace(report, compute_time_s=self._durations[worker], wait_time_s=wait_s)
         self.server.push(self.outgoing, report)
         return report.refused
@@ -161,4 +164,5 @@ class SimulatedCluster(Cluster):
         duration = self._duration(worker, *self._place(worker))
         self._durations[worker] = duration
         self._waits[worker] = self.time_s - self._ended[worker]
-        heapq.heappush(self._queue, (self.time_s + duration, worker))
+        end_s = self.time_s + duration + self._exchange(worker, *self._place(worker))
+        heapq.heappush(self._queue, (end_s, worker))

@@ -77,6 +77,11 @@ class EmulationConfig:
     disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
     # relative standard deviation of a simulated round's time
     time_noise: Annotated[float, Within(0)] = 0.0
+    # Gbit/s between simulated workers, in each direction; unset: exchanges take no time
+    link_gbps: Annotated[float | None, Within(0, open_low=True)] = None
+    link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
+    # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
+    link_overlap: Annotated[float, Within(0, 1)] = 0.0
 
 
 @dataclass(frozen=True)

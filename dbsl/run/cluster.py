@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.errors import one_of_several
+from dbsl.base.words import duration
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clipping import Clip, make_clip
 from dbsl.cluster.clock import ComputeClock
@@ -47,6 +48,12 @@ def connect(
     """
     if merge is not None:
         _check_merge(run.config)
+    if run.config.link_gbps is not None:
+        exchange_s = run.exchange(run.config.workers - 1, 0, 0)
+        accelerator.print(
+            f"emulated link of {run.config.link_gbps:g} Gbit/s: each round takes "
+            f"{duration(exchange_s)} longer on the virtual clock than predicted above"
+        )
     builder = _Builder(run, accelerator)
     return builder.joint() if run.config.sync == "step" else builder.rounds(merge)
 
@@ -76,7 +83,7 @@ class _Builder:
         run, config, model = self._run, self._config, self._run.model
         control = None if self._alone else self._control()
         weights = self._flattened()
-        self._common["duration"] = run.duration
+        self._common |= {"duration": run.duration, "exchange": run.exchange}
         if control is None:
             stepper = JointSteps(model, weights, self._clock, self._prepared, self._workers)
             stepper.clip = self._clip()
@@ -111,7 +118,8 @@ class _Builder:
             server = self._server(weights, device, merge)
         if self._alone:
             del common["workers"], common["rounds_per_epoch"]  # the server has them
-            return SimulatedCluster(weights, server, duration=self._run.duration, **common), stepper
+            common |= {"duration": self._run.duration, "exchange": self._run.exchange}
+            return SimulatedCluster(weights, server, **common), stepper
         common["wire"] = self._wire
         if meets:
             common |= {"at_server": config.merge == "delta", "gathers": merge is not None}

@@ -158,6 +158,9 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield gradients and config.sync != "bsp", "clip_grad", None, parts
     for name, without in (("plan_only", False), ("push_to_hub", None)):
         yield config.eval_only, name, without, "with eval_only"
+    yield config.link_gbps is None, "link_ms", 0.0, "but with link_gbps"
+    linked = config.link_gbps is not None and step
+    yield not linked, "link_overlap", 0.0, "but with link_gbps and sync step"
 
 
 def _shown(value: Any) -> Any:

@@ -149,6 +149,11 @@ def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
             f"time_noise must be 0 with several processes, whose times are real, "
             f"got {config.time_noise:g}"
         )
+    if config.link_gbps is not None and processes > 1:
+        raise ValueError(
+            "link_gbps must be unset with several processes, whose network is real, "
+            f"got {config.link_gbps:g}"
+        )
     if config.wire != "float32" and processes == 1:
         raise ValueError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
+from dbsl.plan.link import Link
 from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler, evaluation_batch_size
 from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
@@ -151,6 +153,33 @@ class Run:
             * self.emulation.factor(worker, epoch)
             * self.emulation.noise_factor(worker, epoch, round_)
         )
+
+    @cached_property
+    def numbers(self) -> tuple[int, int]:
+        """Numbers of a gradient, and of the state that rounds exchange."""
+        tensors = self.model.state_dict().values()
+        state = sum(t.numel() for t in tensors if t.is_floating_point())
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad), state
+
+    def exchange(self, worker: int, epoch: int, round_: int) -> float:
+        """Return the seconds that a simulated worker's round takes on the emulated link.
+
+        Worker 0 is where the server is, unless that has a process of its own.
+        """
+        config = self.config
+        if config.link_gbps is None:
+            return 0.0
+        link, workers = Link(config.link_gbps, config.link_ms, config.link_overlap), config.workers
+        parameters, state = self.numbers
+        size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
+        if config.sync == "step":
+            steps = len(self.steps(self.planner.at(epoch, round_), Round((worker,), epoch, round_)))
+            compute_s = self.duration(worker, epoch, round_) / max(steps, 1)
+            return steps * link.joint_step_s(size, workers, compute_s)
+        if config.sync == "bsp":
+            at_server = config.merge == "delta" or config.push == "gradients"
+            return link.barrier_s(size, workers, at_server=at_server)
+        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
 
 
 def steps_of(
