@@ -273,10 +273,10 @@ def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Da
             "pretrained_cfg": {
                 "input_size": (3, resolution, resolution),
                 "test_input_size": (3, resolution, resolution),
-                "interpolation": "bilinear",
+                "interpolation": data.interpolation,
                 "mean": data.mean,
                 "std": data.std,
-                "crop_pct": 1.0,
+                "crop_pct": data.crop_pct,
                 "tag": "",
             },
         },

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from dbsl.base.bounds import Within
-from dbsl.data.transforms import Augment
+from dbsl.data.augment import CropMode, EraseMode, Erasing, Pipeline, TrainInterpolation
+from dbsl.data.transforms import Augment, Interpolation
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,90 @@ class ImageConfig:
     eval_samples: Annotated[int | None, Within(1)] = None
     # share of the training images to evaluate on instead of the test split, in (0, 1)
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
-    # crop: random crop and flip; paper: flip, rotation and zoom; none: nothing
-    augment: Augment = "crop"
+    # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
+    # settings below; none: nothing; unset: timm with one of those settings, else crop
+    augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[int | None, Within(0)] = None
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: Annotated[int, Within(0)] = 16
+    # --- timm's augmentation
+    # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
+    # (AutoAugment), 3a (DeiT III's); unset: none
+    aa: str | None = None
+    # area of the random crop over the image's, smallest and largest; unset: 0.08 1
+    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    # width of the random crop over its height, smallest and largest; unset: 0.75 1.3333
+    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    # probability of a flip from left to right; unset: 0.5, and 0 for digits
+    hflip: Annotated[float | None, Within(0, 1)] = None
+    # probability of a flip upside down; unset: 0
+    vflip: Annotated[float | None, Within(0, 1)] = None
+    # strength of random brightness, contrast and saturation; one value, three, or four with hue;
+    # unset: 0.4, and 0 with another --aa than 3a
+    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
+    # probability of --color-jitter; unset: 1
+    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
+    # probability that an image loses its colours; unset: 0
+    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
+    # probability that an image is blurred; unset: 0
+    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
+    # rrc: random resized crop; rkrc, rkrr: resize with the ratio kept, then crop the centre (rkrc)
+    # or a random part (rkrr); unset: rrc
+    train_crop_mode: CropMode | None = None
+    # how training images are resized; random: bilinear or bicubic; unset: random
+    train_interpolation: TrainInterpolation | None = None
+    # --- random erasing and evaluation
+    # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
+    reprob: Annotated[float, Within(0, 1)] = 0.0
+    remode: EraseMode = "const"  # what is in its place: zeros, a random colour, or random pixels
+    recount: Annotated[int, Within(1)] = 1  # rectangles of an image at most; more are smaller
+    # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
+    # and 1 where all images are squares of one size up to 64 px
+    crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
+    # how evaluation images are resized; unset: bilinear
+    interpolation: Interpolation | None = None
+    # means of red, green and blue in [0, 1], or one for all; unset: of pretrained weights, else of
+    # the images
+    mean: Annotated[tuple[float, ...] | None, Within(0, 1)] = None
+    # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
+    std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None
+
+    @property
+    def augmentation(self) -> Augment:
+        """The augmentation that is meant."""
+        given = any(value is not None for value in vars(self.pipeline).values())
+        return self.augment or ("timm" if given else "crop")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline of timm."""
+        return Pipeline(**{f.name: getattr(self, f.name) for f in fields(Pipeline)})
+
+    @property
+    def erasing(self) -> Erasing | None:
+        """The random erasing of timm; None: off."""
+        return Erasing(self.reprob, self.remode, self.recount) if self.reprob else None
+
+
+def check_images(config: ImageConfig) -> None:
+    """Raise ``ValueError`` for the first setting of augmentation that does not fit the others."""
+    pipeline = config.pipeline
+    given = next((name for name, value in vars(pipeline).items() if value is not None), None)
+    if given and config.augment not in (None, "timm"):
+        raise ValueError(
+            f"{given} must go with augment timm, whose setting it is, got augment {config.augment}"
+        )
+    pipeline.check()
+    if config.reprob and config.augment == "none":
+        raise ValueError(f"reprob must be 0 with augment none, got {config.reprob:g}")
+    if not config.reprob and (config.remode != "const" or config.recount != 1):
+        name = "remode" if config.remode != "const" else "recount"
+        raise ValueError(f"{name} must go with reprob, got {getattr(config, name)} with reprob 0")
+    for name in ("mean", "std"):
+        values = getattr(config, name)
+        if values is not None and len(values) not in (1, 3):
+            raise ValueError(f"{name} must be 1 or 3 values, got {len(values)}")
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,13 @@ def upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image) if turned else image
 
 
-def cut(image: Image.Image, box: np.ndarray, side: int, mirror: bool = False) -> Image.Image:
+def cut(
+    image: Image.Image,
+    box: np.ndarray,
+    side: int,
+    mirror: bool = False,
+    resampling: Image.Resampling = Image.Resampling.BILINEAR,
+) -> Image.Image:
     """Return a part of an image as RGB, [side, side], resized with antialiasing.
 
     Args:
@@ -73,6 +79,7 @@ def cut(image: Image.Image, box: np.ndarray, side: int, mirror: bool = False) ->
         box: Left, top, right, bottom in its pixels.
         side: Pixels.
         mirror: Whether left and right change places.
+        resampling: How pixels are computed.
     """
     before, spare = image.size, min(box[2] - box[0], box[3] - box[1]) / side
     if spare >= 2 and hasattr(image, "draft"):
@@ -82,7 +89,7 @@ def cut(image: Image.Image, box: np.ndarray, side: int, mirror: bool = False) ->
             box = np.asarray(box) * (drafted[1][2] / before[0])
     if image.mode != "RGB":
         image = image.convert("RGB")
-    image = image.resize((side, side), Image.Resampling.BILINEAR, box=tuple(map(float, box)))
+    image = image.resize((side, side), resampling, box=tuple(map(float, box)))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
 
 

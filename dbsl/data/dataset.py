@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 from dbsl.base.cores import cores_of_process
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import generator
+from dbsl.data.augment import Erasing, Pipeline
 from dbsl.data.config import ImageConfig
 from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
 from dbsl.data.pixel_cache import Decoded, decode_cached
 from dbsl.data.sources import Batch, image_batch
 from dbsl.data.tables import open_labelled
-from dbsl.data.transforms import Augment, Transform
+from dbsl.data.transforms import EVAL_CROP, Augment, Interpolation, Transform
 from dbsl.plan.dual_batch import largest_remainder
 from dbsl.plan.stages import default_resolutions
 
@@ -49,6 +50,10 @@ class Data:
         image_column: Column that the images come from.
         label_column: Column that the labels come from.
         eval_split: Name of the split that `evaluation` comes from, or how it was cut off.
+        crop_pct: Side of the centre crop of evaluation images over their shorter side.
+        interpolation: How evaluation images are resized.
+        pipeline: What "timm" does to training images.
+        erasing: Erases parts of training images; None: does not.
     """
 
     train: ImageSource
@@ -62,6 +67,10 @@ class Data:
     image_column: str
     label_column: str
     eval_split: str
+    crop_pct: float = EVAL_CROP
+    interpolation: Interpolation = "bilinear"
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    erasing: Erasing | None = None
     unit: ClassVar[str] = "image"
 
     @property
@@ -71,7 +80,25 @@ class Data:
 
     def transform(self, resolution: int, augment: Augment, seed: int) -> Transform:
         """Return what images pass at a resolution."""
-        return Transform(resolution, augment, self.mirror, self.mean, self.std, seed)
+        return Transform(
+            resolution,
+            augment,
+            self.mirror,
+            self.mean,
+            self.std,
+            seed,
+            crop_pct=self.crop_pct,
+            interpolation=self.interpolation,
+            pipeline=self.pipeline,
+            erasing=self.erasing,
+        )
+
+    def normalised_by(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Data:
+        """Return the data with other channel means and deviations, one or three; None: its own."""
+        own = {"mean": mean, "std": std}
+        return replace(
+            self, **{n: tuple(v) * (3 // len(v)) for n, v in own.items() if v is not None}
+        )
 
     def example(self, size: int, resolution: int) -> Batch:
         """Return a batch of random images on the device."""
@@ -80,7 +107,7 @@ class Data:
 
 def load_configured(config: ImageConfig, seed: int, device: torch.device) -> Data:
     """Return the data of a run's or a study's settings; see `load_data`."""
-    return load_data(
+    data = load_data(
         config.dataset,
         image_column=config.image_column,
         label_column=config.label_column,
@@ -91,7 +118,15 @@ def load_configured(config: ImageConfig, seed: int, device: torch.device) -> Dat
         loader_workers=config.loader_workers,
         device=device,
         max_bad_images=config.max_bad_images,
+        augment_on_host=config.augmentation == "timm",
     )
+    given = {"crop_pct": config.crop_pct, "interpolation": config.interpolation}
+    return replace(
+        data,
+        pipeline=config.pipeline,
+        erasing=config.erasing,
+        **{name: value for name, value in given.items() if value is not None},
+    ).normalised_by(config.mean, config.std)
 
 
 def load_data(
@@ -106,6 +141,7 @@ def load_data(
     loader_workers: int | None = None,
     device: torch.device | str = "cpu",
     max_bad_images: int = 0,
+    augment_on_host: bool = False,
     max_store_bytes: int = 2 * 2**30,
 ) -> Data:
     """Open a dataset and make its training and evaluation samples readable by number.
@@ -127,6 +163,7 @@ def load_data(
         loader_workers: Loader processes per split; unset: by the cores, at most 8.
         device: Where batches are made.
         max_bad_images: Most images of a split that may be left out since they cannot be decoded.
+        augment_on_host: Whether training images are augmented in loader processes.
         max_store_bytes: Most bytes of decoded pixels to keep.
 
     Raises:
@@ -146,6 +183,7 @@ def load_data(
     evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
 
     side = _common_side((train, evaluation))
+    workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
     decoded = _decode_splits((train, evaluation), side, max_store_bytes, max_bad_images)
     if decoded:
         sources = [
@@ -153,8 +191,11 @@ def load_data(
             for (pixels, good, bad), split in zip(decoded, (train, evaluation), strict=True)
         ]
         mean, std = _channel_statistics(decoded[0][0])
+        if augment_on_host:
+            _, good, bad = decoded[0]
+            sources[0] = ImageLoader(train.select(good), device, workers, max_bad_images)
+            sources[0].bad = dict(bad)
     else:
-        workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
         sources = [
             ImageLoader(split, device, workers, max_bad_images) for split in (train, evaluation)
         ]
@@ -170,6 +211,7 @@ def load_data(
         image_column=train.image_column,
         label_column=train.label_column,
         eval_split=eval_split,
+        crop_pct=1.0 if decoded else EVAL_CROP,
     )
 
 

@@ -80,7 +80,7 @@ class PixelStore(ImageSource):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """See `ImageSource.batches`."""
         for samples in index_batches:
-            places = to_device(samples, self.device)
+            places = to_device(samples % len(self), self.device)
             pixels = self._pixels.index_select(0, places)
             images = transform(pixels.permute(0, 3, 1, 2), samples, epoch)
             yield images, self._labels.index_select(0, places)
@@ -144,7 +144,7 @@ class ImageLoader(ImageSource):
                 samples, images = _without_gaps(wanted, samples, images)
             images = images.to(self.device, non_blocking=True)
             images = transform(images, samples, epoch, prepared=True)
-            yield images, to_device(self.labels[samples], self.device)
+            yield images, to_device(self.labels[samples % len(self)], self.device)
             if call != self._calls:
                 raise RuntimeError("a later call of batches() took over the loader processes")
 
@@ -252,22 +252,29 @@ class ImageSplit:
         opened = [_attempt(self._open, value) for value in self._values(samples)]
         sizes = np.array([(1, 1) if isinstance(image, str) else image.size for image in opened])
         boxes, side = transform.boxes(sizes, samples, epoch), transform.resolution
-        mirrored = transform.mirrored(samples, epoch)
+        mirrored, by_timm = transform.mirrored(samples, epoch), transform.augment == "timm"
+        rows = self.rows[samples % len(self)]
         pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
         for place, image in enumerate(opened):
-            opened[place] = None  # else a whole batch would stay in memory, decoded
-            if not isinstance(image, str):
-                image = _attempt(cut, image, boxes[place], side, mirrored[place])
+            opened[place] = None  # or a whole batch would stay in memory, decoded
+            if not isinstance(image, str) and by_timm:
+                image = _attempt(image.convert, "RGB")
+            elif not isinstance(image, str):
+                image = _attempt(
+                    cut, image, boxes[place], side, mirrored[place], transform.resampling
+                )
             if isinstance(image, str):
-                errors[int(self.rows[samples[place]])] = image
+                errors[int(rows[place])] = image
             else:
+                if by_timm:  # outside of `_attempt`: what fails here is no fault of the image
+                    image = transform.augmented(image, int(samples[place]), epoch)
                 pixels[len(places)] = image
                 places.append(place)
         images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
         return images, torch.tensor(places, dtype=torch.int64), errors
 
     def _values(self, samples: np.ndarray) -> list[Any]:
-        return self.table[self.rows[samples]][self.image_column]
+        return self.table[self.rows[samples % len(self)]][self.image_column]
 
     def _open(self, value: Mapping[str, Any]) -> Image.Image:
         """Return an image that is not decoded yet, where that can be."""

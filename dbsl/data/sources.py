@@ -30,6 +30,7 @@ class Source(Protocol):
 
         Args:
             index_batches: Sample numbers of each batch, int64 [B]; B may differ between them.
+                Number ``copy * N + i`` is another copy of sample i, augmented by itself.
             transform: What `TrainingData.transform` returned.
             epoch: Epoch that anything random is drawn for.
         """

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from dbsl.base.seeds import sample_uniforms, stream_seed
+from dbsl.data.augment import Erasing, Pipeline, image_seeds
 from dbsl.data.crops import DRAWS, centre_boxes, random_boxes, whole_boxes
+from dbsl.data.streams import GlobalStreams
 
-Augment = Literal["none", "crop", "paper"]
+Augment = Literal["none", "crop", "paper", "timm"]
+Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
 
 _ROTATION = 0.05  # largest rotation of "paper", in turns: 18 degrees
 _ZOOM = 0.25  # largest change of scale of "paper"
-_EVAL_CROP = 0.875  # side of the centre crop over the resized shorter side, as for ImageNet
+EVAL_CROP = 0.875  # side of the centre crop over the resized shorter side, as for ImageNet
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,10 @@ class Transform:
 
     | augment | small images, on the device | others, on the host | then, on the device |
     | --- | --- | --- | --- |
-    | none | resize all of it | resize, centre crop 87.5 % | |
+    | none | centre crop, resize | centre crop, resize | |
     | crop | zero-pad by side/8, crop, flip, resize | random resized crop, flip | |
     | paper | resize, flip, rotate, zoom | resize | flip, rotate, zoom |
+    | timm | | timm's pipeline | |
 
     Evaluation uses "none". "paper" is the augmentation of the ImageNet runs of dual-batch
     learning (arXiv:2509.26092): rotation within 18 degrees, zoom within 25 % with the aspect kept,
@@ -50,6 +55,11 @@ class Transform:
         mean: Subtracted from each channel scaled to [0, 1].
         std: Then divides it.
         seed: The run's seed.
+        crop_pct: Side of the centre crop of "none" over the image's shorter side; None: 1 of small
+            images, `EVAL_CROP` of others.
+        interpolation: How "none" resizes.
+        pipeline: The pipeline of "timm".
+        erasing: Erases parts of the images that come out, but for "none"; None: does not.
     """
 
     resolution: int
@@ -58,12 +68,18 @@ class Transform:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     seed: int
+    crop_pct: float | None = None
+    interpolation: Interpolation = "bilinear"
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    erasing: Erasing | None = None
 
     def __post_init__(self) -> None:
         if self.resolution < 1:
             raise ValueError(f"resolution must be at least 1, got {self.resolution}")
         if self.augment not in get_args(Augment):
             raise ValueError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
+        if self.augment == "timm":
+            self.pipeline.check_resolution(self.resolution)
 
     def __call__(
         self, images: torch.Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
@@ -78,8 +94,17 @@ class Transform:
             epoch: Epoch that the augmentation is drawn for.
             prepared: The images were cut out by a loader process.
         """
-        if self.augment == "none" or (self.augment == "crop" and prepared):
+        if self.augment == "none":
+            return self._normalise(self._resize(images if prepared else self._centre(images)))
+        images = self._augmented(images, samples, epoch, prepared)
+        return self.erasing(images, samples, self.seed, epoch) if self.erasing else images
+
+    def _augmented(
+        self, images: torch.Tensor, samples: np.ndarray, epoch: int, prepared: bool
+    ) -> torch.Tensor:
+        if prepared and self.augment in ("crop", "timm"):
             return self._normalise(self._resize(images))
+        assert self.augment != "timm", "loader processes augment"
         stream = stream_seed(self.seed, "augment", epoch)
         chance, first, second = sample_uniforms(stream, samples, 3).T
         flipped = (chance < 0.5) & self.mirror
@@ -100,7 +125,7 @@ class Transform:
             return random_boxes(sizes, sample_uniforms(stream, samples, DRAWS))
         if self.augment == "paper":
             return whole_boxes(sizes)
-        return centre_boxes(sizes, _EVAL_CROP)
+        return centre_boxes(sizes, self.crop_pct or EVAL_CROP)
 
     def mirrored(self, samples: np.ndarray, epoch: int) -> np.ndarray:
         """Return which large images a loader process mirrors, bool [B]; see `boxes`."""
@@ -108,10 +133,36 @@ class Transform:
             return np.zeros(len(samples), dtype=bool)
         return sample_uniforms(stream_seed(self.seed, "augment", epoch), samples, 1)[:, 0] < 0.5
 
+    def augmented(self, image: Image.Image, sample: int, epoch: int) -> np.ndarray:
+        """Return what timm's pipeline makes of a decoded RGB image, uint8 [R, R, 3]."""
+        (seed,) = image_seeds(self.seed, "timm", epoch, np.array([sample]))
+        with GlobalStreams() as streams:
+            streams.seed(seed)
+            return self.pipeline(image, self.resolution, self.mean, self.mirror)
+
+    @property
+    def resampling(self) -> Image.Resampling:
+        """How loader processes resize."""
+        return Image.Resampling[
+            (self.interpolation if self.augment == "none" else "bilinear").upper()
+        ]
+
+    def _centre(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the central square of images [B, 3, S, S], the nearest whole pixels."""
+        side = images.shape[-1]
+        cut = max(1, round(side * (self.crop_pct or 1)))
+        first = (side - cut) // 2
+        return images[:, :, first : first + cut, first : first + cut] if cut < side else images
+
     def _resize(self, images: torch.Tensor) -> torch.Tensor:
         from torchvision.transforms.v2 import functional as TF
 
-        return TF.resize(images, [self.resolution, self.resolution], antialias=True)
+        more = (
+            {}
+            if self.augment != "none"
+            else {"interpolation": TF.InterpolationMode(self.interpolation)}
+        )
+        return TF.resize(images, [self.resolution, self.resolution], antialias=True, **more)
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         batch, _, height, width = images.shape

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.cluster.config import SyncConfig
-from dbsl.data.config import DataConfig
+from dbsl.data.config import DataConfig, check_images
 from dbsl.model import ModelConfig
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig
 from dbsl.plan.stages import check_resolutions
@@ -83,6 +83,7 @@ class RunConfig(
         parse_interval(self.checkpoint_every)
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
+        check_images(self)
         _check_together(self)
 
 

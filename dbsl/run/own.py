@@ -11,12 +11,12 @@ from accelerate.utils import broadcast
 from torch import nn
 
 from dbsl.base.seeds import stream_seed
+from dbsl.data.config import DataConfig
 from dbsl.data.sources import TrainingData
 from dbsl.run.config import RunConfig
 
 # Settings that say which data and which model; with one's own they have nothing to say.
-_OF_DATA = ("image_column", "label_column", "train_samples", "eval_samples", "holdout")
-_OF_DATA += ("augment", "mixup", "cutmix", "loader_workers", "max_bad_images", "resolutions")
+_OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
 _OF_MODEL = ("pretrained", "dropout")
 
 

@@ -69,7 +69,7 @@ def prepare(
     model = _build_model(config, data, own, accelerator)
     if model.input_statistics:  # what its weights were trained with
         mean, std = model.input_statistics
-        data = replace(data, mean=mean, std=std)
+        data = replace(data, mean=mean, std=std).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
@@ -91,7 +91,9 @@ def prepare(
         ),
         models=known.models,
         emulation=emulation,
-        transforms={r: data.transform(r, config.augment, config.seed) for r in config.resolutions},
+        transforms={
+            r: data.transform(r, config.augmentation, config.seed) for r in config.resolutions
+        },
         rounds=rounds,
         least=least,
         noise=choose_probe(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from dbsl.base.bounds import Within, check_bounds, in_range
-from dbsl.data.config import ImageConfig
+from dbsl.data.config import ImageConfig, check_images
 from dbsl.run.config import MachineConfig
 from dbsl.study.scaling import OBJECTIVE
 from dbsl.study.search import Range
@@ -72,6 +72,7 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} must be one or more, each once, got {_join(values)}")
         check_bounds(self)
+        check_images(self)
         for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
             _ends(name, getattr(self, name))
         low, high = _ends("weight_decay", self.weight_decay)

@@ -30,7 +30,6 @@ from dbsl.base.files import write_text
 from dbsl.base.flags import parse_flags
 from dbsl.base.seeds import stream_seed
 from dbsl.data.dataset import load_configured
-from dbsl.data.transforms import Transform
 from dbsl.jobs import seeing
 from dbsl.model import least_batch
 from dbsl.optimizer import check_optimizer
@@ -233,7 +232,7 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
     for size in config.batch_sizes:
         in_range("batch_sizes", size, 1, len(data.train))
     resolution = config.resolution or default_resolutions(data.image_side)[-1]
-    transform = Transform(resolution, config.augment, data.mirror, data.mean, data.std, config.seed)
+    transform = data.transform(resolution, config.augmentation, config.seed)
     images = Images(
         data,
         config.model,

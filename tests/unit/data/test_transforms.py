@@ -155,7 +155,7 @@ def test_transform_paper_equals_torch_affine_grid():
 def test_transform_bad_settings_are_named():
     with pytest.raises(ValueError, match="resolution must be at least 1, got 0"):
         make_transform(0)
-    with pytest.raises(ValueError, match=r"augment must be one of .*'paper'\), got 'cutout'"):
+    with pytest.raises(ValueError, match=r"augment must be one of .*'timm'\), got 'cutout'"):
         make_transform(32, "cutout")
 
 

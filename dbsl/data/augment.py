@@ -1,0 +1,150 @@
+"""timm's training augmentation and random erasing, drawn from a stream for each sample."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from dbsl.base.lazy import lazy_import
+from dbsl.base.seeds import sample_seeds, stream_seed
+from dbsl.data.streams import GlobalStreams
+
+timm = lazy_import("timm")
+
+RGB = tuple[float, float, float]
+CropMode = Literal["rrc", "rkrc", "rkrr"]
+TrainInterpolation = Literal[
+    "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
+]
+EraseMode = Literal["const", "rand", "pixel"]
+
+_LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """timm's `transforms_imagenet_train` of PIL images, with its own defaults where unset.
+
+    Fields are the flags of timm's train.py. See `dbsl.data.config.ImageConfig` for each.
+    """
+
+    aa: str | None = None
+    scale: tuple[float, ...] | None = None
+    ratio: tuple[float, ...] | None = None
+    hflip: float | None = None
+    vflip: float | None = None
+    color_jitter: tuple[float, ...] | None = None
+    color_jitter_prob: float | None = None
+    grayscale_prob: float | None = None
+    gaussian_blur_prob: float | None = None
+    train_crop_mode: CropMode | None = None
+    train_interpolation: TrainInterpolation | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for the first field that timm cannot take."""
+        for name in ("scale", "ratio"):
+            values = getattr(self, name)
+            if values is not None and (len(values) != 2 or values[0] > values[1]):
+                raise ValueError(f"{name} must be two values, ascending, got {_join(values)}")
+        jitter = self.color_jitter
+        if jitter is not None and len(jitter) not in (1, 3, 4):
+            raise ValueError(
+                "color_jitter must be one value, or one each for brightness, contrast, "
+                f"saturation and, if it is to change, hue, got {len(jitter)} values"
+            )
+        if jitter is not None and len(jitter) == 4 and jitter[3] > 0.5:
+            raise ValueError(f"color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}")
+        for name in ("color_jitter", "color_jitter_prob"):
+            value = getattr(self, name)
+            if value is not None and self.aa is not None and "3a" not in self.aa:
+                raise ValueError(
+                    f"{name} must be left out with aa {self.aa}, which takes its place, "
+                    f"got {_join(value) if name == 'color_jitter' else value}"
+                )
+        if self.aa is not None:
+            try:
+                _built(self, 32, (0.5, 0.5, 0.5), True)
+            except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4, "
+                    f"v0, original or 3a, got {self.aa!r}{f' ({reason})' if reason else ''}"
+                ) from None
+
+    def check_resolution(self, resolution: int) -> None:
+        """Raise ``ValueError`` if timm's blur, 23 pixels wide, is wider than the images."""
+        if self.gaussian_blur_prob and resolution < _LEAST_BLURRED:
+            raise ValueError(
+                f"gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
+                f"got {self.gaussian_blur_prob:g} at {resolution} px"
+            )
+
+    def __call__(self, image: Image.Image, resolution: int, mean: RGB, mirror: bool) -> np.ndarray:
+        """Return an augmented image, uint8 [R, R, 3], drawn from the global random numbers.
+
+        Args:
+            image: RGB.
+            resolution: R, pixels.
+            mean: Channel means in [0, 1]; operations that leave a gap fill it with them.
+            mirror: Whether images may be flipped where `hflip` is unset.
+        """
+        tensor = _built(self, resolution, tuple(mean), mirror)(image)  # uint8 [3, R, R]
+        return tensor.permute(1, 2, 0).numpy()
+
+
+@dataclass(frozen=True)
+class Erasing:
+    """timm's random erasing (arXiv 1708.04896) of normalised images.
+
+    Attributes:
+        probability: Of an image.
+        mode: Fill: ``const`` (0), ``rand`` (one random colour) or ``pixel`` (random pixels).
+        count: Rectangles of an image at most; each is smaller the more there are.
+    """
+
+    probability: float
+    mode: EraseMode = "const"
+    count: int = 1
+
+    def __call__(self, images: Tensor, samples: np.ndarray, seed: int, epoch: int) -> Tensor:
+        """Erase parts of images [B, 3, R, R] in place, by (seed, epoch, sample); return them."""
+        erase = timm.data.random_erasing.RandomErasing(
+            self.probability, mode=self.mode, max_count=self.count, device=images.device
+        )
+        seeds = image_seeds(seed, "erasing", epoch, samples)
+        with GlobalStreams(images.device) as streams:
+            for image, own in zip(images, seeds, strict=True):
+                streams.seed(own)
+                erase(image)
+        return images
+
+
+def image_seeds(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> list[int]:
+    """Return a seed for each sample, in [0, 2**63)."""
+    return (sample_seeds(stream_seed(seed, purpose, epoch), samples) >> np.uint64(1)).tolist()
+
+
+@functools.lru_cache(maxsize=16)
+def _built(pipeline: Pipeline, resolution: int, mean: RGB, mirror: bool) -> Any:
+    """Return timm's transform for one resolution, from a PIL image to uint8 [3, R, R]."""
+    given = {f.name: getattr(pipeline, f.name) for f in fields(pipeline)}
+    given["auto_augment"] = given.pop("aa")
+    given["interpolation"] = given.pop("train_interpolation")
+    if given["hflip"] is None and not mirror:
+        given["hflip"] = 0.0
+    jitter = given["color_jitter"]
+    if jitter is not None and len(jitter) == 1:
+        given["color_jitter"] = jitter[0]
+    given = {name: value for name, value in given.items() if value is not None}
+    return timm.data.transforms_factory.transforms_imagenet_train(
+        resolution, mean=mean, use_prefetcher=True, **given
+    )
+
+
+def _join(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:g}" for value in values)

@@ -1,0 +1,183 @@
+import random
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+import timm.data
+import torch
+from PIL import Image
+
+from dbsl.data.augment import Erasing, Pipeline
+from dbsl.data.config import DataConfig, check_images
+from dbsl.data.dataset import load_configured
+from dbsl.data.images import ImageLoader, PixelStore
+from dbsl.data.streams import GlobalStreams
+from dbsl.data.transforms import Transform
+from dbsl.run.config import RunConfig
+
+RAND = "rand-m9-mstd0.5-inc1"
+GREY = ((0.5,) * 3, (0.25,) * 3)
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    """Return the settings of a data set of 24 colourful images, 40x48 px, in 2 classes."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
+    images = [Image.fromarray(each) for each in pixels]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+    table = {"image": images, "label": [0, 1] * 12}
+    table = datasets.Dataset.from_dict(table, features=datasets.Features(features))
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    table.to_parquet(folder / "train.parquet")
+    table.to_parquet(folder / "test.parquet")
+    return {"dataset": str(folder), "loader_workers": 0}
+
+
+def read(source, transform, *batches, epoch=0):
+    return torch.cat([x for x, _ in source.batches(map(np.array, batches), transform, epoch)])
+
+
+def load(settings, **more):
+    return load_configured(DataConfig(**settings | more), 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
+def test_an_image_looks_the_same_in_whichever_batch_worker_or_process(photos, aa):
+    data = load(photos, aa=aa, reprob=0.5, remode="pixel", recount=2)
+    transform = data.transform(16, "timm", 7)
+    whole = read(data.train, transform, range(24))
+    assert torch.equal(whole, read(data.train, transform, range(5), range(5, 24)))
+    assert torch.equal(whole.flip(0), read(data.train, transform, range(23, -1, -1)))
+    assert not torch.equal(whole, read(data.train, transform, range(24), epoch=1))
+    assert not torch.equal(whole, read(data.train, replace(transform, seed=8), range(24)))
+
+
+def test_loader_processes_augment_as_this_one_does(photos):
+    settings = {"aa": RAND, "gaussian_blur_prob": 0.5, "reprob": 0.3}
+    here, there = (load(photos, **settings, loader_workers=n) for n in (0, 2))
+    batches = [range(7), range(7, 24)]
+    images = read(here.train, here.transform(16, "timm", 0), *batches)
+    assert torch.equal(images, read(there.train, there.transform(16, "timm", 0), *batches))
+
+
+def test_the_images_are_those_of_timms_own_pipeline(photos):
+    given = {"color_jitter": (0.3,), "scale": (0.3, 0.9), "vflip": 0.5, "grayscale_prob": 0.3}
+    data = load(photos, **given, train_interpolation="bicubic")
+    transform = replace(data.transform(16, "timm", 3), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    theirs = timm.data.create_transform(
+        16,
+        is_training=True,
+        use_prefetcher=True,
+        **given | {"color_jitter": 0.3},
+        interpolation="bicubic",
+    )
+    images = read(data.train, transform, range(24)).permute(0, 2, 3, 1)
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
+    for number, image in enumerate(images):
+        # Anything may have been drawn before: the seed of the sample is what counts.
+        seen = {}
+        own = replace(transform, pipeline=Recorder(transform.pipeline, theirs, seen))
+        own.augmented(Image.fromarray(pixels[number]), number, 0)
+        assert np.array_equal(seen["theirs"], image.round().byte().numpy())
+
+
+class Recorder:
+    """Puts timm's own transform in the pipeline's place."""
+
+    def __init__(self, pipeline, theirs, seen):
+        self.check_resolution, self.theirs, self.seen = pipeline.check_resolution, theirs, seen
+
+    def __call__(self, image, resolution, mean, mirror):
+        self.seen["theirs"] = self.theirs(image).permute(1, 2, 0).numpy()
+
+
+def test_other_random_numbers_are_left_as_they_were():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    expected = random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    Erasing(1.0, "pixel")(torch.zeros(4, 3, 16, 16), np.arange(4), 0, 0)
+    image = Image.new("RGB", (20, 20))
+    Transform(16, "timm", True, *GREY, 0, pipeline=Pipeline(aa=RAND)).augmented(image, 0, 0)
+    with GlobalStreams() as streams:
+        streams.seed(3)
+        torch.rand(1)
+    assert expected == (random.random(), np.random.rand(), torch.rand(1))  # noqa: NPY002
+
+
+def test_small_images_are_augmented_by_loaders_and_evaluated_as_before():
+    small, plain = (load({"loader_workers": 0}, **more) for more in ({"aa": RAND}, {}))
+    assert (type(small.train), type(plain.train)) == (ImageLoader, PixelStore)
+    assert (small.mean, small.std, small.crop_pct) == (plain.mean, plain.std, 1.0)
+    for source in ("train", "evaluation"):  # evaluated: whole, not cropped to 87.5 %
+        found = [
+            read(getattr(d, source), d.transform(8, "none", 0), range(9)) for d in (small, plain)
+        ]
+        assert torch.equal(*found)
+
+
+def test_digits_are_not_mirrored_unless_asked():
+    given = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "color_jitter": (0.0,)}
+    given["train_interpolation"] = "bilinear"
+    kept, turned = (load({"loader_workers": 0}, **given, hflip=p) for p in (None, 1.0))
+    plain = read(kept.train, kept.transform(8, "none", 0), range(9))
+    assert torch.equal(plain, read(kept.train, kept.transform(8, "timm", 0), range(9)))
+    assert torch.equal(plain.flip(3), read(turned.train, turned.transform(8, "timm", 0), range(9)))
+
+
+@pytest.mark.parametrize("augment", ["crop", "paper", "timm"])
+def test_erasing_sets_a_share_of_the_images_to_the_mean(augment, photos):
+    probability = 0.5
+    data = load(photos, augment=augment, reprob=probability)
+    erased = read(data.train, data.transform(32, augment, 0), range(24))
+    whole = read(data.train, replace(data.transform(32, augment, 0), erasing=None), range(24))
+    changed = (erased != whole).flatten(1).any(1)
+    assert 4 < changed.sum() < 20
+    assert (erased[erased != whole] == 0).all()
+    assert not read(data.train, data.transform(32, "none", 0), range(24)).eq(0).any()
+
+
+def test_evaluation_crops_and_resizes_as_asked(photos):
+    wide = load(photos, crop_pct=1.0, interpolation="bicubic", mean=(0.0,), std=(1 / 255,))
+    image = read(wide.train, wide.transform(20, "none", 0), [3])[0].permute(1, 2, 0)
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
+    middle = Image.fromarray(pixels[3]).resize((20, 20), Image.Resampling.BICUBIC, (4, 0, 44, 40))
+    assert np.array_equal(image.round().byte().numpy(), np.asarray(middle))
+    half = load({"loader_workers": 0}, crop_pct=0.5, mean=(0.0,), std=(1 / 255,))
+    whole = load({"loader_workers": 0}, mean=(0.0,), std=(1 / 255,))
+    found, plain = (
+        read(d.train, d.transform(s, "none", 0), [0]) for d, s in ((half, 4), (whole, 8))
+    )
+    assert torch.equal(found, plain[:, :, 2:6, 2:6])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"augment": "crop", "aa": RAND}, "aa must go with augment timm"),
+        ({"aa": "rand-foo3"}, "aa must be a policy of timm"),
+        ({"scale": (0.5,)}, "scale must be two values, ascending, got 0.5"),
+        ({"ratio": (2.0, 1.0)}, "ratio must be two values, ascending, got 2,1"),
+        ({"color_jitter": (0.1, 0.2)}, "color_jitter must be one value, or one each"),
+        ({"color_jitter": (0.1, 0.2, 0.1, 0.9)}, "color_jitter of hue must be in"),
+        ({"aa": RAND, "color_jitter": (0.4,)}, "color_jitter must be left out with aa rand"),
+        ({"reprob": 0.1, "augment": "none"}, "reprob must be 0 with augment none, got 0.1"),
+        ({"recount": 3}, "recount must go with reprob, got 3"),
+        ({"mean": (0.5, 0.5)}, "mean must be 1 or 3 values, got 2"),
+        ({"hflip": 1.5}, r"hflip must be in \[0, 1\], got 1.5"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**settings)
+
+
+def test_one_of_timms_settings_chooses_its_pipeline():
+    assert DataConfig().augmentation == "crop"
+    assert DataConfig(augment="none").augmentation == "none"
+    assert DataConfig(hflip=0.5).augmentation == "timm"
+    check_images(DataConfig(augment="timm"))
+    with pytest.raises(ValueError, match="gaussian_blur_prob must be 0 below 12 px"):
+        Transform(8, "timm", True, *GREY, 0, pipeline=Pipeline(gaussian_blur_prob=0.1))
