@@ -55,6 +55,13 @@ class Config(RunConfig):
     # --- training
     # label smoothing, in [0, 1)
     label_smoothing: Annotated[float, Within(0, 1, open_high=True)] = 0.0
+    # binary cross-entropy: each class is a yes or no of its own
+    bce_loss: bool = False
+    # share of a class above which it counts as whole, and else as absent, with --bce-loss; unset:
+    # shares stay, as label smoothing and mixing make them
+    bce_target_thresh: Annotated[float | None, Within(0, 1, open_high=True)] = None
+    # sum the binary cross-entropy over the classes instead of its mean
+    bce_sum: bool = False
     # epochs between evaluations; the last epoch is always evaluated
     eval_every: Annotated[int, Within(1)] = 1
     # evaluate the training images too, at the end and without augmentation
@@ -62,10 +69,23 @@ class Config(RunConfig):
     # save the weights of the best evaluation as model_best.safetensors
     save_best: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.bce_loss and (self.bce_sum or self.bce_target_thresh is not None):
+            raise ValueError("bce_loss must be given with bce_sum and bce_target_thresh, got false")
+
 
 def loss_function(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
     """Return the mean loss of logits [B, C] and labels, [B] or shares of classes [B, C]."""
-    return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+    if not config.bce_loss:
+        return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+    from timm.loss import BinaryCrossEntropy  # slow to import, and seldom needed
+
+    shares = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1])
+    smoothing = config.label_smoothing
+    shares = (1 - smoothing) * shares + smoothing / logits.shape[1]
+    loss = BinaryCrossEntropy(target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum)
+    return loss(logits.float(), shares)
 
 
 def learning_rate(session: Session, moment: float) -> float:
@@ -76,7 +96,7 @@ def learning_rate(session: Session, moment: float) -> float:
         stages=session.run.stages,
         base=config.lr,
         schedule=config.lr_schedule,
-        warmup_epochs=config.warmup_epochs,
+        **config.curve,
     )
 
 
@@ -104,21 +124,26 @@ def train_round(session: Session, turn: Round) -> None:
 @torch.no_grad()
 def evaluate(
     session: Session | EvaluationSession, source: ImageSource | None = None
-) -> tuple[float, float, int]:
-    """Return accuracy in [0, 1], cross-entropy and number of images; unset: of evaluation."""
+) -> tuple[float, float, int, float | None]:
+    """Return accuracy in [0, 1], cross-entropy, number of images (unset: of evaluation), top-5.
+
+    Top-5 accuracy is None where there are 5 classes or fewer.
+    """
     model, accelerator = session.model, session.accelerator
     model.eval()
-    totals = torch.zeros(3, device=accelerator.device)  # correct, loss, samples
+    totals = torch.zeros(4, device=accelerator.device)  # correct, loss, samples, in the first 5
     for images, labels in session.evaluation_images(source):
         with accelerator.autocast():
             logits = model(images).float()
         loss = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(1) == labels).sum()
-        totals += torch.stack([correct, loss, torch.full_like(loss, len(labels))])
+        first5 = (logits.topk(min(5, session.num_classes)).indices == labels[:, None]).sum()
+        totals += torch.stack([correct, loss, torch.full_like(loss, len(labels)), first5])
     if session.shares_evaluation:  # each process has evaluated a part of the images
         totals = accelerator.reduce(totals)
-    correct, loss, samples = totals.tolist()
-    return correct / samples, loss / samples, round(samples)
+    correct, loss, samples, first5 = totals.tolist()
+    top5 = first5 / samples if session.num_classes > 5 else None
+    return correct / samples, loss / samples, round(samples), top5
 
 
 def end_epoch(session: Session, end: EpochEnd) -> None:
@@ -130,7 +155,8 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     with session.stopwatch.evaluating() as spent:
         session.cluster.load(end)
         if due:
-            result = Evaluation(session.side, *evaluate(session), spent())
+            accuracy, loss, samples, top5 = evaluate(session)
+            result = Evaluation(session.side, accuracy, loss, samples, spent(), top5_accuracy=top5)
         if config.eval_train and last:
             accuracy, loss, *_ = evaluate(session, session.run.data.train)
             result = replace(result, train_accuracy=accuracy, train_loss=loss)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +24,6 @@ from dbsl.data.dataset import RGB, Data
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
-ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
 EMA, BEST = "model_ema", "model_best"
@@ -33,23 +32,13 @@ _MARK = 0.123456789  # a dropout probability that no model has by itself
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network and optimizer."""
+    """Which network."""
 
-    # --- model and optimizer
+    # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
     model: str = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
     pretrained: bool = False
-    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
-    # momentum of SGD and optimizers that have one, in [0, 1)
-    momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
-    weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
-    # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
-    # metrics.jsonl is the norm before it
-    clip_grad: Annotated[float | None, Within(0, open_low=True)] = None
-    # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
-    # norm in proportion to that of its weights, the classifier left out (agc)
-    clip_mode: ClipMode = "norm"
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
     ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 

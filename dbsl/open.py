@@ -157,7 +157,7 @@ def open_evaluation(
 def _complete(given: RunConfig) -> RunConfig:
     """Return the settings with what a run has found out, where it still holds."""
     check_tracker(given.report_to)
-    check_optimizer(given.optimizer)
+    check_optimizer(given.optimizer, given.optimizer_settings)
     config = with_resolved(given)
     config = replace(
         config,

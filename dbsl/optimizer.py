@@ -1,23 +1,83 @@
-"""timm's optimizers by name: which there are, their learning rates, and how they are built."""
+"""timm optimizers for a run: their settings, checked before a run begins, and learning rates."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
+from dbsl.base.bounds import Within
+from dbsl.base.kwargs import parse_kwargs
+
+ClipMode = Literal["norm", "value", "agc"]  # timm's names
+
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
 
-def check_optimizer(name: str) -> None:
-    """Raise ``ValueError`` unless timm has an optimizer of that name."""
-    from timm.optim import list_optimizers  # slow to import, as timm is
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimizer."""
+
+    # --- optimizer
+    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    # momentum of SGD and optimizers that have one, in [0, 1)
+    momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
+    weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
+    # term that keeps optimizers from dividing by zero (eps); unset: the optimizer's own
+    opt_eps: Annotated[float | None, Within(0)] = None
+    # decay of the moments of Adam and its kin, in [0, 1), say 0.9 0.95; unset: the optimizer's own
+    opt_betas: Annotated[tuple[float, ...] | None, Within(0, 1, open_high=True)] = None
+    # factor on the learning rate from each layer to the one below it, in (0, 1]; unset: 1
+    layer_decay: Annotated[float | None, Within(0, 1, open_low=True)] = None
+    # smallest factor that --layer-decay comes to, in [0, 1]
+    layer_decay_min_scale: Annotated[float, Within(0, 1)] = 0.0
+    # more arguments of the optimizer as name=value, say amsgrad=True; values have no commas
+    opt_kwargs: tuple[str, ...] = ()
+    # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
+    # metrics.jsonl is the norm before it
+    clip_grad: Annotated[float | None, Within(0, open_low=True)] = None
+    # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
+    # norm in proportion to that of its weights, the classifier left out (agc)
+    clip_mode: ClipMode = "norm"
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """What the optimizer takes beside its learning rate, momentum and weight decay."""
+        named = {"eps": self.opt_eps, "betas": self.opt_betas, "layer_decay": self.layer_decay}
+        named = {name: value for name, value in named.items() if value is not None}
+        if self.layer_decay is not None:
+            named["layer_decay_min_scale"] = self.layer_decay_min_scale
+        return named | parse_kwargs("opt_kwargs", self.opt_kwargs)
+
+
+def check_optimizer(name: str, settings: dict[str, Any] | None = None) -> None:
+    """Raise ``ValueError`` unless timm has an optimizer of that name that takes these settings."""
+    from timm.optim import get_optimizer_info, list_optimizers  # slow to import, as timm is
 
     if name not in list_optimizers():
         raise ValueError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
+    if settings:
+        info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
+        for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
+            if key in settings and not known:
+                raise ValueError(
+                    f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
+                    f"with {name}"
+                )
+        try:
+            build_optimizer(name, nn.Linear(2, 2), 1e-3, 0.9, 1e-4, **settings)
+        except Exception as error:  # any optimizer's own checks
+            given = ", ".join(f"{key}={value}" for key, value in settings.items())
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"optimizer must take the settings that are given, got {name} with {given} "
+                f"({reason})"
+            ) from None
 
 
 def default_learning_rate(optimizer: str) -> float:
@@ -36,17 +96,24 @@ def default_learning_rate(optimizer: str) -> float:
 
 
 def build_optimizer(
-    name: str, model: nn.Module, lr: float, momentum: float, weight_decay: float
+    name: str,
+    model: nn.Module,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    **settings: Any,
 ) -> torch.optim.Optimizer:
     """Return a timm optimizer; biases and norms are left out of weight decay, as timm does.
 
-    It updates all parameters in one operation where torch has that for it ("fused").
+    It updates all parameters in one operation where torch has that for it ("fused"). With
+    ``layer_decay`` each group of parameters has an ``lr_scale``, which `take_step` multiplies the
+    learning rate by.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
-    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    common = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     if get_optimizer_class(name, bind_defaults=False) in _FUSED:
-        settings["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
-    return create_optimizer_v2(model, opt=name, **settings)
+        common["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
+    return create_optimizer_v2(model, opt=name, **common | settings)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dbsl.base.lazy import lazy_import
-from dbsl.model import ClipMode
+from dbsl.optimizer import ClipMode
 
 timm = lazy_import("timm")
 

@@ -15,7 +15,7 @@ from dbsl.cluster.part_of_step import take_part, take_step
 from dbsl.cluster.server import Server
 from dbsl.cluster.steps import BuildOptimizer, load_optimizer
 from dbsl.cluster.weights import FlatWeights
-from dbsl.model import ClipMode
+from dbsl.optimizer import ClipMode
 from dbsl.plan.turns import Restart, RoundReport
 
 

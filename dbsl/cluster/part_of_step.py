@@ -10,9 +10,12 @@ import torch
 def take_step(
     optimizer: torch.optim.Optimizer, learning_rate: float, *, keep_gradients: bool = False
 ) -> None:
-    """Take a step with this learning rate, and clear the gradients unless they are kept."""
+    """Take a step with this learning rate, and clear the gradients unless they are kept.
+
+    A group of parameters may have a factor on it, ``lr_scale``, as timm gives with layer decay.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
     optimizer.step()
     if not keep_gradients:
         optimizer.zero_grad(set_to_none=True)
@@ -33,7 +36,8 @@ def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: floa
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
-            _take_part_of_sgd(optimizer, group, learning_rate, part)
+            rate = learning_rate * group.get("lr_scale", 1.0)
+            _take_part_of_sgd(optimizer, group, rate, part)
         optimizer.zero_grad(set_to_none=True)
         return
     assert isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), type(optimizer)

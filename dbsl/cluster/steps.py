@@ -33,7 +33,8 @@ _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "forward_sync_buffers"
 
-_SETTINGS = ("lr", "momentum", "weight_decay")  # which a resumed run may change
+# Settings that a resumed run may change.
+_SETTINGS = ("lr", "momentum", "weight_decay", "lr_scale", "eps", "betas")
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -115,6 +115,7 @@ def check_images(config: ImageConfig) -> None:
 class DataConfig(ImageConfig):
     """Which images, and what training makes of them."""
 
+    # --- mixing
     mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
     cutmix: Annotated[float, Within(0)] = 0.0

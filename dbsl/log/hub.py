@@ -163,6 +163,9 @@ def _body(
     if "final_ema_accuracy" in values:
         ema = f"{values['final_ema_accuracy']:.2%}".replace("%", " %")
         rows.insert(1, ("the same of averaged weights (`model_ema.safetensors`)", ema))
+    if "final_top5_accuracy" in values:
+        top5 = f"{values['final_top5_accuracy']:.2%}".replace("%", " %")
+        rows.insert(1, ("top-5 accuracy, last epoch", top5))
     batches = "".join(f"| {px(r) or 'all'} | {_batches(plan)} |\n" for r, plan in plans.items())
     results = "".join(f"| {name} | {value} |\n" for name, value in rows)
     images = px(config.resolutions[-1], " for ", " images")

@@ -308,6 +308,7 @@ class RunLog:
             "final_accuracy": last.accuracy,
             "best_accuracy": max(evaluation.accuracy for evaluation in self._evaluations),
             "final_loss": last.loss,
+            "final_top5_accuracy": last.top5_accuracy,
             "final_ema_accuracy": last.ema_accuracy,
             "final_ema_loss": last.ema_loss,
             "train_accuracy": last.train_accuracy,

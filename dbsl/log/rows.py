@@ -31,6 +31,7 @@ class Evaluation:
     ema_loss: float | None = None
     train_accuracy: float | None = None  # on the training images, without augmentation
     train_loss: float | None = None
+    top5_accuracy: float | None = None  # where there are more than 5 classes
 
 
 def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
@@ -123,6 +124,7 @@ def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
     charts = {
         "eval/accuracy": evaluation.accuracy,
         "eval/loss": evaluation.loss,
+        "eval/top5_accuracy": evaluation.top5_accuracy,
         "eval/ema_accuracy": evaluation.ema_accuracy,
         "eval/ema_loss": evaluation.ema_loss,
         "time/eval_s": evaluation.time_s,
@@ -189,7 +191,9 @@ def evaluation_in_words(evaluation: Evaluation | None) -> str:
     ema = evaluation.ema_accuracy
     averaged = "" if ema is None else f"  EMA {100 * ema:.1f} %"
     loss = short_loss(evaluation.loss)
-    return f"  eval {100 * evaluation.accuracy:.1f} %, loss {loss}{averaged}"
+    top5 = evaluation.top5_accuracy
+    first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
+    return f"  eval {100 * evaluation.accuracy:.1f} %{first5}, loss {loss}{averaged}"
 
 
 def two_digits(value: float) -> str:
@@ -202,6 +206,7 @@ def result_in_words(values: Mapping[str, Any], unit: str) -> str:
     formats = {
         "final_accuracy": "accuracy {:.2%}",
         "best_accuracy": " (best {:.2%})",
+        "final_top5_accuracy": ", top-5 {:.2%}",
         "final_loss": ", loss {}",
         "train_time_s": ", training {:.1f} s",
         "total_time_s": " of {:.1f} s",

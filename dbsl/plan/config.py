@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from dbsl.base.bounds import Within
 from dbsl.plan.follow import Balance
@@ -99,7 +99,7 @@ class StageConfig:
     dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Annotated[float | None, Within(0, open_low=True)] = None
-    # learning rate falls at milestones (step), or along a cosine to 0
+    # learning rate falls at milestones (step), along a cosine, or as a power of what is left (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: LrScaling = "none"
@@ -109,6 +109,38 @@ class StageConfig:
     lr_gamma: Annotated[float, Within(0, open_low=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
     warmup_epochs: Annotated[float | None, Within(0)] = None
+    # learning rate that the warm-up starts from; unset: lr/100
+    warmup_lr: Annotated[float | None, Within(0)] = None
+    # cosine and poly begin after the warm-up; off: they begin with it, as in timm, and the warm-up
+    # replaces their beginning
+    warmup_prefix: bool = True
+    # learning rate that cosine and poly end at
+    min_lr: Annotated[float, Within(0)] = 0.0
+    # last epochs, which stay at --min-lr; they count among --epochs
+    cooldown_epochs: Annotated[float, Within(0)] = 0.0
+    # power of the elapsed share of cosine and poly; above 1 the learning rate falls later
+    lr_k_decay: Annotated[float, Within(0, open_low=True)] = 1.0
+    # power of poly; 1: the learning rate falls linearly
+    lr_power: Annotated[float, Within(0, open_low=True)] = 1.0
     # workers clear their optimizer's state never, where a stage (its resolution, too) begins, or
     # before every round
     reset_momentum: ResetMomentum = "never"
+
+    @property
+    def curve(self) -> dict[str, Any]:
+        """What `learning_rate_at` takes of warm-up, cosine and poly."""
+        names = ("warmup_epochs", "warmup_lr", "warmup_prefix", "min_lr", "cooldown_epochs")
+        curve = {name: getattr(self, name) for name in names}
+        return curve | {"k_decay": self.lr_k_decay, "power": self.lr_power}
+
+
+def check_curve(config: StageConfig) -> None:
+    """Raise ``ValueError`` unless the learning rate ends below its peak, and after warm-up."""
+    if config.lr is not None and config.min_lr > config.lr:
+        raise ValueError(f"min_lr must be at most lr ({config.lr:g}), got {config.min_lr:g}")
+    left = config.epochs - (config.warmup_epochs or 0)
+    if config.cooldown_epochs and config.cooldown_epochs >= left:
+        raise ValueError(
+            f"cooldown_epochs must be below the {left:g} epochs after the warm-up, "
+            f"got {config.cooldown_epochs:g}"
+        )

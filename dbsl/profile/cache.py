@@ -20,7 +20,7 @@ from dbsl.base.cores import local_processes
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
-from dbsl.model import ClipMode
+from dbsl.optimizer import ClipMode
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.step_time import (

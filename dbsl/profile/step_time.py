@@ -27,8 +27,7 @@ from dbsl.base.words import px
 from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
-from dbsl.model import ClipMode
-from dbsl.optimizer import build_optimizer
+from dbsl.optimizer import ClipMode, build_optimizer
 from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.profile.noise_probe import LossOf

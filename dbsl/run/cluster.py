@@ -149,7 +149,12 @@ class _Builder:
     def _build(self, module: nn.Module) -> torch.optim.Optimizer:
         config = self._config
         return build_optimizer(
-            config.optimizer, module, config.lr, config.momentum, config.weight_decay
+            config.optimizer,
+            module,
+            config.lr,
+            config.momentum,
+            config.weight_decay,
+            **config.optimizer_settings,
         )
 
     def _prepared(self, module: nn.Module) -> torch.optim.Optimizer:

@@ -11,7 +11,8 @@ from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.cluster.config import SyncConfig
 from dbsl.data.config import DataConfig, check_images
 from dbsl.model import ModelConfig
-from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig
+from dbsl.optimizer import OptimizerConfig
+from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig, check_curve
 from dbsl.plan.stages import check_resolutions
 from dbsl.run.accelerator import Precision
 
@@ -45,7 +46,14 @@ class MachineConfig:
 
 @dataclass(frozen=True)
 class RunConfig(
-    MachineConfig, StageConfig, EmulationConfig, SyncConfig, BatchConfig, ModelConfig, DataConfig
+    MachineConfig,
+    StageConfig,
+    EmulationConfig,
+    SyncConfig,
+    BatchConfig,
+    OptimizerConfig,
+    ModelConfig,
+    DataConfig,
 ):
     """Everything that `dbsl` reads; train.py adds what it alone reads."""
 
@@ -84,6 +92,7 @@ class RunConfig(
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
         check_images(self)
+        check_curve(self)
         _check_together(self)
 
 
@@ -157,6 +166,13 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield config.slope is not None, "profile", None, "with slope"
     parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
     yield gradients and config.sync != "bsp", "clip_grad", None, parts
+    yield gradients and config.sync != "bsp", "opt_kwargs", (), parts
+    yield config.layer_decay is None, "layer_decay_min_scale", 0, "but with layer_decay"
+    falls = config.lr_schedule in ("cosine", "poly")
+    for name, without in (("min_lr", 0), ("cooldown_epochs", 0), ("lr_k_decay", 1)):
+        yield not falls, name, without, "but with lr_schedule cosine or poly"
+    yield not falls, "warmup_prefix", True, "but with lr_schedule cosine or poly"
+    yield config.lr_schedule != "poly", "lr_power", 1, "but with lr_schedule poly"
     for name, without in (("plan_only", False), ("push_to_hub", None)):
         yield config.eval_only, name, without, "with eval_only"
     yield config.link_gbps is None, "link_ms", 0.0, "but with link_gbps"
@@ -167,6 +183,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
 def _shown(value: Any) -> Any:
     if value is None:
         return "unset"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "empty"
     return str(value).lower() if isinstance(value, bool) else value
 
 

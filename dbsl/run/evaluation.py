@@ -39,6 +39,11 @@ class EvaluationSession:
     side: int
 
     @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return self.data.num_classes
+
+    @property
     def shares_evaluation(self) -> bool:
         """Whether all processes evaluate, each its part of the images."""
         return self.accelerator.num_processes > 1
@@ -51,10 +56,11 @@ class EvaluationSession:
         source = self.data.evaluation if source is None else source
         return evaluation_images(source, transform, size, accelerator, self.shares_evaluation)
 
-    def tell(self, accuracy: float, loss: float, samples: int) -> None:
+    def tell(self, accuracy: float, loss: float, samples: int, top5: float | None = None) -> None:
         """Print the result in one line, on the main process."""
+        first5 = "" if top5 is None else f", top-5 {100 * top5:.2f} %"
         self.accelerator.print(
-            f"accuracy {100 * accuracy:.2f} %, loss {short_loss(loss)}, {samples} "
+            f"accuracy {100 * accuracy:.2f} %{first5}, loss {short_loss(loss)}, {samples} "
             f"{self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
         )
 
@@ -108,6 +114,6 @@ def prepare_evaluation(
                 f"dataset must have the {model.num_classes} classes of {name} with eval_only, got "
                 f"{data.num_classes}"
             )
-        data = replace(data, mean=mean, std=std)
+        data = replace(data, mean=mean, std=std).normalised_by(config.mean, config.std)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
     return EvaluationSession(config, accelerator, data, model, side)

@@ -17,7 +17,7 @@ from dbsl.run.config import RunConfig
 
 # Settings that say which data and which model; with one's own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
-_OF_MODEL = ("pretrained", "dropout")
+_OF_MODEL = ("pretrained", "dropout", "layer_decay")
 
 
 @dataclass(frozen=True)

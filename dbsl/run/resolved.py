@@ -21,7 +21,7 @@ PROCESSES, JOINT = "processes", "joint steps"
 _DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
 _STEP = (
     *("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm"),
-    *("clip_grad", "clip_mode"),
+    *("clip_grad", "clip_mode", "layer_decay", "opt_kwargs"),
 )
 _ROUND = ("workers", "rounds_per_epoch", JOINT, "resolutions", *_DATA)
 _BATCHES = ("global_batch_size", "local_batch_sizes")

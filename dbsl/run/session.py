@@ -79,6 +79,11 @@ class Session:
         return self.waits_for_evaluation and self.accelerator.num_processes > 1
 
     @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return self.run.data.num_classes
+
+    @property
     def side(self) -> int:
         """Image side of evaluations, pixels."""
         return self.run.config.resolutions[-1]

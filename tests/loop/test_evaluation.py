@@ -22,7 +22,8 @@ def finished(tmp_path_factory):
     run(folder, holdout=0.2, train_samples=40, epochs=2, checkpoint_every=1)
     summary = json.loads((folder / "summary.json").read_text())
     accuracy, loss = 100 * summary["final_accuracy"], summary["final_loss"]
-    line = f"accuracy {accuracy:.2f} %, loss {loss:.3f}, 20 images"
+    top5 = 100 * summary["final_top5_accuracy"]
+    line = f"accuracy {accuracy:.2f} %, top-5 {top5:.2f} %, loss {loss:.3f}, 20 images"
     return SimpleNamespace(folder=folder, line=line)
 
 
@@ -99,6 +100,6 @@ def test_a_model_and_data_of_ones_own_are_evaluated_with_the_weights_of_their_ru
     found = json.loads((folder / "summary.json").read_text())
     AcceleratorState._reset_state(True)
     with open_evaluation(Config(resume=str(folder), eval_only=True, **settings), **own) as session:
-        accuracy, loss, samples = evaluate(session)
+        accuracy, loss, samples, _ = evaluate(session)
     assert (accuracy, samples) == (found["final_accuracy"], 10)
     assert loss == pytest.approx(found["final_loss"])

@@ -326,11 +326,13 @@ def test_focal_loss_is_cross_entropy_with_exponent_zero(fork):
     logits, labels = torch.randn(6, 3), torch.arange(6) % 3
     losses = F.cross_entropy(logits, labels, reduction="none")
     for gamma in (0.0, 2.0):
-        config = SimpleNamespace(label_smoothing=0.0, focal_gamma=gamma)
+        config = SimpleNamespace(bce_loss=False, label_smoothing=0.0, focal_gamma=gamma)
         expected = ((1 - torch.exp(-losses)) ** gamma * losses).mean()
         torch.testing.assert_close(loss_function(logits, labels, config), expected)
     torch.testing.assert_close(
-        loss_function(logits, labels, SimpleNamespace(label_smoothing=0.0, focal_gamma=0.0)),
+        loss_function(
+            logits, labels, SimpleNamespace(bce_loss=False, label_smoothing=0.0, focal_gamma=0.0)
+        ),
         losses.mean(),
     )
 
@@ -367,11 +369,13 @@ def test_one_cycle_trains(fork, tmp_path):
 
 def test_a_metric_of_ones_own_is_in_the_metrics_at_each_evaluation(fork, tmp_path):
     settings = {**TINY, "eval_train": True, "ema_decay": 0.5}
-    run(fork("top5_metric"), tmp_path / "run", settings)
-    found = {row["epoch"]: row["eval/top5"] for row in rows(tmp_path / "run", "metrics")}
+    run(fork("class_accuracy"), tmp_path / "run", settings)
+    found = {row["epoch"]: row for row in rows(tmp_path / "run", "metrics")}
     accuracies = {row["epoch"]: row["accuracy"] for row in rows(tmp_path / "run", "eval")}
     assert found.keys() == accuracies.keys() == {0, 1}
-    assert all(accuracies[epoch] <= found[epoch] <= 1 for epoch in found)
+    for epoch, row in found.items():  # 20 digits, two of each
+        values = [row[f"eval/accuracy_of_{number}"] for number in range(10)]
+        assert sum(values) / 10 == pytest.approx(accuracies[epoch])
 
 
 def test_a_metric_of_ones_own_goes_to_every_tracker():

@@ -72,7 +72,8 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
 
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
-        *("final_accuracy", "best_accuracy", "final_loss", "train_time_s", "total_time_s"),
+        *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss"),
+        *("train_time_s", "total_time_s"),
         *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
         *("noise_scale", "noise_scale_low", "noise_scale_high"),
         *("device", "precision", "torch", "timm", "classes"),
@@ -470,8 +471,8 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "]
-    assert titles[:3] == ["common", "data", "model and optimizer"]
-    assert len(titles) == 10
+    assert titles[:3] == ["common", "data", "timm's augmentation"]
+    assert len(titles) == 14
     common = text[text.index("common:") : text.index("data:\n")]
     assert common.count("\n  --") == len(COMMON) + 1 == 11
     assert "--config FILE" in common

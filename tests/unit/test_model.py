@@ -20,7 +20,12 @@ from dbsl.run.prepare import prepare
 from train import Config
 
 DATA = SimpleNamespace(
-    class_names=("cat", "dog", "owl"), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.2), num_classes=3
+    class_names=("cat", "dog", "owl"),
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.2, 0.2),
+    num_classes=3,
+    crop_pct=0.9,
+    interpolation="bicubic",
 )
 
 
@@ -166,6 +171,8 @@ def test_a_vision_transformer_takes_every_resolution_and_loads_back(tmp_path):
     for other in (again, by_timm):
         assert torch.equal(other(images), outputs[0])
         assert torch.equal(other(small), outputs[1])
+    found = timm.data.resolve_data_config(model=by_timm)
+    assert (found["crop_pct"], found["interpolation"]) == (0.9, "bicubic")
     model.pos_embed.data.zero_()  # it is used at both
     assert not torch.allclose(model(images), outputs[0])
     assert not torch.allclose(model(small), outputs[1])

@@ -1,4 +1,6 @@
 import pytest
+import timm.scheduler
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from dbsl.plan.stages import (
     unused_resolutions,
 )
 from dbsl.plan.text import format_run
+from dbsl.run.config import RunConfig
 
 
 def rows(stages):
@@ -125,6 +128,45 @@ def test_bad_schedules_are_named_with_bound_and_value(arguments, message):
 def rate(progress, **options):
     stages = make_stages(10, (32,), learning_rate=0.4, milestones=(6,), gamma=0.5)
     return learning_rate_at(progress, stages, base=0.4, **options)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(("schedule", "k", "power"), [("cosine", 1, 1), ("poly", 1.5, 2)])
+def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    # With a prefix, timm counts the epochs of the warm-up on top.
+    common = {"t_initial": 15 if prefix else 20, "lr_min": 0.02, "warmup_t": 5}
+    common |= {"warmup_lr_init": 0.001, "warmup_prefix": prefix, "k_decay": k}
+    if schedule == "poly":
+        theirs = timm.scheduler.PolyLRScheduler(optimizer, power=power, cycle_limit=1, **common)
+    else:
+        theirs = timm.scheduler.CosineLRScheduler(optimizer, cycle_limit=1, **common)
+    stages = make_stages(23, (32,), learning_rate=0.4)
+    options = {"schedule": schedule, "warmup_epochs": 5, "warmup_lr": 0.001, "power": power}
+    options |= {"warmup_prefix": prefix, "min_lr": 0.02, "k_decay": k, "cooldown_epochs": 3}
+    for epoch in range(23):
+        found = learning_rate_at(epoch, stages, base=0.4, **options)
+        assert found == pytest.approx(theirs._get_lr(epoch)[0]), epoch
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_lr": 0.01}, "min_lr must be 0 but with lr_schedule cosine or poly, got 0.01"),
+        (
+            {"lr_schedule": "cosine", "lr_power": 2.0},
+            "lr_power must be 1 but with lr_schedule p",
+        ),
+        ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
+        (
+            {"lr_schedule": "poly", "epochs": 5, "warmup_epochs": 2.0, "cooldown_epochs": 3.0},
+            "cooldown_epochs must be below the 3 epochs after the warm-up, got 3",
+        ),
+    ],
+)
+def test_settings_of_the_learning_rate_without_effect_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**settings)
 
 
 def test_learning_rate_steps_at_milestones_and_warms_up():

@@ -1,0 +1,61 @@
+from types import SimpleNamespace
+
+import pytest
+import timm.loss
+import torch
+from timm.data.mixup import mixup_target
+
+import train
+from train import Config, loss_function
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+LABELS = torch.tensor([0, 1, 2, 3, 1, 1])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("more", [{}, {"bce_sum": True}, {"bce_target_thresh": 0.2}])
+def test_binary_cross_entropy_is_timms_with_smoothing_and_mixing(logits, smoothing, more):
+    config = Config(bce_loss=True, label_smoothing=smoothing, **more)
+    named = {"bce_sum": "sum_classes", "bce_target_thresh": "target_threshold"}
+    given = {named[name]: value for name, value in more.items()}
+    theirs = timm.loss.BinaryCrossEntropy(smoothing=smoothing, **given)
+    found = loss_function(logits, LABELS, config)
+    torch.testing.assert_close(found, theirs(logits, LABELS))
+    # Mixed: timm smooths before it mixes.
+    mixed, plain = (mixup_target(LABELS, 4, 0.7, s) for s in (smoothing, 0.0))
+    torch.testing.assert_close(loss_function(logits, plain, config), theirs(logits, mixed))
+
+
+def test_cross_entropy_smooths_mixed_labels_as_timm_does(logits):
+    mixed, plain = (mixup_target(LABELS, 4, 0.7, smoothing) for smoothing in (0.1, 0.0))
+    found = loss_function(logits, plain, Config(label_smoothing=0.1))
+    torch.testing.assert_close(found, timm.loss.SoftTargetCrossEntropy()(logits, mixed))
+
+
+def test_settings_of_binary_cross_entropy_go_with_it():
+    with pytest.raises(ValueError, match="bce_loss must be given with bce_sum and bce_target_t"):
+        Config(bce_sum=True)
+
+
+@pytest.mark.parametrize("classes", [4, 7])
+def test_top5_counts_labels_among_the_five_highest(classes):
+    logits = torch.randn(40, classes, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(40) % classes
+    session = SimpleNamespace(
+        model=torch.nn.Identity(),
+        accelerator=SimpleNamespace(device="cpu", autocast=torch.no_grad),
+        num_classes=classes,
+        evaluation_images=lambda source: [(logits[:30], labels[:30]), (logits[30:], labels[30:])],
+        shares_evaluation=False,
+    )
+    accuracy, _, samples, top5 = train.evaluate(session)
+    order = logits.argsort(1, descending=True)[:, :5]
+    assert samples == 40
+    assert accuracy == pytest.approx((order[:, 0] == labels).float().mean())
+    wanted = (order == labels[:, None]).any(1).float().mean().item()
+    assert top5 == (None if classes == 4 else pytest.approx(wanted))

@@ -1,0 +1,96 @@
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch import nn
+
+from dbsl.base.kwargs import parse_kwargs
+from dbsl.cluster.part_of_step import take_part, take_step
+from dbsl.cluster.steps import load_optimizer
+from dbsl.optimizer import OptimizerConfig, build_optimizer, check_optimizer
+from dbsl.run.config import RunConfig
+
+
+def small_vit():
+    torch.manual_seed(0)
+    return timm.create_model("test_vit", num_classes=3, img_size=32)
+
+
+def give_gradients(model):
+    for number, parameter in enumerate(model.parameters()):
+        stream = torch.Generator().manual_seed(number)
+        parameter.grad = torch.randn(parameter.shape, generator=stream)
+
+
+def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
+    config = OptimizerConfig(
+        opt_eps=1e-3, opt_betas=(0.8, 0.7), layer_decay=0.5, opt_kwargs=("amsgrad=True",)
+    )
+    mine, theirs = small_vit(), small_vit()
+    ours = build_optimizer("adamw", mine, 1.0, 0.9, 0.1, **config.optimizer_settings)
+    them = create_optimizer_v2(
+        *(theirs, "adamw", 0.01, 0.1),
+        **{"eps": 1e-3, "betas": (0.8, 0.7), "layer_decay": 0.5, "amsgrad": True, "fused": True},
+    )
+    for group in them.param_groups:  # as timm's schedulers do
+        group["lr"] = 0.01 * group["lr_scale"]
+    scales = {group["lr_scale"] for group in ours.param_groups}
+    assert len(scales) > 2
+    for _ in range(2):
+        give_gradients(mine), give_gradients(theirs)
+        take_step(ours, 0.01)
+        them.step()
+    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_parts_of_a_step_keep_the_factors_of_layers(name):
+    whole, parts = small_vit(), small_vit()
+    optimizers = [build_optimizer(name, m, 1.0, 0.0, 0.0, layer_decay=0.5) for m in (whole, parts)]
+    give_gradients(whole)
+    take_step(optimizers[0], 0.01)
+    for part in (0.25, 0.75):
+        give_gradients(parts)
+        take_part(optimizers[1], 0.01, part)
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 if name == "adamw" else 1e-6)
+
+
+def test_a_resumed_run_may_change_eps_and_betas():
+    model = nn.Linear(2, 2)
+    before, after = (build_optimizer("adamw", model, 1.0, 0.9, 0.0, eps=e) for e in (1e-3, 1e-8))
+    load_optimizer(after, before.state_dict())
+    assert {group["eps"] for group in after.param_groups} == {1e-8}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "sgd",
+            {"betas": (0.9, 0.9)},
+            "opt_betas must go with an optimizer that has betas, got .* sgd",
+        ),
+        ("adamw", {"eps": 1e-8, "typo": 1}, "optimizer must take the settings .* adamw .*typo=1"),
+        ("adamw", {"betas": (0.9,)}, "betas"),
+    ],
+)
+def test_settings_that_an_optimizer_does_not_take_are_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_optimizer(name, settings)
+
+
+def test_arguments_are_literals_or_texts():
+    pairs = ["a=1", "b=1e-3", "c=None", "d=avg", "e=[1,2]"]
+    found = parse_kwargs("opt_kwargs", pairs)
+    assert found == {"a": 1, "b": 1e-3, "c": None, "d": "avg", "e": [1, 2]}
+    for pairs in (["a"], ["=1"], ["a=1", "a=2"], ["a-b=1"]):
+        with pytest.raises(ValueError, match="opt_kwargs must"):
+            parse_kwargs("opt_kwargs", pairs)
+
+
+def test_parts_of_steps_take_no_further_arguments():
+    given = {"push": "gradients", "sync": "asp", "lr_scaling": "none", "opt_kwargs": ("a=1",)}
+    with pytest.raises(ValueError, match="opt_kwargs must be empty with push gradients and sync a"):
+        RunConfig(**given)
