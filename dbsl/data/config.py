@@ -7,6 +7,7 @@ from typing import Annotated
 
 from dbsl.base.bounds import Within
 from dbsl.data.augment import CropMode, EraseMode, Erasing, Pipeline, TrainInterpolation
+from dbsl.data.mixing import MixupMode
 from dbsl.data.transforms import Augment, Interpolation
 
 
@@ -91,6 +92,14 @@ class ImageConfig:
         return Erasing(self.reprob, self.remode, self.recount) if self.reprob else None
 
 
+def check_mixing(config: DataConfig) -> None:
+    """Raise ``ValueError`` unless the area of CutMix has two ends."""
+    ends = config.cutmix_minmax
+    if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
+        shown = ",".join(f"{end:g}" for end in ends)
+        raise ValueError(f"cutmix_minmax must be two values, ascending, got {shown}")
+
+
 def check_images(config: ImageConfig) -> None:
     """Raise ``ValueError`` for the first setting of augmentation that does not fit the others."""
     pipeline = config.pipeline
@@ -115,7 +124,26 @@ def check_images(config: ImageConfig) -> None:
 class DataConfig(ImageConfig):
     """Which images, and what training makes of them."""
 
+    # times that an epoch has an image, in a row and each time augmented anew; an epoch has as many
+    # samples as ever, of fewer images
+    aug_repeats: Annotated[int, Within(1)] = 1
     # --- mixing
     mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
     cutmix: Annotated[float, Within(0)] = 0.0
+    # sides of the area that CutMix takes over the image's, smallest and largest, say 0.2 0.8; it
+    # replaces --cutmix; unset: by --cutmix
+    cutmix_minmax: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None
+    # probability that a batch, pair or image is mixed
+    mixup_prob: Annotated[float, Within(0, 1)] = 1.0
+    # probability of CutMix where both are on
+    mixup_switch_prob: Annotated[float, Within(0, 1)] = 0.5
+    # what one mixing is drawn for: a batch, a pair of images, or each image (elem)
+    mixup_mode: MixupMode = "batch"
+    # epochs after which images are mixed no more; 0: they always are
+    mixup_off_epoch: Annotated[int, Within(0)] = 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed."""
+        return bool(self.mixup or self.cutmix or self.cutmix_minmax)

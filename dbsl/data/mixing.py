@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from dbsl.base.seeds import stream_seed
 from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")
+
+MixupMode = Literal["batch", "pair", "elem"]
 
 
 class Mixing:
@@ -28,11 +30,19 @@ class Mixing:
     """
 
     def __init__(
-        self, mixup_alpha: float, cutmix_alpha: float, *, num_classes: int, seed: int
+        self,
+        mixup_alpha: float,
+        cutmix_alpha: float,
+        *,
+        num_classes: int,
+        seed: int,
+        off_epoch: int = 0,
+        **more: Any,
     ) -> None:
-        self._classes, self._seed = num_classes, seed
+        """Take more arguments of timm's Mixup; from `off_epoch` on, if it is not 0, mix nothing."""
+        self._classes, self._seed, self._off_epoch = num_classes, seed, off_epoch
         self._mix = timm.data.Mixup(
-            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes
+            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes, **more
         )
 
     def mixed(
@@ -45,7 +55,7 @@ class Mixing:
         for (images, labels), part in zip(batches, parts, strict=True):
             whole = len(labels) // 2 * 2
             shares = torch.nn.functional.one_hot(labels, self._classes).to(images.dtype)
-            if whole:
+            if whole and not (self._off_epoch and epoch >= self._off_epoch):
                 with _NumpyStream(stream_seed(self._seed, "mixing", epoch, int(part.indices[0]))):
                     _, shares[:whole] = self._mix(images[:whole], labels[:whole])
             yield images, shares

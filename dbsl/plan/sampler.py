@@ -5,6 +5,9 @@ workers' parts and each part into batches; for joint steps into global batches, 
 workers' parts. Where a round or a step begins is known without the ones before it, so a sampler's
 state is three integers (seed, epoch, position), shares may change between rounds, and a process
 holds one permutation however many workers live in it.
+
+With `repeats`, an epoch of n samples has the first of its permutation only, each so often in a row
+(arXiv 1902.05509). Copy c of sample i is number ``c * n + i``; each number is met at most once.
 """
 
 from __future__ import annotations
@@ -40,8 +43,11 @@ class Step:
 
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
-def _permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
+def _permutation(samples: int, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
     order = generator(seed, "shuffle", epoch).permutation(samples)
+    if repeats > 1:  # the first images of the order, each so often in a row
+        places = np.arange(samples)
+        order = order[places // repeats] + places % repeats * samples
     order.flags.writeable = False
     return order
 
@@ -74,6 +80,7 @@ class EpochSampler:
         start: int = 0,
         least: int = 1,
         left: Sequence[tuple[int, int]] = (),
+        repeats: int = 1,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         smallest = self._shares[self._shares > 0].min()  # a worker that was lost has none
@@ -81,7 +88,7 @@ class EpochSampler:
             raise ValueError(
                 f"rounds must be at most the smallest share ({smallest}), got {rounds}"
             )
-        self._left = tuple(left)
+        self._left, self._repeats = tuple(left), repeats
         self.samples = start + int(self._shares.sum())
         self.rounds = rounds
         self.first_round = first_round
@@ -98,7 +105,7 @@ class EpochSampler:
         before = self._before(round_)
         taken = self._before(round_ + 1) - before
         first = int(before.sum()) + int(taken[:worker].sum())
-        order = _permutation(self.samples, self._seed, epoch)
+        order = _permutation(self.samples, self._seed, epoch, self._repeats)
         if self._left:
             rest = np.concatenate([order[begin:end] for begin, end in self._left])
         else:
@@ -155,8 +162,9 @@ class StepSampler:
         seed: int = 0,
         drop_last: bool = False,
         least: int = 1,
+        repeats: int = 1,
     ) -> None:
-        self.samples = samples
+        self.samples, self._repeats = samples, repeats
         self.global_batch_size = global_batch_size
         whole, rest = divmod(samples, global_batch_size)
         self.steps_per_epoch = whole + (rest >= least and not drop_last)
@@ -170,7 +178,7 @@ class StepSampler:
         first, size = number * self.global_batch_size, self.global_batch_size
         if number == self.steps_per_epoch - 1:
             size += self._joined
-        batch = _permutation(self.samples, self._seed, epoch)[first:][:size]
+        batch = _permutation(self.samples, self._seed, epoch, self._repeats)[first:][:size]
         counts = np.array(sizes)
         odd = len(batch) != self.global_batch_size
         if len(batch) < self.global_batch_size:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.cluster.config import SyncConfig
-from dbsl.data.config import DataConfig, check_images
+from dbsl.data.config import DataConfig, check_images, check_mixing
 from dbsl.model import ModelConfig
 from dbsl.optimizer import OptimizerConfig
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig, check_curve
@@ -92,6 +92,7 @@ class RunConfig(
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
         check_images(self)
+        check_mixing(self)
         check_curve(self)
         _check_together(self)
 
@@ -168,6 +169,12 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield gradients and config.sync != "bsp", "clip_grad", None, parts
     yield gradients and config.sync != "bsp", "opt_kwargs", (), parts
     yield config.layer_decay is None, "layer_decay_min_scale", 0, "but with layer_decay"
+    unmixed = "but with mixup, cutmix or cutmix_minmax"
+    for name, without in (("mixup_prob", 1), ("mixup_mode", "batch"), ("mixup_off_epoch", 0)):
+        yield not config.mixes, name, without, unmixed
+    both = config.mixup and (config.cutmix or config.cutmix_minmax)
+    yield not both, "mixup_switch_prob", 0.5, "but with mixup and CutMix"
+    yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
     falls = config.lr_schedule in ("cosine", "poly")
     for name, without in (("min_lr", 0), ("cooldown_epochs", 0), ("lr_k_decay", 1)):
         yield not falls, name, without, "but with lr_schedule cosine or poly"

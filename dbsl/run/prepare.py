@@ -77,9 +77,10 @@ def prepare(
     plans = _first_plans(config, planning, len(data.train), accelerator)
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
-    # fp16 scales gradients, images of a mixed batch are not independent, and an extra pass of one
-    # process would wait for the others in batch norm over all of them.
-    can_measure_noise = not (accelerator.scaler or mixing or config.sync_batch_norm)
+    # fp16 scales gradients, images of a mixed batch and copies of one are not independent, and an
+    # extra pass of one process would wait for the others in batch norm over all of them.
+    dependent = mixing or config.aug_repeats > 1
+    can_measure_noise = not (accelerator.scaler or dependent or config.sync_batch_norm)
     return Run(
         config=replace(config, small_batch_size=planning.small_batch_size()),
         data=data,
@@ -123,9 +124,26 @@ def _make_emulation(config: RunConfig, workers: int) -> Emulation:
 
 
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
-    if not (config.mixup or config.cutmix):
+    if not config.mixes:
         return None
-    return Mixing(config.mixup, config.cutmix, num_classes=data.num_classes, seed=config.seed)
+    for side in config.resolutions if config.cutmix_minmax else ():
+        low, high = (int(side * end) for end in config.cutmix_minmax)
+        if low == high:
+            raise ValueError(
+                f"cutmix_minmax must be a pixel or more apart at {side} px, got "
+                f"{','.join(map(str, config.cutmix_minmax))}"
+            )
+    return Mixing(
+        config.mixup,
+        config.cutmix,
+        num_classes=data.num_classes,
+        seed=config.seed,
+        off_epoch=config.mixup_off_epoch,
+        cutmix_minmax=config.cutmix_minmax,
+        prob=config.mixup_prob,
+        switch_prob=config.mixup_switch_prob,
+        mode=config.mixup_mode,
+    )
 
 
 def _first_plans(

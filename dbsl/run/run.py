@@ -189,10 +189,15 @@ def steps_of(
     plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
     if plan.global_batch_size is None:
         (worker,) = turn.workers
-        sampler = round_sampler(segment, rounds, samples, config.seed, least)
+        sampler = round_sampler(segment, rounds, samples, config.seed, least, config.aug_repeats)
         return sampler.steps(worker, turn.epoch, turn.round, sizes[worker])
     sampler = StepSampler(
-        samples, plan.global_batch_size, seed=config.seed, drop_last=config.drop_last, least=least
+        samples,
+        plan.global_batch_size,
+        seed=config.seed,
+        drop_last=config.drop_last,
+        least=least,
+        repeats=config.aug_repeats,
     )
     count = sampler.steps_per_epoch
     if config.push == "gradients":
@@ -203,7 +208,7 @@ def steps_of(
 
 
 def round_sampler(
-    segment: CurrentPlan, rounds: int, samples: int, seed: int, least: int = 1
+    segment: CurrentPlan, rounds: int, samples: int, seed: int, least: int = 1, repeats: int = 1
 ) -> EpochSampler:
     """Return the sampler of a plan of rounds, from the round on in which it came into force."""
     shares = np.array([worker.samples for worker in segment.plan.workers])
@@ -223,4 +228,5 @@ def round_sampler(
         start=segment.start,
         least=least,
         left=segment.left,
+        repeats=repeats,
     )

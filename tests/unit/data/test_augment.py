@@ -181,3 +181,16 @@ def test_one_of_timms_settings_chooses_its_pipeline():
     check_images(DataConfig(augment="timm"))
     with pytest.raises(ValueError, match="gaussian_blur_prob must be 0 below 12 px"):
         Transform(8, "timm", True, *GREY, 0, pipeline=Pipeline(gaussian_blur_prob=0.1))
+
+
+def test_copies_of_an_image_are_augmented_each_on_its_own(photos):
+    data = load(photos, aa=RAND, reprob=0.2)
+    transform = data.transform(16, "timm", 7)
+    (images, labels), *_ = data.train.batches([np.array([5, 5 + 24, 5 + 48])], transform, 0)
+    assert labels.tolist() == [data.train.labels[5]] * 3
+    assert not torch.equal(images[0], images[1])
+    assert torch.equal(images[0], read(data.train, transform, [5])[0])
+    small = load({"loader_workers": 0}, augment="crop")
+    crop, n = small.transform(8, "crop", 0), len(small.train)
+    (images, labels), *_ = small.train.batches([np.array([2 + n * c for c in range(4)])], crop, 0)
+    assert labels.unique().numel() == 1 < images.unique(dim=0).shape[0]

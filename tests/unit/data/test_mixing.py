@@ -2,10 +2,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import timm.data
 import torch
 
 import train
+from dbsl.base.seeds import stream_seed
 from dbsl.data.mixing import Mixing
+from dbsl.run.config import RunConfig
 
 
 def batch(size, side=8):
@@ -67,3 +70,39 @@ def test_the_loss_of_shares_is_that_of_labels_where_nothing_is_mixed():
             for target in (labels, shares)
         ]
         torch.testing.assert_close(*of)
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_mixing_is_timms_with_its_modes_and_probabilities(mode):
+    more = {"mode": mode, "prob": 0.7, "switch_prob": 0.3, "cutmix_minmax": (0.2, 0.8)}
+    mixing = Mixing(0.8, 0.0, num_classes=5, seed=3, **more)
+    theirs = timm.data.Mixup(0.8, 0.0, label_smoothing=0.0, num_classes=5, **more)
+    for first in range(0, 24, 6):
+        images, shares = mixed(mixing, 6, first)
+        np.random.seed(stream_seed(3, "mixing", 0, first) % 2**32)  # noqa: NPY002
+        wanted = theirs(*batch(6))
+        assert torch.equal(images, wanted[0])
+        assert torch.equal(shares, wanted[1])
+
+
+def test_mixing_ends_with_an_epoch():
+    mixing = Mixing(1.0, 0.0, num_classes=5, seed=3, off_epoch=2)
+    plain, labels = batch(6)
+    for epoch in range(4):
+        images, shares = mixed(mixing, 6, epoch=epoch)
+        assert torch.equal(images, plain) == (epoch >= 2)
+        assert torch.equal(shares.argmax(1), labels) or epoch < 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mixup_prob": 0.5}, "mixup_prob must be 1 but with mixup, cutmix or cutmix_minmax, got"),
+        ({"mixup": 0.2, "mixup_switch_prob": 0.1}, "mixup_switch_prob must be 0.5 but with mixup"),
+        ({"cutmix_minmax": (0.8, 0.2)}, "cutmix_minmax must be two values, ascending, got 0.8,0.2"),
+        ({"aug_repeats": 3, "augment": "none"}, "aug_repeats must be 1 with augment none"),
+    ],
+)
+def test_settings_of_mixing_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**settings)
