@@ -39,7 +39,7 @@ from dbsl.base.errors import one_line_errors
 from dbsl.data.images import ImageSource
 from dbsl.log.rows import Evaluation
 from dbsl.model import BEST, EMA
-from dbsl.open import open_evaluation, open_session
+from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
 from dbsl.plan.turns import EpochEnd, Round
 from dbsl.run.config import RunConfig
@@ -197,13 +197,11 @@ def train(session: Session) -> None:
 
 
 def main(config: Config) -> None:
-    """Train, evaluate and save one run, or go on with one; or evaluate weights that there are."""
-    if config.eval_only:
-        with open_evaluation(config) as session:
-            session.tell(*evaluate(session))
-        return
+    """Train, evaluate and save one run, or go on with one."""
     with open_session(config, loss_function) as session:
-        if session is not None:  # a finished run, or --plan-only: nothing is to be trained
+        if config.eval_only:
+            session.tell(*evaluate(session))
+        elif session is not None:  # a finished run, or --plan-only: nothing is to be trained
             train(session)
 
 

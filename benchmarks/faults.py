@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks.kills import COMMON, ROOT, fingerprint
 from benchmarks.record import record
+from dbsl.log.rows import read_metrics
 
 TIMEOUT_S = 8.0  # --worker-timeout
 FLAGS = shlex.split(
@@ -474,7 +475,7 @@ def _ranks_of(launcher: int) -> list[int]:
 
 def _metrics(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_metrics(path) if path.exists() else []
 
 
 def _samples(folder: Path, epoch: int) -> int:

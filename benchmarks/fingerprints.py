@@ -21,6 +21,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from dbsl.log.rows import read_metrics
+
 BASE = (
     "--model test_resnet --train-samples 60 --eval-samples 20 --resolutions 16,32 --epochs 3 "
     "--lr-milestones 2 --slope 0.001 --intercept 0.01 --lr 0.02 --dropout 0.1,0.3 "
@@ -63,7 +65,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """Return the checksums of a run's weights and of its metrics without times."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder / "metrics.jsonl")
     kept = [{k: v for k, v in row.items() if "time" not in k and k not in _NOISY} for row in rows]
     sums = {"metrics": hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]}
     for weights in sorted(folder.glob("model*.safetensors")):

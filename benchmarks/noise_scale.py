@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState
 import train
 from benchmarks.record import record
 from dbsl.data.dataset import Data, load_data
+from dbsl.log.rows import read_metrics
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.evidence import REPORT
 from dbsl.study.files import read_workloads
@@ -119,8 +120,7 @@ def _train(
             output_dir=f"{scratch}/run",
         )
         train.main(config)
-        lines = Path(scratch, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+        records = read_metrics(Path(scratch, "run/metrics.jsonl"))
     scales = {r["epoch"]: r["b_simple"] for r in records if r["event"] == "noise"}
     errors = {r["epoch"]: 1 - r["accuracy"] for r in records if r["event"] == "eval"}
     return {epoch: scale for epoch, scale in scales.items() if scale is not None}, errors

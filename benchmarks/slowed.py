@@ -8,12 +8,13 @@ samples of each global batch, ``--sync bsp`` shares of the epoch. About four min
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
+
+from dbsl.log.rows import read_metrics
 
 EQUAL, EPOCHS = 3, 8  # epochs of the equal split, of which the first warms up; epochs in all
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +28,7 @@ def run(folder: Path, *flags: str) -> list[dict]:
     command += ["--resolutions", "16", "--lr-milestones", str(EPOCHS - 1), "--report-to", "none"]
     command += ["--large-batch-size", "32", *flags]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 def row(metrics: list[dict], sync: str) -> dict[str, object]:

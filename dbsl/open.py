@@ -55,7 +55,7 @@ def open_session(
     data: TrainingData | None = None,
     model: ModelOrBuilder | None = None,
     merge: MergeRule | None = None,
-) -> Iterator[Session | None]:
+) -> Iterator[Session | EvaluationSession | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
     All is checked and read before anything is written. A run that is to be resumed goes on where
@@ -74,11 +74,17 @@ def open_session(
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
+        With `eval_only` the weights and the images to evaluate; nothing is written.
     """
     own = Own(data, model)
     given = own.named(given)
     deadline = deadline_of(given.max_minutes)
     config = _complete(given)
+    if config.eval_only:
+        session = _prepare_evaluation(config, own)
+        yield session
+        session.accelerator.end_training()
+        return
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
     config = replace(config, mixed_precision=accelerator.mixed_precision)  # auto is resolved
     found = find_checkpoint(config, accelerator)
@@ -124,24 +130,8 @@ def open_session(
     _end(run.config, folder.path, accelerator)
 
 
-@contextmanager
-def open_evaluation(
-    given: RunConfig,
-    *,
-    data: TrainingData | None = None,
-    model: ModelOrBuilder | None = None,
-) -> Iterator[EvaluationSession]:
-    """Open trained weights and the images that `--eval-only` evaluates them on; write nothing.
-
-    The weights are those of `resume`, a run or a checkpoint, else of `model`.
-
-    Args:
-        given: The settings as they were given.
-        data: Data of one's own, as for `open_session`.
-        model: A model of one's own, as for `open_session`; its weights are those of `resume`.
-    """
-    own = Own(data, model)
-    config = _complete(own.named(given))
+def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
+    """Load the data, and the weights of `resume`, a run or a checkpoint, else of `model`."""
     folder = None
     if config.resume is not None:
         folder = Path(config.resume)
@@ -150,8 +140,7 @@ def open_evaluation(
             last = newest(run_folder)
             folder = last[0] if last else run_folder  # a finished run may have no checkpoint
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
-    yield prepare_evaluation(config, accelerator, own, folder)
-    accelerator.end_training()
+    return prepare_evaluation(config, accelerator, own, folder)
 
 
 def _complete(given: RunConfig) -> RunConfig:

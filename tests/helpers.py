@@ -1,6 +1,5 @@
 """What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
 
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import one_line_errors
 from dbsl.log.meter import MEASURED
+from dbsl.log.rows import read_metrics
 from dbsl.run.parse import parse_config
 from train import Config, main
 
@@ -58,10 +58,9 @@ def to_flags(folder, **settings):
 
 def metrics_of(folder):
     """Return the events of a run without measured times, which differ between equal runs."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if "time" not in k and k not in MEASURED}
-        for line in lines
+        {k: v for k, v in row.items() if "time" not in k and k not in MEASURED}
+        for row in read_metrics(folder / "metrics.jsonl")
     ]
 
 

@@ -1,7 +1,7 @@
 """What a run leaves: metrics.jsonl, summary.json, tracker records and lines for people.
 
-The main process does it all; on the others the same calls do nothing. Epochs count from 0 in files
-and trackers, as they do in the settings, and from 1 in the lines for people.
+The main process does it all; on the others the same calls do nothing. Epochs count from 0 in the
+code, and from 1 in all that is written: files, trackers, lines for people.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 
 from dbsl.base.files import write_text
 from dbsl.base.words import plural, px, short_loss
+from dbsl.log.charts import STEPS, WORKERS, Charts
 from dbsl.log.display import Display, speed_in_words
 from dbsl.log.divergence import DivergenceWarning
 from dbsl.log.meter import StepMeter
@@ -35,6 +36,7 @@ from dbsl.log.rows import (
     plan_row,
     plan_totals,
     pushes_row,
+    read_metrics,
     result_in_words,
     round_row,
     step_charts,
@@ -111,6 +113,10 @@ class RunLog:
         if state:
             self._load_state_dict(state)
         self._sink = Sink(folder, accelerator, state["metrics_bytes"] if state else 0)
+        most = max(len(plan.workers) for plan in plans.values())
+        self._charts = Charts(accelerator, most, folder.name)
+        if state and accelerator.trackers:
+            self._charts.resume(read_metrics(folder / "metrics.jsonl"))
         done = self._planned.steps_done(state) if state else 0
         self._unit = "images" if stages[-1].resolution else "samples"
         self._display = Display(self._planned.steps, done, self._planned.epochs, self._unit)
@@ -120,14 +126,14 @@ class RunLog:
         for row in new:
             self._sink.write("plan", row)
         table = [{"resolution": r, **row} for r in plans for row in worker_rows(plans[r])]
-        self._sink.table("plan/table", table)
+        self._charts.table("plan/table", table)
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None and self.enabled:  # else `Accelerator.end_training` does
-            self._sink.finish_trackers()
+        if self.enabled:
+            self._charts.close(failed=kind is not None)
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +168,7 @@ class RunLog:
         """Record what a worker says of itself every so many steps."""
         self._sink.write("step", line._asdict())
         self._display.loss = line.loss
-        self._sink.chart(step_charts(line), line.step)
+        self._charts.workers(STEPS, {line.worker: step_charts(line)}, line.epoch + line.progress)
 
     def round(self, report: RoundReport, *, virtual_time_s: float | None = None) -> None:
         """Record what a worker says of its round, and the simulated clock at its end."""
@@ -248,7 +254,6 @@ class RunLog:
         self._train_time_s, self._epoch = train_time_s, epoch
         clocks = given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
         record = {
-            "epoch": epoch,
             "train/loss": total["loss"],
             "train/learning_rate": learning_rate,
             "train/resolution": resolution,
@@ -267,9 +272,8 @@ class RunLog:
             values = asdict(scale)
             self._sink.write("noise", {"epoch": epoch, "resolution": resolution} | values)
             record |= {f"noise/{name}": v for name, v in values.items() if math.isfinite(v)}
-        for worker, values in workers.items():
-            record |= {f"worker/{worker}/{name}": value for name, value in values.items()}
-        self._sink.chart(record, epoch)
+        self._charts.record(record, epoch + 1)
+        self._charts.workers(WORKERS, workers, epoch + 1)
         epochs = self._planned.epochs
         self._display.print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
@@ -287,12 +291,12 @@ class RunLog:
         if not self.enabled:
             return
         self._sink.write("metrics", {"epoch": epoch, **values})
-        self._sink.chart({"epoch": epoch, **values}, epoch)
+        self._charts.record(values, epoch + 1)
 
     def images(self, files: Mapping[str, Path]) -> None:
         """Send picture files, by their names in the tracker, to the trackers that take any."""
         if self.enabled:
-            self._sink.images(files, self._epoch)
+            self._charts.images(files, self._epoch + 1 if self._train_time_s else 0)
 
     def is_best(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation that is not recorded yet is the best, on the main process."""
@@ -327,7 +331,7 @@ class RunLog:
             return
         text = json.dumps(strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
-        self._sink.summary(values)
+        self._charts.summary(values)
         if "noise_advice" in values:
             self._display.print(values["noise_advice"])
         self._display.print(f"{result_in_words(values, self._unit)}; all of it in {self.folder}")

@@ -6,7 +6,6 @@ Figures are made without pyplot, so that drawing keeps no state and may happen i
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,24 +36,6 @@ _KINDS = ((SMALL, "small"), (LARGE, "large"))
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
 _WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
 _EXPLODED = 20  # times what three quarters of the losses stay below: not drawn to scale
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl; a last line that a killed run left half is dropped.
-
-    Raises:
-        ValueError: If another line is not JSON; the message names it.
-    """
-    records = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise ValueError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
-    return records
 
 
 def plan_timeline(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from dbsl.base.words import short_loss
@@ -34,6 +36,48 @@ class Evaluation:
     top5_accuracy: float | None = None  # where there are more than 5 classes
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl, their epochs counted from 0 as everywhere in the code.
+
+    A last line that a killed run left half is dropped.
+
+    Raises:
+        ValueError: If another line is not JSON; the message names it.
+    """
+    records = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
+    return [in_code(record) for record in records] if first_epoch(records) else records
+
+
+def first_epoch(records: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of the first epoch in these records: 0 in files that older versions began.
+
+    Every file begins with a plan, whose last epoch they name by the one after it.
+    """
+    return int(not records or "end_epoch" not in records[0])
+
+
+def for_people(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its epochs counted from 1, as the printed lines and trackers count."""
+    names = {"end_epoch": "last_epoch"}
+    shifted = {"epoch", "from_epoch", "first_epoch"}
+    return {names.get(k, k): v + 1 if k in shifted else v for k, v in row.items()}
+
+
+def in_code(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as it was before `for_people`."""
+    names = {"last_epoch": "end_epoch"}
+    shifted = {"epoch", "from_epoch", "first_epoch"}
+    return {names.get(k, k): v - 1 if k in shifted else v for k, v in row.items()}
+
+
 def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Return a stage and its plan as a row."""
     values = asdict(stage)
@@ -47,6 +91,12 @@ def round_row(report: RoundReport) -> dict[str, Any]:
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
     seldom += ("logged", "lines")
     return {name: value for name, value in row.items() if value or name not in seldom}
+
+
+def report_from_row(row: Mapping[str, Any]) -> RoundReport:
+    """Return a round's report from its row in a file; what was not finite is nan."""
+    names = {field.name for field in fields(RoundReport)} & row.keys()
+    return RoundReport(**{name: math.nan if row[name] is None else row[name] for name in names})
 
 
 def plan_totals(plan: Plan) -> dict[str, float]:
@@ -134,10 +184,7 @@ def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
 
 def step_charts(line: StepLine) -> dict[str, float]:
     """Return what trackers are given of a step line."""
-    own = line._asdict()
-    charts = {name: own[name] for name in _STEP_CHARTS if math.isfinite(own[name])}
-    charts = {f"step/{line.worker}/{name}": value for name, value in charts.items()}
-    return {"epoch": line.epoch + line.progress, **charts}
+    return {name: getattr(line, name) for name in _STEP_CHARTS}
 
 
 def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:

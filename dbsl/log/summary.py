@@ -13,6 +13,7 @@ from dbsl.base.lazy import lazy_import
 from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.log.hub import CARD, write_card
 from dbsl.log.log import RunLog
+from dbsl.log.rows import read_metrics
 from dbsl.log.trackers import start_trackers
 from dbsl.profile.cache import device_name
 from dbsl.run.prepare import print_run
@@ -68,7 +69,7 @@ def sum_up(session: Session) -> None:
     run, folder, log = session.run, session.folder, session.log
     accelerator = session.accelerator
     if log.enabled:
-        from dbsl.log.plots import accuracy_and_loss, read_metrics
+        from dbsl.log.plots import accuracy_and_loss
         from dbsl.log.worker_plots import worker_history
 
         metrics = read_metrics(folder / "metrics.jsonl")

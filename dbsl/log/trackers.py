@@ -83,8 +83,9 @@ def start_trackers(
         if name == "tensorboard":  # which uses the project's name for its sub-folder
             accelerator.init_trackers("tensorboard", settings)
         elif name == "trackio":
-            again = {"resume": "allow"} if resume_id else {}
-            accelerator.init_trackers(PROJECT, settings, {name: {"name": run_name, **again}})
+            own = {"name": run_name, "group": run_name}  # with its workers: see `dbsl.log.charts`
+            own |= {"resume": "allow"} if resume_id else {}
+            accelerator.init_trackers(PROJECT, settings, {name: own})
         elif name == "wandb":
             _start_wandb(accelerator, folder, run_name, settings, resume_id)
         else:
@@ -120,12 +121,16 @@ def _start_wandb(
     mode = os.environ.get("WANDB_MODE", "online")
 
     def start(mode: str) -> None:
-        kwargs = {"name": name, "dir": str(folder), "mode": mode, "settings": quiet}
+        kwargs = {"dir": str(folder), "mode": mode, "settings": quiet}
+        if not os.environ.get("WANDB_NAME"):
+            kwargs["name"] = name
         if resume_id is not None:
             kwargs["id"] = resume_id
             if mode == "online":  # offline, the upload puts sessions of one id together
                 kwargs["resume"] = "allow"
-        accelerator.init_trackers(PROJECT, config, {"wandb": kwargs})
+        # W&B reads its other variables itself: entity, group, job type, tags, notes.
+        project = os.environ.get("WANDB_PROJECT") or PROJECT
+        accelerator.init_trackers(project, config, {"wandb": kwargs})
 
     why = f"WANDB_MODE={mode}" if mode != "online" else _why_offline()
     if why is None:
@@ -137,12 +142,11 @@ def _start_wandb(
     if why is not None:
         start("offline" if mode == "online" else mode)
     run = accelerator.get_tracker("wandb", unwrap=True)
-    run.define_metric("epoch")
-    run.define_metric("*", step_metric="epoch")
     if why is None:
         print(f"wandb: {run.url}", flush=True)
     elif run.offline:
-        command = f"wandb sync {shlex.quote(os.path.relpath(run.sync_dir))}"
+        # The folder of all sessions of the run: a resumed one adds to those before.
+        command = f"wandb sync {shlex.quote(os.path.relpath(folder / 'wandb'))}"
         print(f"wandb: offline ({why}); to upload: {command}", flush=True)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 from dbsl.data.tensors import TensorData
-from dbsl.open import open_evaluation, open_session
+from dbsl.open import open_session
 from train import Config, evaluate, loss_function, main, train
 
 
@@ -99,7 +99,8 @@ def test_a_model_and_data_of_ones_own_are_evaluated_with_the_weights_of_their_ru
         train(session)
     found = json.loads((folder / "summary.json").read_text())
     AcceleratorState._reset_state(True)
-    with open_evaluation(Config(resume=str(folder), eval_only=True, **settings), **own) as session:
+    config = Config(resume=str(folder), eval_only=True, **settings)
+    with open_session(config, loss_function, **own) as session:
         accuracy, loss, samples, _ = evaluate(session)
     assert (accuracy, samples) == (found["final_accuracy"], 10)
     assert loss == pytest.approx(found["final_loss"])

@@ -24,6 +24,7 @@ import train
 from dbsl.base.errors import RunStopped
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
+from dbsl.log.charts import Charts
 from dbsl.log.log import RunLog
 from dbsl.log.meter import MEASURED
 from dbsl.log.sink import Sink
@@ -372,7 +373,7 @@ def test_a_metric_of_ones_own_is_in_the_metrics_at_each_evaluation(fork, tmp_pat
     run(fork("class_accuracy"), tmp_path / "run", settings)
     found = {row["epoch"]: row for row in rows(tmp_path / "run", "metrics")}
     accuracies = {row["epoch"]: row["accuracy"] for row in rows(tmp_path / "run", "eval")}
-    assert found.keys() == accuracies.keys() == {0, 1}
+    assert found.keys() == accuracies.keys() == {1, 2}
     for epoch, row in found.items():  # 20 digits, two of each
         values = [row[f"eval/accuracy_of_{number}"] for number in range(10)]
         assert sum(values) / 10 == pytest.approx(accuracies[epoch])
@@ -382,17 +383,20 @@ def test_a_metric_of_ones_own_goes_to_every_tracker():
     told = []
 
     def tracker(name):
-        return SimpleNamespace(name=name, log=lambda values, step: told.append((values, step)))
+        log = lambda values, step=None: told.append((values, step))  # noqa: E731
+        run = SimpleNamespace(define_metric=lambda *_, **__: None)
+        return SimpleNamespace(name=name, log=log, tracker=run)
 
     written = []
     log = object.__new__(RunLog)
     log.enabled, log._sink = True, object.__new__(Sink)
     log._sink.write = lambda event, row: written.append((event, row))
-    log._sink._accelerator = SimpleNamespace(trackers=[tracker("wandb"), tracker("tensorboard")])
+    trackers = [tracker("wandb"), tracker("mlflow")]
+    log._charts = Charts(SimpleNamespace(trackers=trackers), 2, "run")
     log.metrics(3, {"eval/top5": 0.5})
-    record = {"epoch": 3, "eval/top5": 0.5}
-    assert written == [("metrics", record)]
-    assert told == [(record, None), (record, 3)]
+    assert written == [("metrics", {"epoch": 3, "eval/top5": 0.5})]  # `_write` counts from 1
+    record = {"epoch": 4, "eval/top5": 0.5}
+    assert told == [(record, None), (record, 4000)]
     log.enabled = False
     log.metrics(4, {"eval/top5": 0.5})
     assert len(written) == 1

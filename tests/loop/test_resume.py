@@ -22,6 +22,7 @@ from dbsl.checkpoint.manifest import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
+from dbsl.log.rows import read_metrics
 from dbsl.model import load_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
@@ -597,7 +598,7 @@ def test_a_worker_that_dies_without_a_barrier_is_dropped_and_the_run_ends(tmp_pa
     assert wait_all(processes)[:2] == [0, 0], processes[0].stderr
     assert "warning: rank 2 (worker 2) was lost after" in processes[0].stdout + processes[0].stderr
     assert json.loads((folder / "summary.json").read_text())["lost_workers"] == [2]
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    events = read_metrics(folder / "metrics.jsonl")
     (lost,) = [e for e in events if e["event"] == "lost"]
     trained = {
         epoch: sum(e["samples"] for e in events if e["event"] == "round" and e["epoch"] == epoch)

@@ -16,8 +16,8 @@ from dbsl.base.serialize import pack, unpack
 from dbsl.base.words import short_loss
 from dbsl.log import display
 from dbsl.log.log import RunLog
-from dbsl.log.plots import read_metrics, stage_spans
-from dbsl.log.rows import Evaluation, missed_times, times_in_words
+from dbsl.log.plots import stage_spans
+from dbsl.log.rows import Evaluation, missed_times, read_metrics, times_in_words
 from dbsl.log.trackers import start_trackers
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
@@ -125,8 +125,8 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelera
         "event": "plan",
         "stage": 0,
         "substage": 0,
-        "first_epoch": 0,
-        "end_epoch": 1,
+        "first_epoch": 1,
+        "last_epoch": 1,
         "resolution": 24,
         "learning_rate": 0.1,
         "dropout": 0.0,
@@ -147,7 +147,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelera
     assert (round_["worker"], round_["loss"], round_["time_s"]) == (1, 3.0, 2.0)
     assert evaluation == {
         "event": "eval",
-        "epoch": 1,
+        "epoch": 2,
         "resolution": 32,
         "accuracy": 0.75,
         "loss": 0.5,
@@ -314,13 +314,12 @@ def test_another_processes_step_lines_come_before_their_round_with_its_own(
     accelerator.end_training()
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2:]
     assert [row["event"] for row in rows] == ["step", "round"]
-    assert rows[0] == {"event": "step", **line._asdict(), "gradient_norm": None}
+    assert rows[0] == {"event": "step", **line._asdict(), "epoch": 1, "gradient_norm": None}
     assert set(rows[1]) == ROUND_KEYS
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (loss,) = events.Scalars("step/1/loss")
-    assert (loss.step, loss.value) == (50, 2.5)
-    assert "step/1/gradient_norm" not in events.Tags()["scalars"]
-    assert events.Scalars("epoch")[0].value == 0.5
+    events = EventAccumulator(str(tmp_path / "tensorboard/worker-1")).Reload()
+    (loss,) = events.Scalars("steps/loss")
+    assert (loss.step, loss.value) == (500, 2.5)  # half of the first epoch
+    assert "steps/gradient_norm" not in events.Tags()["scalars"]
 
 
 def test_summary_is_strict_json_and_printed_in_a_line(tmp_path, accelerator, capsys):
@@ -360,25 +359,7 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
     accelerator.end_training()
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    workers = {
-        f"worker/{worker}/{name}"
-        for worker in range(4)
-        for name in (
-            "loss",
-            "time_s",
-            "staleness",
-            "local_batch_size",
-            "samples",
-            "predicted_time_s",
-            "compute_time_s",
-            "wait_time_s",
-            "idle_time_share",
-            "share",
-            "steps",
-        )
-    }
-    assert set(events.Tags()["scalars"]) == workers | {
-        "epoch",
+    assert set(events.Tags()["scalars"]) == {
         "train/loss",
         "train/learning_rate",
         "train/resolution",
@@ -399,12 +380,22 @@ def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, acce
         for tag in events.Tags()["scalars"]
     }
     loss = pytest.approx(weighted_loss(plans[24]))
-    assert values["train/loss"] == [(0, loss), (1, loss)]
-    assert values["train/resolution"] == [(0, 24), (1, 32)]
-    assert values["eval/accuracy"] == [(1, 0.75)]  # the first epoch was not evaluated
-    assert values["worker/3/staleness"] == [(0, 3), (1, 3)]
-    assert values["train/images_per_s"] == [(0, 40), (1, 40)]
+    assert values["train/loss"] == [(1000, loss), (2000, loss)]  # thousandths of an epoch
+    assert values["train/resolution"] == [(1000, 24), (2000, 32)]
+    assert values["eval/accuracy"] == [(2000, 0.75)]  # the first epoch was not evaluated
+    assert values["train/images_per_s"] == [(1000, 40), (2000, 40)]
     assert events.Images("plan/timeline")[0].width == 30
+    for worker in range(4):
+        own = EventAccumulator(str(tmp_path / f"tensorboard/worker-{worker}")).Reload()
+        assert set(own.Tags()["scalars"]) == {
+            f"workers/{name}"
+            for name in (
+                *("loss", "time_s", "staleness", "local_batch_size", "samples", "steps", "share"),
+                *("predicted_time_s", "compute_time_s", "wait_time_s", "idle_time_share"),
+            )
+        }
+        staleness = [(event.step, event.value) for event in own.Scalars("workers/staleness")]
+        assert staleness == [(1000, worker), (2000, worker)]
     (hparams,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
     assert "resolutions: 24,32" in hparams.read_text()
 
@@ -421,8 +412,8 @@ def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
     command = re.fullmatch(r"wandb: offline \(no login\); to upload: (.*)\n", out)[1]
     program, verb, path = shlex.split(command)
     assert (program, verb) == ("wandb", "sync")
+    assert Path(path) == Path("runs/first run/wandb")
     assert Path(path).is_dir()
-    assert Path(path).parent == Path("runs/first run/wandb")
 
     run = accelerator.get_tracker("wandb", unwrap=True)
     with RunLog(folder, accelerator, STAGES, plans, True) as log:
@@ -431,14 +422,14 @@ def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
         log.summary({"best_accuracy": 0.75})
     assert (run.project, run.name) == ("dbsl", "first run")
     assert run.config["resolutions"] == "24,32"
-    assert run.summary["eval/accuracy"] == 0.75
-    assert run.summary["worker/1/samples"] == plans[32].workers[1].samples
-    assert run.summary["epoch"] == 1
+    assert dict(run.summary["eval/accuracy"]) == {"max": 0.75, "last": 0.75}
+    assert run.summary["workers/samples/1"] == plans[32].workers[1].samples
+    assert run.summary["epoch"] == 2
     assert run.summary["best_accuracy"] == 0.75
     accelerator.end_training()
-    files = [file.name.split("_")[0] for file in Path(path).glob("files/media/*/plan/*")]
-    assert sorted(files) == ["table", "timeline"]
-    assert list(Path(path).glob("run-*.wandb"))
+    files = [file.name.split("_")[0] for file in Path(path).glob("*/files/media/*/plan/*")]
+    assert {*files} == {"table", "timeline"}
+    assert list(Path(path).glob("offline-*/run-*.wandb"))
     assert "wandb" not in capsys.readouterr().err
 
 
@@ -526,6 +517,22 @@ def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
     ]
     assert (rounds[0]["loss"], rounds[0]["time_s"], rounds[0]["staleness"]) == (1.0, 1.5, 1.0)
     assert set(rounds[0]) == ROUND_KEYS
+
+
+def test_a_file_that_an_older_version_began_goes_on_counting_from_0(tmp_path, accelerator):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+        play(log, plans, epochs=[0])
+        state = unpack(*pack(log.state_dict()))
+    path = tmp_path / "metrics.jsonl"
+    new = read_metrics(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in new))  # as it used to be
+    assert read_metrics(path) == new
+    state["metrics_bytes"] = path.stat().st_size
+    with RunLog(tmp_path, accelerator, STAGES, plans, state=state) as log:
+        play(log, plans, epochs=[1])
+    assert strict(path.read_text().splitlines()[-1])["epoch"] == 1
+    assert [row["epoch"] for row in read_metrics(path) if row["event"] == "times"] == [0, 1]
 
 
 @pytest.mark.parametrize("epochs", [2, 4])

@@ -11,6 +11,7 @@ from PIL import Image
 
 from dbsl.base.words import short_loss
 from dbsl.log import plots
+from dbsl.log.rows import read_metrics
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.stages import default_milestones, make_stages
@@ -292,22 +293,22 @@ def test_picture_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkey
 def test_read_metrics_drops_a_half_written_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "eval"}\n{"event": "ro')
-    assert plots.read_metrics(path) == [{"event": "eval"}]
+    assert read_metrics(path) == [{"event": "eval"}]
 
 
 def test_read_metrics_names_a_broken_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "eval"}\nnonsense\n{"event": "eval"}\n')
     with pytest.raises(ValueError, match="line 2 must be JSON, got 'nonsense"):
-        plots.read_metrics(path)
+        read_metrics(path)
 
 
 def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
     rows = metrics_of(STAGES, 4)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert plots.read_metrics(path) == rows
-    plots.accuracy_and_loss(plots.read_metrics(path), tmp_path / "curves.png")
+    assert read_metrics(path) == rows
+    plots.accuracy_and_loss(read_metrics(path), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import accelerate
 import pytest
-import wandb
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from accelerate.utils import LoggerType
 
@@ -84,11 +83,32 @@ def test_no_tracker_starts_on_other_processes_or_for_none(tmp_path, accelerator)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wandb_x_axis_is_the_epoch(tmp_path, no_login, accelerator, monkeypatch):
-    calls = []
-    monkeypatch.setattr(wandb.Run, "define_metric", lambda run, *a, **k: calls.append((a, k)))
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("dbsl", "run", "", "", ())),
+        (
+            {
+                "WANDB_PROJECT": "mine",
+                "WANDB_NAME": "called",
+                "WANDB_RUN_GROUP": "group",
+                "WANDB_JOB_TYPE": "arm",
+                "WANDB_TAGS": "a,b",
+                "WANDB_ENTITY": "team",
+            },
+            ("mine", "called", "group", "arm", ("a", "b")),
+        ),
+    ],
+)
+def test_wandb_variables_of_the_user_are_honoured(
+    tmp_path, no_login, accelerator, monkeypatch, given, expected
+):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     start_trackers(accelerator, "wandb", tmp_path, "run", {})
-    assert calls == [(("epoch",), {}), (("*",), {"step_metric": "epoch"})]
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    assert (run.project, run.name, run.group, run.job_type, run.tags or ()) == expected
+    assert run.entity == given.get("WANDB_ENTITY", "")
 
 
 def test_wandb_whose_server_is_not_there_runs_offline(
