@@ -22,7 +22,7 @@ from dbsl.checkpoint.manifest import read_manifest
 from dbsl.checkpoint.restart import left_of_epochs
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
-from dbsl.log.rows import read_metrics
+from dbsl.log.rows import in_code, read_metrics
 from dbsl.model import load_model
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
@@ -461,7 +461,8 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
 
 def metrics_before(folder, state):
     content = (folder / "metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
-    return [e for e in map(json.loads, content.splitlines()) if e["event"] == "round"]
+    rows = map(in_code, map(json.loads, content.splitlines()))
+    return [e for e in rows if e["event"] == "round"]
 
 
 class _Run:
