@@ -27,7 +27,9 @@ _FREE = {
 # What follows from the number of workers, which may change as well.
 _WORKERS = {"workers", "small_workers", "slope", "intercept", "floor", "dedicated_server"}
 _TIMES = ("slope", "intercept", "floor")
-_LISTS = (*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes")
+_LISTS = (
+    *(*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes", "micro_batch_size"),
+)
 
 
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -21,14 +21,16 @@ _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 _CALLS = 3
 
 
-def compile_in_place(model: nn.Module, device: torch.device) -> None:
+def compile_in_place(model: nn.Module, device: torch.device, *, sums: bool = False) -> None:
     """Compile a model's calls, anew for each shape of its input.
 
     On CUDA the graphs are recorded as CUDA graphs, which spare small batches the launch of every
-    kernel.
+    kernel. Not where gradients of several calls are to be summed (`sums`): a recorded graph's next
+    call overwrites what its last one returned.
     """
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    model.compile(dynamic=False, mode="reduce-overhead" if device.type == "cuda" else "default")
+    records = device.type == "cuda" and not sums
+    model.compile(dynamic=False, mode="reduce-overhead" if records else "default")
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager:
@@ -45,6 +47,8 @@ def compile_for(
     dropout: Mapping[int, float],
     accelerator: Accelerator,
     example: Callable[[int, int], Batch],
+    *,
+    sums: bool = False,
 ) -> None:
     """Compile a model in place, and make the graphs that training will need.
 
@@ -57,9 +61,10 @@ def compile_for(
         dropout: Before the classifier, by resolution.
         accelerator: Tells the device and the precision.
         example: Batch of a size at a resolution, on the device.
+        sums: Whether an optimizer sums the gradients of several calls, of micro-batches.
     """
     device = accelerator.device
-    compile_in_place(model, device)
+    compile_in_place(model, device, sums=sums)
     began, graphs = time.perf_counter(), 0
     model.train()
     with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -46,6 +46,7 @@ class _Stepper:
         model: To be called.
         clock: Counts what workers compute.
         optimizers: Of this process's workers.
+        statistics: The model's floating-point buffers, [S]; micro-batches need them.
 
     Attributes:
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
@@ -62,8 +63,28 @@ class _Stepper:
         model: nn.Module,
         clock: ComputeClock,
         optimizers: dict[int, torch.optim.Optimizer],
+        statistics: Tensor | None = None,
     ) -> None:
+        self._statistics = statistics
         self.model, self.clock, self.optimizers = model, clock, optimizers
+
+    @contextmanager
+    def _moving_once(self, part: Part) -> Iterator[None]:
+        """Have a part's micro-batches move the running statistics once, by their mean.
+
+        Each starts from the same statistics, as the whole batch would, and normalises by its own.
+        """
+        if part.begins and part.ends:
+            yield
+            return
+        if part.begins:
+            self._at_start = self._statistics.clone()
+            self._of_micro = torch.zeros_like(self._statistics)
+        self._statistics.copy_(self._at_start)
+        yield
+        self._of_micro.add_(self._statistics, alpha=part.share)
+        if part.ends:
+            self._statistics.copy_(self._of_micro)
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
@@ -94,13 +115,15 @@ class OwnSteps(_Stepper):
         clock: ComputeClock,
         build_optimizer: BuildOptimizer,
         workers: Sequence[int],
+        statistics: Tensor | None = None,
     ) -> None:
-        super().__init__(model, clock, {worker: build_optimizer(model) for worker in workers})
+        optimizers = {worker: build_optimizer(model) for worker in workers}
+        super().__init__(model, clock, optimizers, statistics)
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        with self.clock.running((part.worker,)):
+        with self.clock.running((part.worker,)), self._moving_once(part):
             yield part.weight
 
     def step(self, step: Step, learning_rate: float) -> None:
@@ -195,7 +218,7 @@ class DistributedSteps(_Stepper):
             **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
         )
         parallel.register_comm_hook(self, _timed_allreduce)
-        super().__init__(parallel, clock, {worker: build_optimizer(model)})
+        super().__init__(parallel, clock, {worker: build_optimizer(model)}, weights.buffers)
         self._raw = model
         self._buffers = weights.buffers
         self.on_exchange = on_exchange
@@ -209,11 +232,12 @@ class DistributedSteps(_Stepper):
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        if step.odd:
+        if step.odd and part.begins:
             self.average_buffers()
-        self._weight = part.weight
-        no_sync = self.model.no_sync() if step.odd else nullcontext()
-        with self.clock.running((part.worker,)), no_sync:
+        self._weight = step.parts[0].weight  # of all its micro-batches
+        # What is computed without DDP stays here until its last micro-batch sums it all.
+        no_sync = self.model.no_sync() if step.odd or not part.ends else nullcontext()
+        with self.clock.running((part.worker,)), no_sync, self._moving_once(part):
             yield part.weight if step.odd else part.weight * self._world_size
 
     def step(self, step: Step, learning_rate: float) -> None:
@@ -283,7 +307,7 @@ class PushedGradients(_Stepper):
     """
 
     def __init__(self, model: nn.Module, weights: FlatWeights, clock: ComputeClock) -> None:
-        super().__init__(model, clock, {})
+        super().__init__(model, clock, {}, weights.buffers)
         self.vector = torch.zeros_like(weights.vector)
         weights.attach_gradients(self.vector)
         self._buffers = weights.buffers
@@ -300,10 +324,12 @@ class PushedGradients(_Stepper):
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        before = self._buffers.clone()
-        with self.clock.running((part.worker,)):
+        if part.begins:
+            self._before = self._buffers.clone()
+        with self.clock.running((part.worker,)), self._moving_once(part):
             yield part.weight
-        self._changes.add_(self._buffers - before, alpha=part.weight)
+        if part.ends:
+            self._changes.add_(self._buffers - self._before, alpha=part.weight / part.share)
         self._weight += part.weight
 
     def step(self, step: Step, learning_rate: float) -> None:

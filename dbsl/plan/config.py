@@ -38,9 +38,15 @@ class BatchConfig:
     global_batch_size: Annotated[int | None, Within(1)] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
     small_batch_size: Annotated[tuple[int, ...] | None, Within(0)] = None
+    # most samples of a worker on its device at once: it sums the gradients of so many micro-batches
+    # in each step; one value, one per resolution, or one per resolution and worker; auto: what fits
+    # into memory; unset: the whole batch. Gradients are those of the whole batch, but batch norm
+    # normalises by, and mixup and CutMix mix within, a micro-batch
+    micro_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
     # smallest batch that a solved or balanced plan may give a worker
     min_batch_size: Annotated[int, Within(1)] = 2
-    # GiB that a step may use with --large-batch-size auto; unset: what is free
+    # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
+    # free
     memory_limit: Annotated[float | None, Within(0, open_low=True)] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
     # measured

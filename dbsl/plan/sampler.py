@@ -31,6 +31,11 @@ class Part:
     worker: int
     indices: np.ndarray  # int64 [b]; may be empty in the last, shorter global batch
     weight: float  # weight of their mean loss in the step's loss
+    # Of a micro-batch: its share of the worker's samples of the step, and whether it is the first
+    # and the last of them.
+    share: float = 1.0
+    begins: bool = True
+    ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,31 @@ class StepSampler:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
         steps = (self.step(epoch, number, sizes) for number in range(first, last))
         return [replace(step, parts=tuple(step.parts[w] for w in workers)) for step in steps]
+
+
+def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:
+    """Return a part as micro-batches whose weighted losses sum to its own.
+
+    Args:
+        part: One worker's samples of a step.
+        most: Samples of a micro-batch at most; None: the part stays whole.
+        least: Samples of a micro-batch at least.
+    """
+    count = len(part.indices)
+    if most is None or count <= most:
+        return [part]
+    pieces = split_evenly(part.indices, most, least)
+    return [
+        Part(
+            part.worker,
+            piece,
+            part.weight * len(piece) / count,
+            share=len(piece) / count,
+            begins=number == 0,
+            ends=number == len(pieces) - 1,
+        )
+        for number, piece in enumerate(pieces)
+    ]
 
 
 def split_evenly(indices: np.ndarray, local_batch_size: int, least: int = 1) -> list[np.ndarray]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import os
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -62,6 +64,7 @@ class Setup:
     torch: str
     timm: str
     clip: ClipMode | None = None  # how gradients are clipped
+    micro_batch: int | None = None  # samples that are computed at once
 
     @staticmethod
     def of(
@@ -75,6 +78,7 @@ class Setup:
         weight_decay: float = 5e-4,
         compiled: bool = False,
         clip: ClipMode | None = None,
+        micro_batch: int | None = None,
     ) -> Setup:
         """Return the setup of this process."""
         return Setup(
@@ -93,6 +97,7 @@ class Setup:
             torch=torch.__version__,
             timm=timm.__version__,
             clip=clip,
+            micro_batch=micro_batch,
         )
 
 
@@ -153,15 +158,41 @@ class Profiler:
         self._loss_of = loss_of
         self._example = example
         self._reserve = reserve
+        self._refresh = refresh
+        self._others: dict[int | None, Profiler] = {None: self}
         self._known = {} if refresh and not file else _read(self.path, setup, strict=bool(file))
         self._announced = False
 
+    def in_micro_batches(self, most: int | None) -> Profiler:
+        """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
+        if most not in self._others:
+            other = copy.copy(self)
+            other.setup = replace(self.setup, micro_batch=most)
+            other.path = self.file or cache_file(other.setup)
+            fresh = self._refresh and not self.file
+            other._known = {} if fresh else _read(other.path, other.setup, strict=bool(self.file))
+            self._others[most] = other
+        return self._others[most]
+
     def largest_batch(
-        self, resolution: int, *, limit_bytes: float | None = None, at_most: int
+        self,
+        resolution: int,
+        *,
+        limit_bytes: float | None = None,
+        at_most: int,
+        what: str = "large batch",
+        why_most: str = "a larger one would leave a round too few steps",
     ) -> int:
         """Return the largest batch whose training step fits into memory, at most `at_most`.
 
         On a CUDA device one step with it confirms the prediction.
+
+        Args:
+            resolution: Image side, pixels.
+            limit_bytes: Bytes that a step may use; None: what is free.
+            at_most: Samples.
+            what: What is looked for, in the line that says what was found.
+            why_most: Why it is not above `at_most`, in that line.
         """
         known = self._known.get(resolution)
         if self._all(known is not None and known.memory is not None):
@@ -177,16 +208,16 @@ class Profiler:
             memory = profile_memory(step, batch_sizes_to_measure(largest))
         if memory is None:
             raise ValueError(
-                "large_batch_size must be given, got auto, but batch sizes made no measurable "
-                "difference to memory here"
+                f"{re.sub('[ -]', '_', what)}_size must be given, got auto, but batch sizes "
+                "made no measurable difference to memory here"
             )
         memory = self._adapted(memory)
         batch = min(memory.largest_batch(limit_bytes), at_most)
         if self._accelerator.device.type == "cuda":
             batch = confirm_batch(self._step(resolution), batch)
         self._accelerator.print(
-            f"large batch{px(resolution, ' at ')}: {batch} ({memory.describe()}"
-            f"{'; a larger one would leave a round too few steps' if batch == at_most else ''})"
+            f"{what}{px(resolution, ' at ')}: {batch} ({memory.describe()}"
+            f"{f'; {why_most}' if batch == at_most else ''})"
         )
         return batch
 
@@ -236,6 +267,7 @@ class Profiler:
             weight_decay=self.setup.weight_decay,
             compiled=self.setup.compile,
             clip=self.setup.clip,
+            micro_batch=self.setup.micro_batch,
             example=self._example,
         )
 

@@ -71,6 +71,13 @@ class MemoryModel:
             )
         return batch
 
+    def fits(self, limit_bytes: float | None = None) -> int:
+        """Return the largest batch that fits, 0 if not even one sample does."""
+        try:
+            return self.largest_batch(limit_bytes)
+        except ValueError:
+            return 0
+
     def describe(self, limit_bytes: float | None = None) -> str:
         """Return the line and what it admits, in memory or in a lower limit."""
         capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
@@ -184,7 +191,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
             step(batch)
             return batch
         except RuntimeError as error:
-            if not _is_short_of_memory(error):
+            if not is_short_of_memory(error):
                 raise
             if batch == 1:
                 reason = str(error).strip().partition("\n")[0]
@@ -197,7 +204,8 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
         batch = max(1, batch * 19 // 20)
 
 
-def _is_short_of_memory(error: RuntimeError) -> bool:
+def is_short_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that the device's memory is short."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return any(words in str(error) for words in _SHORT_OF_MEMORY)

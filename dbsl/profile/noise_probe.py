@@ -70,20 +70,20 @@ class NoiseProbe:
             turn: Whose turn it is.
             step: The step; its last part's gradients have been computed.
             joint: Whether the gradients are of all workers' batches together.
-            images: The last part's images, [B, 3, R, R].
+            images: The last part's images, or those of its last micro-batch, [B, 3, R, R].
             labels: Their labels, [B].
             loss_of: Mean loss of a model on images and labels.
         """
         parts = [part for part in step.parts if len(part.indices)]
         if not parts or (joint and step.odd):  # not summed over the processes yet
             return {}
-        part, batch = parts[-1], len(labels)
+        part, batch = parts[-1], len(parts[-1].indices)
         # A joint step has the gradients of the mean over all; other steps carry the part's weight.
         square = _square(p.grad for p in self._parameters if p.grad is not None)
         square = square if joint else square / part.weight**2
         whole = round(batch / part.weight) if joint else batch
         if self.kind == "micro":
-            size = max(self._least, -(-batch // _MICRO))
+            size = min(max(self._least, -(-batch // _MICRO)), len(labels))
             if size >= batch:
                 return {}
             found = _named("micro", size, self._pass(images[:size], labels[:size], loss_of))

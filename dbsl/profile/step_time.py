@@ -28,6 +28,7 @@ from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
 from dbsl.optimizer import ClipMode, build_optimizer
+from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.profile.noise_probe import LossOf
@@ -108,6 +109,7 @@ class TrainingStep:
         momentum: Whether it has momentum.
         weight_decay: Whether it has weight decay.
         compiled: Whether the copy is compiled.
+        micro_batch: Samples at most that are computed at once; None: all.
         clip: How gradients are clipped; None: they are not.
         example: Batch of a size at a resolution, on the device; unset: random images.
     """
@@ -124,16 +126,18 @@ class TrainingStep:
         momentum: bool = True,
         weight_decay: bool = True,
         compiled: bool = False,
+        micro_batch: int | None = None,
         clip: ClipMode | None = None,
         example: Example | None = None,
     ) -> None:
+        self.micro_batch = micro_batch
         self.accelerator = accelerator
         self._example = example or self._images_of
         self.resolution = resolution
         self.num_classes = num_classes
         self._model = copy.deepcopy(model).train()
         if compiled:
-            compile_in_place(self._model, accelerator.device)
+            compile_in_place(self._model, accelerator.device, sums=micro_batch is not None)
         self._loss_of = loss_of or self._cross_entropy
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer != NO_OPTIMIZER:
@@ -146,11 +150,16 @@ class TrainingStep:
 
     def __call__(self, batch_size: int) -> None:
         """Take one step; a batch size larger than any before makes new images."""
-        if self._images is None or batch_size > len(self._images):
+        whole = Part(0, np.arange(batch_size), 1.0)
+        parts = micro_parts(whole, self.micro_batch)
+        at_once = max(len(part.indices) for part in parts)
+        if self._images is None or at_once > len(self._images):
             self._images = self._labels = None  # free the old ones first
-            self._images, self._labels = self._example(batch_size, self.resolution)
-        loss = self._loss_of(self._model, self._images[:batch_size], self._labels[:batch_size])
-        loss.backward()
+            self._images, self._labels = self._example(at_once, self.resolution)
+        for part in parts:
+            count = len(part.indices)
+            loss = self._loss_of(self._model, self._images[:count], self._labels[:count])
+            (loss if part.weight == 1 else loss * part.weight).backward()
         if self._optimizer is not None:
             self._clip(self._optimizer)
             self._optimizer.step()
@@ -195,7 +204,8 @@ def profile_steps(
     sizes = sorted(set(batch_sizes))
     beside = sorted(set(held_out) - set(sizes))
     began = time.perf_counter()
-    memory = profile_memory(step, sizes)
+    # With micro-batches it does not grow with the batch.
+    memory = profile_memory(step, sizes) if step.micro_batch is None else None
     left = seconds - (time.perf_counter() - began)
     times, errors = measure_step_times(step, [*sizes, *beside], seconds=left)
     count = len(sizes)

@@ -113,7 +113,8 @@ class _Builder:
             common["outgoing"] = stepper.vector
         else:
             weights = self._flattened()
-            stepper = OwnSteps(self._run.model, self._clock, self._prepared, self._workers)
+            common_of = (self._run.model, self._clock, self._prepared, self._workers)
+            stepper = OwnSteps(*common_of, weights.buffers)
             stepper.clip = self._clip()
             server = self._server(weights, device, merge)
         if self._alone:
@@ -140,7 +141,10 @@ class _Builder:
         if self._config.compile:  # only now: graphs keep the weights' addresses
             dropout = {stage.resolution: stage.dropout for stage in run.stages}
             sizes, example = run.batch_sizes(self._workers), run.data.example
-            compile_for(run.model, weights, sizes, dropout, self._accelerator, example)
+            compile_for(
+                *(run.model, weights, sizes, dropout, self._accelerator, example),
+                sums=run.micro_batch_sizes is not None,
+            )
         return weights
 
     def _clip(self) -> Clip:

@@ -107,6 +107,16 @@ def _check_together(config: RunConfig) -> None:
         raise ValueError(
             f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
         )
+    if config.micro_batch_size is not None and config.large_batch_size == "auto":
+        raise ValueError(
+            "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "
+            "got auto"
+        )
+    if config.micro_batch_size is not None and config.sync_batch_norm:
+        raise ValueError(
+            "sync_batch_norm must be false with micro_batch_size, where processes differ in how "
+            "many they take, got true"
+        )
     if (config.slope is None) != (config.intercept is None):
         given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
         raise ValueError(f"{other} must be given with {given}, got {given} alone")

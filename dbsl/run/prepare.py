@@ -38,7 +38,7 @@ from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
 from dbsl.run.plans import Planning
 from dbsl.run.run import Run, round_sampler, steps_of
-from dbsl.run.workers import know_workers, takes_joint_steps
+from dbsl.run.workers import Workers, know_workers, takes_joint_steps
 
 _NOTHING_OWN = Own()
 
@@ -73,8 +73,12 @@ def prepare(
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
+    _check_micro_batches(known, least)
     planning = Planning(config, known, len(data.train), least)
-    plans = _first_plans(config, planning, len(data.train), accelerator)
+    plans = {
+        resolution: _with_memory_notes(plan, known, resolution)
+        for resolution, plan in _first_plans(config, planning, len(data.train), accelerator).items()
+    }
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
     # fp16 scales gradients, images of a mixed batch and copies of one are not independent, and an
@@ -111,6 +115,7 @@ def prepare(
         loss_of=loss_of,
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
+        micro_batch_sizes=known.micro_batch_sizes,
     )
 
 
@@ -238,6 +243,39 @@ def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
         raise ValueError(f"resolutions must be positive for images, got {NO_SIDE}")
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
         return load_configured(config, config.seed, accelerator.device)
+
+
+def _check_micro_batches(known: Workers, least: int) -> None:
+    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
+    if sizes and min(sizes) < least:
+        raise ValueError(
+            f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
+            f"of a single sample, got {min(sizes)}"
+        )
+
+
+def _with_memory_notes(plan: Plan, known: Workers, resolution: int) -> Plan:
+    """Return a plan that says who takes micro-batches, and whose batch does not fit into memory."""
+    micro = (known.micro_batch_sizes or {}).get(resolution, [None] * len(plan.workers))
+    fits = (known.fits or {}).get(resolution, [None] * len(plan.workers))
+    notes: dict[str, list[int]] = {}
+    for number, (worker, most, fit) in enumerate(zip(plan.workers, micro, fits, strict=True)):
+        batch = worker.local_batch_size
+        at_once = batch if most is None else min(batch, most)
+        if at_once < batch:
+            note = f"batches of {batch} in {-(-batch // most)} micro-batches of at most {most}"
+            notes.setdefault(note, []).append(number)
+        if fit is not None and at_once > fit:
+            note = (
+                f"{at_once} samples at once are more than the {fit} that fit into memory: set "
+                "--micro-batch-size auto"
+            )
+            notes.setdefault(note, []).append(number)
+    said = tuple(
+        f"{'workers' if len(own) > 1 else 'worker'} {', '.join(map(str, own))}: {note}"
+        for note, own in notes.items()
+    )
+    return replace(plan, notes=(*plan.notes, *said)) if said else plan
 
 
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:

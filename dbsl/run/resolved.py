@@ -40,9 +40,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "local_batch_sizes": ("workers", "resolutions"),
     "global_batch_size": (*_ROUND, "local_batch_sizes"),
     "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "batch_evidence"),),
+    "micro_batch_size": (
+        *(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "large_batch_size", "push"),
+    ),
     "slope": (
         *(*_STEP, "dataset", "resolutions", "workers", "cpu_threads", "large_batch_size"),
-        *(*_BATCHES, "profile", "profile_refresh", "intercept", "floor"),
+        *(*_BATCHES, "micro_batch_size", "profile", "profile_refresh", "intercept", "floor"),
     ),
     "intercept": ("slope",),
     "floor": ("slope",),
@@ -51,7 +54,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         *("time_ratio", "small_share", "min_batch_size", "update_factor", "rounding"),
     ),
 }
-_LISTS = ("large_batch_size", "slope", "intercept", "floor", "small_batch_size")
+_LISTS = ("large_batch_size", "micro_batch_size", "slope", "intercept", "floor", "small_batch_size")
 # Settings that say how to find one; with it found they have had their say.
 _DONE = {
     "slope": {"profile": None, "profile_refresh": False},

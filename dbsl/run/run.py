@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,14 @@ from dbsl.data.sources import TrainingData
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
 from dbsl.plan.link import Link
-from dbsl.plan.sampler import EpochSampler, Part, Step, StepSampler, evaluation_batch_size
+from dbsl.plan.sampler import (
+    EpochSampler,
+    Part,
+    Step,
+    StepSampler,
+    evaluation_batch_size,
+    micro_parts,
+)
 from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.turns import Restart, Round
@@ -47,6 +55,8 @@ class Run:
         loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
         ema: Average of the global weights over epochs; None: not kept.
         measured: Whether the time models were measured, not given.
+        micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
+            resolution; None: its whole batch.
     """
 
     config: RunConfig
@@ -65,6 +75,7 @@ class Run:
     loss_of: LossOf
     ema: WeightAverage | None
     measured: bool
+    micro_batch_sizes: Mapping[int, Sequence[int]] | None = None
 
     @property
     def evaluation_transform(self) -> Any:
@@ -74,7 +85,11 @@ class Run:
     @property
     def evaluation_batch(self) -> int:
         """Images of an evaluation that are on the device at once."""
-        largest = max(w.local_batch_size for plan in self.plans.values() for w in plan.workers)
+        largest = max(
+            min(worker.local_batch_size, self._at_once(resolution, number) or math.inf)
+            for resolution, plan in self.plans.items()
+            for number, worker in enumerate(plan.workers)
+        )
         device = next(self.model.parameters()).device.type
         return evaluation_batch_size(self.config.eval_batch_size, device, largest)
 
@@ -90,6 +105,16 @@ class Run:
     def steps(self, segment: CurrentPlan, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
         return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
+
+    def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
+        """Yield what is computed at once of a step: its parts, or their micro-batches."""
+        for part in step.parts:
+            if len(part.indices):
+                yield from micro_parts(part, self._at_once(resolution, part.worker), self.least)
+
+    def _at_once(self, resolution: int, worker: int) -> int | None:
+        sizes = self.micro_batch_sizes
+        return None if sizes is None else sizes[resolution][worker]
 
     def batches(
         self, parts: Sequence[Part], resolution: int, epoch: int
@@ -126,8 +151,9 @@ class Run:
                 for round_ in range(self.rounds):
                     turn = Round(group, epoch, round_)
                     steps = self.steps(segment, turn)
-                    parts = [part for step in steps for part in step.parts]
-                    of_resolution |= {len(part.indices) for part in parts} - {0}
+                    resolution = self.stage_at(epoch).resolution
+                    parts = [p for step in steps for p in self.micro_parts(step, resolution)]
+                    of_resolution |= {len(part.indices) for part in parts}
         return sizes
 
     def fixed_segments(self, start: Restart) -> dict[int, list[CurrentPlan]]:

@@ -169,7 +169,7 @@ class Work:
         self._turn, self._stage, self._plan = turn, stage, plan
         self._all = run.steps(plan, turn)
         self._left = self._all[session.progress.steps :]
-        parts = [part for step in self._left for part in step.parts if len(part.indices)]
+        parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
         self.lr_factor = run.rate_factor(plan, turn)
         self._measures = run.noise.due(turn)
@@ -185,11 +185,13 @@ class Work:
         yield from self._left
 
     def parts(self, step: Step) -> Iterator[tuple[Part, Tensor, Tensor]]:
-        """Yield a step's parts with their images [B, 3, R, R] and labels, [B] or shares [B, C]."""
-        for part in step.parts:
-            if len(part.indices):
-                self._batch = next(self._batches)
-                yield part, *self._batch
+        """Yield a step's parts with their images [B, 3, R, R] and labels, [B] or shares [B, C].
+
+        With `micro_batch_size` they are micro-batches, each with its part of the weight.
+        """
+        for part in self._session.run.micro_parts(step, self._stage.resolution):
+            self._batch = next(self._batches)
+            yield part, *self._batch
 
     def add(self, part: Part, loss: Tensor, samples: int) -> None:
         """Count a part's mean loss, on the device: .item() would wait for it."""

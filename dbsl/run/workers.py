@@ -13,12 +13,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.words import px
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler, Setup
-from dbsl.profile.memory import GIB
+from dbsl.profile.memory import GIB, is_short_of_memory
 from dbsl.profile.noise_probe import LossOf
-from dbsl.profile.step_time import NO_OPTIMIZER
+from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
 from dbsl.run.config import RunConfig, for_workers, from_workers
 from dbsl.run.evidence import useful_batch_size
 
@@ -37,12 +38,16 @@ class Workers:
         large_batch_sizes: Samples of a large step.
         limits: Most samples a step, [n]; None: no bound.
         measured: Whether the time models were measured, not given.
+        micro_batch_sizes: Most samples at once; None: whole batches.
+        fits: Most samples of a batch that fit into memory; None: it was not measured.
     """
 
     models: dict[int, list[TimeModel]]
     large_batch_sizes: dict[int, list[int]]
     limits: dict[int, np.ndarray | None]
     measured: bool
+    micro_batch_sizes: dict[int, list[int]] | None = None
+    fits: dict[int, list[int | None]] | None = None
 
 
 def takes_joint_steps(config: RunConfig) -> bool:
@@ -87,11 +92,13 @@ def know_workers(
     models = None if measured else _given_models(config)
     useful = useful_batch_size(config, accelerator) if config.batch_evidence else None
     # Joint steps shift samples between workers, and none may be given more than it can hold.
-    shifting = joint and config.balance != "none"
+    # With micro-batches any batch fits.
+    shifting = joint and config.balance != "none" and config.micro_batch_size is None
     on_card = accelerator.device.type == "cuda" or config.memory_limit is not None
     find_limits = auto or (shifting and on_card)
     limits: list[list[int] | None] = [None] * len(resolutions)
-    if measured or find_limits:
+    micro_auto = config.micro_batch_size == "auto"
+    if measured or find_limits or micro_auto:
         profiler = _profiler(config, model, data, accelerator, loss_of)
     if find_limits:
         most = len(data.train) if shifting else largest_auto_batch(share)
@@ -103,8 +110,13 @@ def know_workers(
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
+    if micro_auto:
+        micro = _largest_micro_batches(config, profiler, large, accelerator)
+    else:
+        micro = _given_micro_batches(config)
+    fits = None
     if models is None:
-        models = _measured_models(config, profiler, large, accelerator)
+        models, fits = _measured_models(config, profiler, large, micro, accelerator)
     known = Workers(
         models=dict(zip(resolutions, models, strict=True)),
         large_batch_sizes=dict(zip(resolutions, large, strict=True)),
@@ -113,8 +125,10 @@ def know_workers(
             for r, row in zip(resolutions, limits, strict=True)
         },
         measured=measured,
+        micro_batch_sizes=micro and dict(zip(resolutions, micro, strict=True)),
+        fits=fits and dict(zip(resolutions, fits, strict=True)),
     )
-    return known, _with_known(config, models, large)
+    return known, _with_known(config, models, large, micro)
 
 
 def _given_batches(config: RunConfig, share: int) -> list[list[int]]:
@@ -122,6 +136,58 @@ def _given_batches(config: RunConfig, share: int) -> list[list[int]]:
     given = None if config.large_batch_size == "auto" else config.large_batch_size
     rows = for_workers("large_batch_size", given, config.resolutions, config.workers)
     return [[size or default_large_batch_size(share) for size in row] for row in rows]
+
+
+def _given_micro_batches(config: RunConfig) -> list[list[int]] | None:
+    """Return micro-batches as they are given, [resolution][worker]; None: batches are whole."""
+    given = config.micro_batch_size
+    if given is None:
+        return None
+    return for_workers("micro_batch_size", given, config.resolutions, config.workers)
+
+
+def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
+    """Return the most that a worker may have in a step at a resolution.
+
+    Args:
+        config: The run's settings.
+        row: Large batches of the workers at the resolution.
+        number: Of the resolution.
+    """
+    if config.local_batch_sizes:
+        sizes = for_workers(
+            "local_batch_sizes",
+            config.local_batch_sizes * (len(config.resolutions) if _for_all(config) else 1),
+            config.resolutions,
+            config.workers,
+        )
+        row = sizes[number]
+    if takes_joint_steps(config):
+        return config.global_batch_size or sum(row)
+    return max(row)
+
+
+def _for_all(config: RunConfig) -> bool:
+    """Whether batches by hand hold for all resolutions."""
+    return len(config.local_batch_sizes or ()) == config.workers
+
+
+def _largest_micro_batches(
+    config: RunConfig, profiler: Profiler, large: list[list[int]], accelerator: Accelerator
+) -> list[list[int]]:
+    """Return the most samples at once that fit into memory, [resolution][worker]."""
+    limit = config.memory_limit and config.memory_limit * GIB
+    found = [
+        profiler.largest_batch(
+            resolution,
+            limit_bytes=limit,
+            at_most=_largest_of(config, row, number),
+            what="micro-batch",
+            why_most="whole batches fit",
+        )
+        for number, (resolution, row) in enumerate(zip(config.resolutions, large, strict=True))
+    ]
+    return [[int(size) for size in row] for row in _gather(found, config.workers, accelerator)]
 
 
 def _given_models(config: RunConfig) -> list[list[TimeModel]]:
@@ -187,26 +253,79 @@ def _largest_batches(
 
 
 def _measured_models(
-    config: RunConfig, profiler: Profiler, large: list[list[int]], accelerator: Accelerator
-) -> list[list[TimeModel]]:
-    """Return time models as they are measured, [resolution][worker]."""
-    profiles = [
-        profiler.profile(r, max(row)) for r, row in zip(config.resolutions, large, strict=True)
-    ]
-    for profile in profiles:
-        accelerator.print(profile.describe())
+    config: RunConfig,
+    profiler: Profiler,
+    large: list[list[int]],
+    micro: list[list[int]] | None,
+    accelerator: Accelerator,
+) -> tuple[list[list[TimeModel]], list[list[int | None]]]:
+    """Return what is measured, both [resolution][worker]: time models, and the batches that fit.
+
+    The batches are None where the memory of whole batches was not measured.
+    """
+    limit = config.memory_limit and config.memory_limit * GIB
+    measured, fits = [], []  # profiles of this process's workers, by resolution
+    for number, resolution in enumerate(config.resolutions):
+        largest, profiles = max(large[number]), {}
+        own = [None] * len(large[number])
+        if micro is not None:
+            largest = max(largest, _largest_of(config, large[number], number))
+            own = [most if most < largest else None for most in micro[number]]
+        own = [own[worker] for worker in _own_workers(config, accelerator)]
+        for most in dict.fromkeys(own):
+            profiles[most] = _measure(profiler.in_micro_batches(most), resolution, largest)
+            accelerator.print(profiles[most].describe())
+        measured.append([profiles[most] for most in own])
+        memory = profiles[None].memory if None in profiles else None
+        fits.append(memory.fits(limit) if memory else -1)
     columns = (
-        _gather([getattr(p, name) for p in profiles], config.workers, accelerator)
+        _of_all([[getattr(p, name) for p in row] for row in measured], config.workers, accelerator)
         for name in ("slope", "intercept", "floor")
     )
-    return [
+    models = [
         _equal_but_for_noise(own, min(row))
         for own, row in zip(_time_models(*columns), large, strict=True)
     ]
+    return models, [
+        [None if count < 0 else int(count) for count in row]
+        for row in _gather(fits, config.workers, accelerator)
+    ]
+
+
+def _measure(profiler: Profiler, resolution: int, largest: int) -> StepProfile:
+    """Return the profile of a resolution; where a batch does not fit, say what to set."""
+    try:
+        return profiler.profile(resolution, largest)
+    except RuntimeError as error:
+        if not is_short_of_memory(error):
+            raise
+    raise ValueError(
+        f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
+        "--micro-batch-size auto"
+    )
+
+
+def _own_workers(config: RunConfig, accelerator: Accelerator) -> Sequence[int]:
+    """Return the workers of this process; a dedicated server measures as the first does."""
+    if accelerator.num_processes == 1:
+        return range(config.workers)
+    return (max(0, accelerator.process_index - config.dedicated_server),)
+
+
+def _of_all(
+    values: Sequence[Sequence[float]], workers: int, accelerator: Accelerator
+) -> Sequence[Sequence[float]]:
+    """Return values of this process's workers, [resolution][own], as those of all workers."""
+    if accelerator.num_processes == 1:
+        return values
+    return _gather([row[0] for row in values], workers, accelerator)
 
 
 def _with_known(
-    config: RunConfig, models: list[list[TimeModel]], large: list[list[int]]
+    config: RunConfig,
+    models: list[list[TimeModel]],
+    large: list[list[int]],
+    micro: list[list[int]] | None,
 ) -> RunConfig:
     """Return the config with what the workers can do; what said how to find it is unset."""
     # For joint steps a large batch would be a limit that nobody set.
@@ -218,6 +337,7 @@ def _with_known(
     return replace(
         config,
         large_batch_size=from_workers(large) if keeps_large else None,
+        micro_batch_size=micro and from_workers(micro),
         slope=slope,
         intercept=intercept,
         floor=floor if any(floor) else config.floor,

@@ -66,6 +66,7 @@ MODES = {
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
+    "micro": {**JOINT, "push": "gradients", "push_every": 2, "micro_batch_size": (2, 4)},
 }
 
 

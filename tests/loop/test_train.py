@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from dbsl.base.errors import one_line_errors
 from dbsl.base.helptext import read_source
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
+from dbsl.profile.cache import Profiler
+from dbsl.profile.memory import MemoryModel
+from dbsl.profile.step_time import StepProfile
 from dbsl.run.parse import COMMON, config_to_yaml, parse_config
 from tests import helpers
 from tests.helpers import (
@@ -321,6 +325,72 @@ def test_a_clipped_step_is_as_long_as_the_bound_and_the_log_has_the_norm_before(
     assert all(line["gradient_norm"] > 0.1 for line in lines)
 
 
+MICRO = {
+    "bsp": {"large_batch_size": (12, 9), "small_workers": 1},
+    "step": {"sync": "step", "local_batch_sizes": (3, 4, 6, 9)},
+    "gradients": {"push": "gradients", "local_batch_sizes": (3, 4, 6, 9)},
+    "asp": {"sync": "asp", "large_batch_size": (12, 9), "slowdown": ("3:2.5",)},
+}
+
+
+@pytest.mark.parametrize(
+    "mode", ["bsp", "step", *(pytest.param(m, marks=slow) for m in ("gradients", "asp"))]
+)
+def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, monkeypatch, mode):
+    sizes = []
+    monkeypatch.setattr(
+        "train.loss_function",
+        lambda *arguments, loss=train.loss_function: (
+            sizes.append(len(arguments[1])),
+            loss(*arguments),
+        )[1],
+    )
+    settings = {"model": "test_vit", "resolutions": (16, 32), "epochs": 3, "workers": 4}
+    settings |= MICRO[mode] | {"lr_milestones": (2,), "log_every": 1, "mixed_precision": "no"}
+    helpers.run(tmp_path / "whole", **settings)
+    whole, sizes[:] = sizes.copy(), []
+    micro = (5, 5, 5, 5, 2, 3, 4, 4)  # by resolution and worker
+    helpers.run(tmp_path / "micro", **settings, micro_batch_size=micro)
+    assert max(sizes) <= 5 < max(whole)
+    assert sum(sizes) == sum(whole)
+    kept = ("event", "worker", "epoch", "samples", "steps", "local_batch_size", "step")
+    found, expected = metrics_of(tmp_path / "micro"), metrics_of(tmp_path / "whole")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [ours.get(name) for name in kept] == [theirs.get(name) for name in kept]
+        for name in ("loss", "gradient_norm", "gradient_square", "gradient_batch"):
+            assert (ours.get(name) or 0) == pytest.approx(theirs.get(name) or 0, rel=2e-3), name
+
+
+def test_auto_micro_batches_are_what_fits_and_are_written_down(tmp_path, monkeypatch, capsys):
+    asked = {}
+
+    def fitting(self, resolution, *, at_most, **options):
+        asked[resolution] = at_most
+        return min(4, at_most)
+
+    monkeypatch.setattr(Profiler, "largest_batch", fitting)
+    folder = tmp_path / "run"
+    settings = {"workers": 2, "large_batch_size": (10,), "micro_batch_size": "auto"}
+    config = helpers.run(folder, **settings, epochs=1, lr_milestones=())
+    assert asked == {16: 10}
+    again = parse_config(Config, ["--config", str(folder / "config.yaml")])
+    assert again.micro_batch_size == config.micro_batch_size == "auto"
+    assert again.resolved["micro_batch_size"] == (4,)
+    note = "note: workers 0, 1: batches of 10 in 3 micro-batches of at most 4"
+    assert note in capsys.readouterr().out
+
+
+def test_a_batch_by_hand_that_does_not_fit_is_said_in_the_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(MemoryModel, "fits", lambda model, limit: 7)
+    memory = MemoryModel(1.0, 1.0, 9.0, 0.0, 0.0, "a test")
+    profile = StepProfile(16, (2, 10), (0.1, 0.3), (0.0, 0.0), 0.1, 0.1, 1.0, 0.0, 2, memory=memory)
+    monkeypatch.setattr(Profiler, "profile", lambda *_: profile)
+    settings = {"workers": 2, "local_batch_sizes": (7, 10), "sync": "step", "plan_only": True}
+    helpers.run(tmp_path / "run", **settings, slope=None, intercept=None)
+    said = "worker 1: 10 samples at once are more than the 7 that fit into memory: set --micro-"
+    assert said in capsys.readouterr().out
+
+
 STEP = ("--sync", "step", "--small-workers", "0")
 PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
 
@@ -375,6 +445,17 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
         ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync asp"),
+        (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
+        (["--micro-batch-size", "0"], "micro_batch_size must be at least 1, got 0"),
+        (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),
+        (
+            ["--large-batch-size", "auto", "--micro-batch-size", "4"],
+            "large_batch_size must not be auto with micro_batch_size",
+        ),
+        (
+            [*STEP, "--sync-batch-norm", "--micro-batch-size", "4"],
+            "sync_batch_norm must be false with micro_batch_size",
+        ),
         (["--clip-grad", "0"], "clip_grad must be above 0, got 0"),
         (["--clip-mode", "agc"], "clip_grad must be given with clip_mode, got agc alone"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),

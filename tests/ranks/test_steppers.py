@@ -25,8 +25,8 @@ from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.sampler import Part, Step, StepSampler
-from dbsl.plan.turns import EpochEnd, RoundReport
+from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
+from dbsl.plan.turns import EpochEnd, Round, RoundReport
 from dbsl.plan.types import CurrentPlan, TimeModel
 
 CPU = torch.device("cpu")
@@ -76,8 +76,8 @@ def joined_weights(model, sizes, samples, clip=CLIPS[0]):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def train(cluster, stepper, sizes, samples, weighted=True):
-    """The loop of train.py, bare."""
+def train(cluster, stepper, sizes, samples, weighted=True, micro=None):
+    """The loop of train.py, bare; `micro` has the most samples at once, by worker."""
     images, labels = make_data(samples)
     sampler = StepSampler(samples, sum(sizes), seed=1)
     turns = 0
@@ -92,8 +92,9 @@ def train(cluster, stepper, sizes, samples, weighted=True):
         pushing = isinstance(stepper, PushedGradients)
         first, last = (turn.round, turn.round + 1) if pushing else (0, count)
         for step in sampler.steps(turn.workers, turn.epoch, first, last, sizes):
-            for part in step.parts:
-                if len(part.indices):
+            for whole in step.parts:
+                at_once = micro and micro[whole.worker]
+                for part in micro_parts(whole, at_once) if len(whole.indices) else ():
                     with stepper.part(step, part) as weight:
                         batch = torch.from_numpy(part.indices)
                         loss = F.cross_entropy(stepper.model(images[batch]), labels[batch])
@@ -124,7 +125,7 @@ def make_planner(sizes, samples):
     return Planner({8: plan}, lambda epoch: 8, {8: models}), plan
 
 
-def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0]):
+def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0], micro=None):
     model = copy.deepcopy(model)
     planner, plan = make_planner(sizes, samples)
     clock, workers = ComputeClock(CPU), range(len(sizes))
@@ -145,10 +146,10 @@ def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0]):
         weights = FlatWeights(model)
         stepper = PushedGradients(model, weights, clock)
         cluster = SimulatedCluster(weights, server, outgoing=stepper.vector, **common)
-    return train(cluster, stepper, sizes, samples, weighted)
+    return train(cluster, stepper, sizes, samples, weighted, micro)
 
 
-def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CLIPS[0]):
+def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CLIPS[0], micro=None):
     planner, plan = make_planner(sizes, samples)
     clock = ComputeClock(CPU)
     common = {"planner": planner, "epochs": EPOCHS}
@@ -187,7 +188,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CL
             wire=wire,
             **common,
         )
-    return train(cluster, stepper, sizes, samples, weighted).tolist()
+    return train(cluster, stepper, sizes, samples, weighted, micro).tolist()
 
 
 @pytest.mark.parametrize("how", ["step", "gradients"])
@@ -233,6 +234,76 @@ def test_clipped_steps_of_uneven_processes_are_those_of_the_joined_batch(
     for found in run_ranks(one_rank, tiny_model, how, sizes, samples, True, None, clip):
         found = torch.tensor(found, dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+@pytest.mark.parametrize(("sizes", "samples"), SPLITS)
+def test_micro_batches_of_uneven_workers_equal_the_joined_batch(tiny_model, how, sizes, samples):
+    micro = [3, 2, 4, 1][: len(sizes)]  # some do not divide a batch, some are larger than it
+    expected = joined_weights(tiny_model, sizes, samples, CLIPS[1])
+    found = one_process(tiny_model, how, sizes, samples, clip=CLIPS[1], micro=micro)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+@pytest.mark.parametrize("micro", [[3, 2], [None, 1], [2, 100]])
+def test_processes_that_differ_in_their_micro_batches_equal_the_joined_batch(
+    run_ranks, tiny_model, how, micro
+):
+    sizes, samples = (6, 2), 43  # with a last global batch of another size
+    expected = joined_weights(tiny_model, sizes, samples)
+    arguments = (tiny_model, how, sizes, samples, True, None, CLIPS[0], micro)
+    for found in run_ranks(one_rank, *arguments):
+        found = torch.tensor(found, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+class Normed(nn.Module):
+    """Its loss does not depend on its batch norm, whose statistics are those of the images."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm2d(3), nn.Linear(3 * 64, 3)
+
+    def forward(self, images):
+        self.norm(images)
+        return self.head(images.flatten(1))
+
+
+def statistics_after_a_step(stepper_of, micro):
+    """Return the gradient and the running mean after one step of 7 samples."""
+    torch.manual_seed(0)
+    images, labels = make_data(7)
+    model = Normed().double()
+    weights = FlatWeights(model)
+    stepper = stepper_of(model, weights)
+    step = Step((Part(0, np.arange(7), 1.0),), 0.0)
+    stepper.begin(Round((0,), 0, 0))
+    for part in micro_parts(step.parts[0], micro):
+        with stepper.part(step, part) as weight:
+            loss = F.cross_entropy(model(images[part.indices]), labels[part.indices])
+            (loss * weight).backward()
+    stepper.step(step, 0.0)
+    return model.norm.running_mean.clone(), model.norm.running_var.clone(), stepper
+
+
+STEPPERS = {
+    "own": lambda m, w: OwnSteps(m, ComputeClock(CPU), build, [0], w.buffers),
+    "joint": lambda m, w: JointSteps(m, w, ComputeClock(CPU), build, [0]),
+    "pushed": lambda m, w: PushedGradients(m, w, ComputeClock(CPU)),
+}
+
+
+@pytest.mark.parametrize("kind", STEPPERS)
+def test_micro_batches_move_running_statistics_once_a_step(kind):
+    mean, variance, stepper = statistics_after_a_step(STEPPERS[kind], None)
+    of_micro, other_variance, other = statistics_after_a_step(STEPPERS[kind], 3)
+    torch.testing.assert_close(of_micro, mean)
+    assert not torch.allclose(other_variance, variance)  # each normalises by its own
+    torch.testing.assert_close(other_variance, variance, rtol=0.1, atol=0)
+    if kind == "pushed":
+        torch.testing.assert_close(other.vector[-128:-64], stepper.vector[-128:-64])
+        assert other.vector[-128:-125].abs().min() > 0  # the change of the running mean
 
 
 def test_a_worker_of_its_own_clips_before_it_steps_and_tells_the_norm_before(tiny_model):

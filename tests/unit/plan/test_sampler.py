@@ -5,12 +5,30 @@ from hypothesis import strategies as st
 
 from dbsl.plan.sampler import (
     EpochSampler,
+    Part,
     StepSampler,
     _permutation,
     evaluation_batch_size,
     evaluation_batches,
+    micro_parts,
     split_evenly,
 )
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 2), st.floats(0.1, 1))
+def test_micro_batches_have_every_sample_once_and_weights_that_sum_to_the_parts(
+    samples, most, least, weight
+):
+    part = Part(3, np.arange(samples), weight)
+    micro = micro_parts(part, most, least)
+    assert np.concatenate([m.indices for m in micro]).tolist() == list(range(samples))
+    assert sum(m.weight for m in micro) == pytest.approx(weight)
+    assert sum(m.share for m in micro) == pytest.approx(1)
+    assert [m.begins for m in micro] == [True] + [False] * (len(micro) - 1)
+    assert [m.ends for m in micro] == [False] * (len(micro) - 1) + [True]
+    assert max(len(m.indices) for m in micro) <= max(most, 2 * least - 1)
+    assert micro_parts(part, None) == [part]
+    assert {m.worker for m in micro} == {3}
 
 
 @given(

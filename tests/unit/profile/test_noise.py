@@ -337,6 +337,18 @@ def test_probe_leaves_everything_as_it_was():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
+    model = Quadratic(4, 2.0).double()
+    samples, labels = torch.zeros(16, 4, dtype=torch.float64), torch.zeros(16, dtype=torch.int64)
+    quadratic_loss(model, samples, labels).backward()
+    step, turn = Step((Part(0, np.arange(16), 1.0),), 0.0), Round((0,), 0, 0)
+    last = (samples[-3:], labels[-3:])  # of the last micro-batch: no more are on the device
+    for kind, micro in (("micro", 3), ("joined", None)):
+        probe = make_probe(model, kind, workers=2)
+        found = probe.measure(turn, step, False, *last, quadratic_loss)
+        assert (found["gradient_batch"], found.get("micro_batch")) == (16, micro)
+
+
 def test_gradients_of_parts_are_scaled_back():
     model = Quadratic(4, 2.0).double()
     samples, labels = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)

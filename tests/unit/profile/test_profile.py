@@ -167,6 +167,24 @@ def test_profiling_leaves_the_model_and_the_random_numbers_as_they_were(accelera
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_step_in_micro_batches_is_measured_as_it_is_taken(accelerator):
+    model, sizes = build_model("test_resnet", 3, final_resolution=32), []
+
+    def loss_of(module, images, labels):
+        sizes.append(len(images))
+        return module(images).square().mean()
+
+    step = TrainingStep(model, 16, 3, accelerator, loss_of=loss_of, micro_batch=4)
+    step(10)
+    step(4)
+    assert sizes == [3, 3, 4, 4]
+    assert profile_steps(step, [4, 8], seconds=0.01).memory is None  # it does not follow the batch
+    plain, other = (
+        Setup.of("test_resnet", model, 3, accelerator, micro_batch=m) for m in (None, 4)
+    )
+    assert cache_file(plain) != cache_file(other)
+
+
 def test_a_measured_step_has_the_optimizer_the_loss_and_the_frozen_layers_of_training(accelerator):
     model = build_model("test_resnet", 3, final_resolution=32)
     losses = []
