@@ -133,7 +133,7 @@ def small_workers_figure(published: Rows, arms: Rows) -> Figure:
             color=color,
             label=f"{method}, k = {ratio}, {source.partition(' CIFAR')[0]}",
         )
-    theirs.set_title("published: one run each, best on the test set", fontsize=10)
+    theirs.set_title("published: one run each", fontsize=10)
     by_name = {row["arm"]: row for row in arms}
     for color, ratio in zip(COLORS, RATIOS, strict=False):
         names = ["all_large", *(f"dual_{n}_k{ratio.replace('.', '')}" for n in range(1, 5))]

@@ -43,7 +43,7 @@ class CompareConfig:  # every field is a flag, its comment the help
     arms: Annotated[tuple[str, ...], POSITIONAL]  # YAML files, configs of train.py; each is an arm
     seeds: int = 3  # runs of each arm, with seeds 0, 1, ...
     baseline: str | None = None  # arm that the others are compared with; unset: the first
-    # accuracy whose time is reported, in (0, 1]; unset: the lowest of the arms' means
+    # accuracy whose time is reported, in (0, 1]; unset: a point below the baseline's last epoch
     target: float | None = None
     # train every arm again, with as many epochs as fit into the baseline's time
     equal_time: bool = False

@@ -55,10 +55,25 @@ def write_comparison(
         f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
         f"to {rows[0]['target']:.1f} %  s/point",
         *(_yaml_line(row, width, len(baseline)) for row in rows),
-        "accuracy and loss at the last epoch; differences are paired by seed; s/point: worker "
-        f"seconds more than {baseline}'s for each point over it; {folder}",
+        "accuracy and loss at the last epoch; differences are paired by seed; *: p below 0.05, "
+        "corrected for the number of arms (Holm); s/point: worker seconds more than "
+        f"{baseline}'s for each point over it; {folder}",
+        *_undetected(rows),
     ]
     return "\n".join(lines)
+
+
+def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on what so few seeds cannot tell, where there is such a difference."""
+    unclear = [r for r in rows if r["p_holm"] >= 0.05 and math.isfinite(r["detectable"])]
+    if not unclear:
+        return []
+    least, most = (f(row["detectable"] for row in unclear) for f in (min, max))
+    seeds = " or ".join(str(n) for n in sorted({row["seeds"] for row in unclear}))
+    return [
+        f"without *: not told from 0; with {seeds} seeds a difference of {least:.1f} to {most:.1f} "
+        "points, by arm, would be found in four of five such comparisons"
+    ]
 
 
 def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arms") -> None:
@@ -175,7 +190,8 @@ def _yaml_line(row: Mapping[str, Any], width: int, baseline: int) -> str:
 
     difference = number(row["difference"], "+.2f")
     if math.isfinite(row["difference_ci95"]):
-        difference += f" ± {row['difference_ci95']:.2f}"
+        mark = "*" if row["p_holm"] < 0.05 else " "
+        difference += f" ± {row['difference_ci95']:.2f}{mark}"
     return (
         f"{row['arm']:<{width}}  {row['seeds']:>5}  {row['accuracy']:>10.2f}  "
         f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  "

@@ -10,13 +10,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from dbsl.base.lazy import lazy_import
 
-stats = lazy_import("scipy.stats")
+optimize, stats = lazy_import("scipy.optimize"), lazy_import("scipy.stats")
 
 CONFIDENCE = 0.95
 MADE_ON = ("device", "precision", "torch", "timm")  # fields of summary.json
@@ -62,8 +63,17 @@ class Run:
     settings: str = ""
 
     def time_to(self, accuracy: float) -> float:
-        """Return the seconds of training until an evaluation was at least so accurate, or inf."""
-        return next((time_s for time_s, value in self.curve if value >= accuracy), math.inf)
+        """Return the seconds of training until it was so accurate, or inf.
+
+        Between two evaluations accuracy is taken to change evenly, from 0 at the start.
+        """
+        before_s, before = 0.0, 0.0
+        for time_s, value in self.curve:
+            if value >= accuracy:
+                share = (accuracy - before) / (value - before) if value > before else 1.0
+                return before_s + max(0.0, share) * (time_s - before_s)
+            before_s, before = time_s, value
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,19 @@ class Interval:
         sd: Standard deviation of single values; NaN of fewer than two.
         half: Half the interval's width; NaN of fewer than two.
         count: Values.
+        p: Of the two-sided t-test that the mean is 0; NaN of fewer than two.
     """
 
     mean: float
     sd: float
     half: float
     count: int
+    p: float = math.nan
+
+    @property
+    def detectable(self) -> float:
+        """The smallest mean that a test of so many values finds in four of five cases, or NaN."""
+        return detectable(self.count) * self.sd
 
 
 def read_run(folder: Path) -> Run:
@@ -124,8 +141,43 @@ def interval(values: Sequence[float]) -> Interval:
         raise ValueError("values must be one or more, got none")
     if len(values) < 2:
         return Interval(values[0], math.nan, math.nan, 1)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values))
-    return Interval(fmean(values), stdev(values), half, len(values))
+    freedom, mean, sd = len(values) - 1, fmean(values), stdev(values)
+    error = float(stats.sem(values))
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    p = 2 * float(stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+    return Interval(mean, sd, half, len(values), p)
+
+
+@cache
+def detectable(count: int, power: float = 0.8) -> float:
+    """Return the effect, in standard deviations, that a two-sided 5 % t-test finds so often.
+
+    Args:
+        count: Values, one or more; of one, nothing is detectable: NaN.
+        power: Probability to find it, in (0, 1).
+    """
+    if count < 2:
+        return math.nan
+    freedom = count - 1
+    bound = stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+
+    def missing(effect: float) -> float:
+        return power - float(stats.nct.sf(bound, freedom, effect * math.sqrt(count)))
+
+    return float(optimize.brentq(missing, 1e-6, 100.0))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number, by Holm's step-down rule; NaN stays.
+
+    One of them below 5 % is then wrong in 5 % of families of tests at most.
+    """
+    order = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    corrected, highest = list(p_values), 0.0
+    for rank, (p, i) in enumerate(order):
+        highest = max(highest, min(1.0, p * (len(order) - rank)))
+        corrected[i] = highest
+    return corrected
 
 
 def paired(runs: Sequence[Run], baseline: Sequence[Run]) -> Interval | None:
@@ -172,16 +224,18 @@ def table(
 
     *Cost per point*: worker seconds (training time times workers) beyond the baseline's, for each
     percentage point of accuracy over it. It is negative where the arm is better and cheaper, and
-    NaN where it is not better.
+    NaN where it is not better. *p*: of the paired t-test, *p_holm* corrected for the number of
+    arms; *detectable*: the difference that so many seeds would find in four of five cases.
 
     Args:
         arms: Finished runs by arm.
         baseline: The arm that others are compared with.
-        target: Accuracy to time; unset: the least of all arms' mean last-epoch accuracies.
+        target: Accuracy to time; unset: a point below the baseline's mean at its last epoch.
     """
     finished = {name: runs for name, runs in arms.items() if runs}
     if target is None:
-        target = min((fmean(run.accuracy for run in own) for own in finished.values()), default=0.0)
+        own = finished.get(baseline) or next(iter(finished.values()), ())
+        target = fmean([run.accuracy for run in own] or [0.0]) - 0.01
     base_cost = _worker_time(finished[baseline]) if baseline in finished else math.nan
     rows = []
     for name, runs in finished.items():
@@ -200,6 +254,9 @@ def table(
                 "ci95": 100 * accuracy.half,
                 "difference": gain,
                 "difference_ci95": 100 * difference.half if difference else math.nan,
+                "p": difference.p if difference else math.nan,
+                "p_holm": math.nan,
+                "detectable": 100 * difference.detectable if difference else math.nan,
                 "loss": loss.mean,
                 "loss_sd": loss.sd,
                 "train_time_s": fmean(run.train_time_s for run in runs),
@@ -214,6 +271,8 @@ def table(
                 "reached": sum(map(math.isfinite, times)),
             }
         )
+    for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = p
     return rows
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import scipy.stats
 import yaml
 
 import train
@@ -18,7 +19,9 @@ from dbsl.compare.plots import arms_figure
 from dbsl.compare.statistics import (
     Run,
     averaged,
+    detectable,
     equal_time_epochs,
+    holm,
     interval,
     paired,
     read_run,
@@ -78,10 +81,41 @@ def test_table_has_last_epochs_times_to_target_and_no_empty_arms():
     assert rows["base"]["accuracy"] == pytest.approx(55.0)
     assert math.isnan(rows["base"]["difference"])
     assert rows["fast"]["difference"] == pytest.approx(8.0)
-    assert rows["fast"]["time_to_target_s"] == pytest.approx(4.0)
+    between = (2 + 2 * 21 / 29, 2 + 2 * 16 / 34)  # halfway each had half its accuracy
+    assert rows["fast"]["time_to_target_s"] == pytest.approx(sum(between) / 2)
     assert (rows["never"]["reached"], rows["never"]["time_to_target_s"]) == (1, math.inf)
-    least = table(arms, "base")[0]["target"]
-    assert least == pytest.approx(48.0)  # of the least arm's mean
+    assert table(arms, "base")[0]["target"] == pytest.approx(54.0)  # a point below the baseline
+
+
+def test_the_time_to_an_accuracy_lies_between_two_evaluations():
+    run = replace(run_of(0, 0.6), curve=((10.0, 0.2), (20.0, 0.6), (30.0, 0.5)))
+    assert run.time_to(0.1) == pytest.approx(5.0)
+    assert run.time_to(0.2) == pytest.approx(10.0)
+    assert run.time_to(0.5) == pytest.approx(17.5)
+    assert run.time_to(0.61) == math.inf
+
+
+def test_p_values_are_those_of_the_paired_test_corrected_for_their_number():
+    base = [run_of(seed, 0.50 + 0.01 * seed) for seed in range(4)]
+    arms = {"base": base}
+    for name, gains in (("sure", (5, 6, 5, 6)), ("unsure", (1, -1, 2, 0)), ("also", (3, 4, 5, 3))):
+        arms[name] = [
+            replace(run, accuracy=run.accuracy + gain / 100)
+            for run, gain in zip(base, gains, strict=True)
+        ]
+    rows = {row["arm"]: row for row in table(arms, "base")}
+    assert math.isnan(rows["base"]["p_holm"])
+    p = scipy.stats.ttest_rel([r.accuracy for r in arms["sure"]], [r.accuracy for r in base]).pvalue
+    assert rows["sure"]["p"] == pytest.approx(p)
+    assert rows["sure"]["p_holm"] == pytest.approx(3 * p)
+    assert rows["unsure"]["p_holm"] == pytest.approx(rows["unsure"]["p"])
+    assert holm([0.04, math.nan, 0.03]) == [0.06, pytest.approx(math.nan, nan_ok=True), 0.06]
+
+
+def test_what_so_few_seeds_can_find_has_the_published_sizes():
+    # The usual tables of power 0.8 at 5 %, two-sided: n = 3, 5, 10.
+    assert [detectable(n) for n in (3, 5, 10)] == pytest.approx([3.26, 1.68, 1.0], rel=0.01)
+    assert math.isnan(detectable(1))
 
 
 def test_cost_per_point_is_worker_seconds_over_points_gained():
