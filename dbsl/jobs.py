@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +32,13 @@ class Launch:
         title: In words, for people.
         folder: Its run folder.
         flags: Flags of train.py, without those that name the folder.
+        environment: Variables of its process, beside those of this one.
     """
 
     title: str
     folder: Path
     flags: tuple[str, ...] = field(repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def is_finished(folder: Path) -> bool:
@@ -151,7 +153,7 @@ def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(SCRIPT), *launch.flags]
     command += ["--output-dir", str(folder), "--resume", "auto"]
-    environment = os.environ | ({} if device is None else seeing(device))
+    environment = os.environ | launch.environment | ({} if device is None else seeing(device))
     # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
     if not log:
         return subprocess.Popen(command, env=environment, start_new_session=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from dbsl.jobs import Launch, is_finished, launch_all
 from dbsl.run.parse import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 
+_FREE = {"report_to"}  # settings that move no result
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -118,7 +120,8 @@ class Arm:
     @property
     def hash(self) -> str:
         """Tell these settings from others on any machine: where the data lie does not count."""
-        settings = {name: _as_list(v) for name, v in self.settings.items() if v is not None}
+        kept = {name: v for name, v in self.settings.items() if name not in _FREE}
+        settings = {name: _as_list(v) for name, v in kept.items() if v is not None}
         settings["dataset"] = self.dataset
         text = json.dumps(settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -198,7 +201,8 @@ def _make(
             _check_same(arm, folder)
             folders[folder] = (arm, seed)
             flags = arm.flags(seed, folder, config.jobs)
-            launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags))
+            names = _names_in_trackers(group, arm.run, seed)
+            launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags, names))
 
     def finished() -> dict[str, list[Run]]:
         for folder, (arm, seed) in folders.items():
@@ -214,6 +218,15 @@ def _make(
     if not config.report_only:
         launch_all(launches, config.jobs, stopping, on_finished=finished)
     return finished()
+
+
+def _names_in_trackers(group: str, arm: str, seed: int) -> dict[str, str]:
+    """Return the variables by which W&B groups runs: a comparison, its arms, their seeds."""
+    return {
+        "WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP") or group,
+        "WANDB_JOB_TYPE": os.environ.get("WANDB_JOB_TYPE") or arm,
+        "WANDB_NAME": f"{arm}-s{seed}",
+    }
 
 
 def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
@@ -268,7 +281,7 @@ def _check_same(arm: Arm, folder: Path) -> None:
         return
     made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
     now = {name: value for name, value in arm.settings.items() if value is not None}
-    for key in [*now, *(made.keys() - now.keys())]:
+    for key in sorted({*now, *made} - _FREE):
         if not _is_same(made.get(key), now.get(key)):
             raise ValueError(
                 f"{key} of arm {arm.name} must be {made.get(key)} as in {note}, or runs_dir "

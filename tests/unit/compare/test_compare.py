@@ -4,6 +4,7 @@ import math
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -217,6 +218,30 @@ def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
     (tmp_path / "configs/tiny/dual.yaml").write_text(yaml.safe_dump(ARM | {"epochs": 3}))
     with pytest.raises(ValueError, match="epochs of arm dual must be 2 as in"):
         compare.main([*arms, "--seeds", "1"])
+
+
+def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_result(
+    arms, monkeypatch
+):
+    launched = []
+    monkeypatch.setattr(compare, "launch_all", lambda launches, *_, **__: launched.extend(launches))
+    monkeypatch.setattr(compare, "write_comparison", lambda *_: "")
+    monkeypatch.setenv("WANDB_JOB_TYPE", "mine")
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    compare.main([arms[1], "--seeds", "2", "--set", "report_to=tensorboard"])
+    assert [launch.environment for launch in launched] == [
+        {"WANDB_RUN_GROUP": "tiny", "WANDB_JOB_TYPE": "mine", "WANDB_NAME": f"dual-s{seed}"}
+        for seed in range(2)
+    ]
+    flags = launched[0].flags
+    assert flags[flags.index("--report-to") + 1] == "tensorboard"
+    silent, told = (
+        compare._read_arm(Path(arms[1]), "", settings)
+        for settings in ({}, {"report_to": "tensorboard"})
+    )
+    assert silent.hash == told.hash
+    compare._check_same(silent, Path("runs/tiny-dual-s5"))
+    compare._check_same(told, Path("runs/tiny-dual-s5"))
 
 
 @pytest.mark.parametrize(
