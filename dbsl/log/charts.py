@@ -32,7 +32,7 @@ WORKERS = "workers"  # group of those of whole epochs
 _LINES = 10  # workers of a chart; of more, as many are shown, evenly spaced
 # Charts of all workers on W&B, whose own have a line each. They are sent whole, so that they come
 # at intervals that grow with the run, and their cost stays below this share of its time.
-_OVERLAID = {
+OVERLAID = {
     STEPS: ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib"),
     WORKERS: ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share"),
 }
@@ -251,7 +251,7 @@ class _WandB(_Tracker):
         epochs: dict[int, dict[int, list[RoundReport]]] = defaultdict(lambda: defaultdict(list))
         for row in records:
             if row["event"] == "step":
-                own = {name: row[name] for name in _OVERLAID[STEPS] if row[name] is not None}
+                own = {name: row[name] for name in OVERLAID[STEPS] if row[name] is not None}
                 self._keep(STEPS, {row["worker"]: own}, row["epoch"] + row["progress"])
             elif row["event"] == "round":
                 epochs[row["epoch"]][row["worker"]].append(report_from_row(row))
@@ -262,7 +262,7 @@ class _WandB(_Tracker):
 
     def _keep(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
         for worker in values.keys() & {*self._shown}:
-            for name in _OVERLAID[kind]:
+            for name in OVERLAID[kind]:
                 if name in values[worker]:
                     line = self._lines[f"{kind}/{name}"].setdefault(worker, [])
                     line.append((epochs, values[worker][name]))
