@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import nn
 
 from dbsl.base.bounds import Within
 from dbsl.base.files import put_in_place
+from dbsl.base.kwargs import parse_kwargs
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import stream_seed
@@ -39,8 +41,38 @@ class ModelConfig:
     model: str = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
     pretrained: bool = False
+    # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
+    # images, are new where theirs do not fit
+    initial_checkpoint: str | None = None
+    # rate of stochastic depth, in [0, 1); unset: the model's own
+    drop_path: Annotated[float | None, Within(0, 1, open_high=True)] = None
+    # rate of DropBlock, in [0, 1); unset: the model's own
+    drop_block: Annotated[float | None, Within(0, 1, open_high=True)] = None
+    # pooling before the classifier: avg, max, avgmax, token and others; unset: the model's own
+    gp: str | None = None
+    # momentum of batch norm, in (0, 1], for models that take it; unset: the model's own
+    bn_momentum: Annotated[float | None, Within(0, 1, open_low=True)] = None
+    # eps of batch norm, for models that take it; unset: the model's own
+    bn_eps: Annotated[float | None, Within(0, open_low=True)] = None
+    # more arguments of the model as name=value, say init_values=1e-6; values have no commas
+    model_kwargs: tuple[str, ...] = ()
+    # compute activations twice instead of keeping them: less memory, more time
+    grad_checkpointing: bool = False
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
     ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
+
+    @property
+    def model_settings(self) -> dict[str, Any]:
+        """What timm's `create_model` takes beside the name and the number of classes."""
+        named = {
+            "drop_path_rate": self.drop_path,
+            "drop_block_rate": self.drop_block,
+            "global_pool": self.gp,
+            "bn_momentum": self.bn_momentum,
+            "bn_eps": self.bn_eps,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        return given | parse_kwargs("model_kwargs", self.model_kwargs)
 
 
 class StridedConv2d(nn.Conv2d):
@@ -67,6 +99,7 @@ def build_model(
     pretrained: bool = False,
     seed: int = 0,
     say: Callable[[str], object] = print,
+    settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Return a timm model that takes images of several resolutions, small ones included.
 
@@ -87,10 +120,13 @@ def build_model(
         pretrained: Load timm's weights.
         seed: Seed of the initial weights.
         say: Takes a line for each part of the weights that is not used.
+        settings: More arguments of the model.
 
     Raises:
-        ValueError: If timm has no model of that name, or its weights cannot be read.
+        ValueError: If timm has no model of that name, it does not take the settings, or its weights
+            cannot be read.
     """
+    settings = dict(settings or {})
     named_source, from_elsewhere = ":" in name, pretrained or ":" in name
     if not named_source and not timm.is_model(name):
         close = timm.list_models(f"{name[:8]}*")[:5]
@@ -106,6 +142,7 @@ def build_model(
             pretrained=from_elsewhere and not small_stem,
             num_classes=num_classes,
             drop_rate=_MARK,
+            settings=settings,
         )
         model.small_stem = (small_stem or final_resolution <= SMALL_STEM_UP_TO) and _shrink_stem(
             model
@@ -130,6 +167,39 @@ def build_model(
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
+
+
+def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:
+    """Load weights of a file into a model that `build_model` made.
+
+    Raises:
+        ValueError: If the file cannot be read, or weights but for the classifier and the stem are
+            missing, unknown or of another shape.
+    """
+    try:
+        state = timm.models.load_state_dict(file)
+        adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+        state = adapt(state, model) if adapt else state
+    except Exception as error:  # whatever torch and safetensors raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(
+            f"initial_checkpoint must be a file of weights, got {file} ({reason})"
+        ) from None
+    own, config = model.state_dict(), model.pretrained_cfg
+    heads = config.get("classifier") or ()
+    may_be_new = tuple(f"{h}." for h in ([heads] if isinstance(heads, str) else heads))
+    may_be_new += ("conv1.",) if model.small_stem else ()
+    unlike = [n for n in own if n not in state or state[n].shape != own[n].shape]
+    unlike += [name for name in state if name not in own]
+    bad = [name for name in unlike if not name.startswith(may_be_new or ("\0",))]
+    if bad:
+        raise ValueError(
+            f"initial_checkpoint must have the weights of the model, got {file}, which differs in "
+            f"{len(bad)} of them, such as {bad[0]}"
+        )
+    model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
+    if unlike:
+        say(f"new, as {file} has no such weights: {', '.join(n for n in unlike if n in own)}")
 
 
 def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
@@ -269,7 +339,7 @@ def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Da
                 "tag": "",
             },
         },
-        model_args={"drop_rate": 0.0, **model.created_with},
+        model_args={"drop_rate": 0.0, **model.created_with, **model.settings},
     )
     return temporary
 
@@ -363,19 +433,35 @@ def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict
     return args
 
 
-def _create(name: str, transformer_args: Mapping[str, Any], seed: int, **args: Any) -> nn.Module:
+def _create(
+    name: str,
+    transformer_args: Mapping[str, Any],
+    seed: int,
+    settings: Mapping[str, Any],
+    **args: Any,
+) -> nn.Module:
     """Create a model with arguments that Vision Transformers alone know, or without them."""
     torch.manual_seed(seed)
+    args |= settings
     try:
-        model = timm.create_model(name, **args, **transformer_args)
+        model = timm.create_model(name, **{**transformer_args, **args})
     except (TypeError, AssertionError):  # not one, or one behind convolutions of its own
         model = None
     model_args = dict(transformer_args)
     if not getattr(model, "dynamic_img_size", False):
         model = None  # before there are two
         torch.manual_seed(seed)
-        model, model_args = timm.create_model(name, **args), {}
-    model.created_with = model_args
+        try:
+            model, model_args = timm.create_model(name, **args), {}
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            if not settings:
+                raise
+            given = ", ".join(f"{key}={value}" for key, value in settings.items())
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"model must take the settings that are given, got {name} with {given} ({reason})"
+            ) from None
+    model.created_with, model.settings = model_args, dict(settings)
     return model
 
 

@@ -179,6 +179,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield gradients and config.sync != "bsp", "clip_grad", None, parts
     yield gradients and config.sync != "bsp", "opt_kwargs", (), parts
     yield config.layer_decay is None, "layer_decay_min_scale", 0, "but with layer_decay"
+    weights = config.pretrained or ":" in config.model
+    yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
     unmixed = "but with mixup, cutmix or cutmix_minmax"
     for name, without in (("mixup_prob", 1), ("mixup_mode", "batch"), ("mixup_off_epoch", 0)):
         yield not config.mixes, name, without, unmixed

@@ -14,7 +14,7 @@ from dbsl.base.words import plural
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
-from dbsl.model import build_model, check_patches, least_batch
+from dbsl.model import build_model, check_patches, least_batch, load_initial
 from dbsl.plan.dual_batch import count_workers
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.plan.follow import Planner
@@ -233,8 +233,18 @@ def _build_model(
         pretrained=config.pretrained,
         seed=config.seed,
         say=accelerator.print,
+        settings=config.model_settings,
     )
     check_patches(model, config.resolutions)
+    if config.initial_checkpoint is not None:
+        load_initial(model, config.initial_checkpoint, accelerator.print)
+    if config.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing()
+        except (AttributeError, AssertionError) as error:
+            raise ValueError(
+                f"grad_checkpointing must be false with {config.model}, which does not know it"
+            ) from error
     return model.to(accelerator.device, memory_format=torch.channels_last)
 
 

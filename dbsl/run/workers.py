@@ -350,7 +350,10 @@ def _with_known(
 def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
     """Return what step times are kept by: a model of one's own by its inputs, too."""
     if model.created_with is not None:
-        return config.model
+        more = [f"{name}={value}" for name, value in model.settings.items()]
+        more += ["grad_checkpointing"] * config.grad_checkpointing
+        more += [f"layer_decay={config.layer_decay}"] * (config.layer_decay is not None)
+        return " ".join([config.model, *more, *config.opt_kwargs])
     inputs, _ = data.example(1, config.resolutions[-1])
     sides = () if config.resolutions[-1] else inputs.shape[1:]
     kind = str(inputs.dtype).removeprefix("torch.")

@@ -1,0 +1,57 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dbsl.model import build_model, load_initial, load_model, save_model
+from dbsl.run.config import RunConfig
+
+DATA = SimpleNamespace(
+    class_names=("a", "b"), mean=(0.5,) * 3, std=(0.2,) * 3, crop_pct=1.0, interpolation="bilinear"
+)
+
+
+def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
+    config = RunConfig(drop_path=0.2, model_kwargs=("init_values=0.1",), gp="avg")
+    model = build_model("test_vit", 2, final_resolution=32, settings=config.model_settings)
+    assert [round(float(b.drop_path1.drop_prob), 3) for b in model.blocks[1:]][-1] == 0.2
+    assert model.blocks[0].ls1.gamma[0] == 0.1
+    save_model(model, tmp_path, 32, DATA)
+    again = load_model(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again(images), model.eval()(images))
+
+
+def test_settings_that_a_model_does_not_take_are_refused():
+    with pytest.raises(
+        ValueError, match=r"model must take the settings .* test_resnet with typo=1"
+    ):
+        build_model("test_resnet", 2, final_resolution=32, settings={"typo": 1})
+    with pytest.raises(ValueError, match="initial_checkpoint must be unset with other weights"):
+        RunConfig(initial_checkpoint="x", pretrained=True)
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+def test_a_model_starts_from_a_file_and_says_what_is_new(tmp_path, name, kind, classes):
+    source = build_model(name, 2, final_resolution=32, seed=5)
+    file, told = str(tmp_path / f"weights.{kind}"), []
+    (save_file if kind == "safetensors" else torch.save)(source.state_dict(), file)
+    model = build_model(name, classes, final_resolution=32, seed=6)
+    load_initial(model, file, told.append)
+    differ = [
+        n
+        for n, value in model.state_dict().items()
+        if value.shape != source.state_dict()[n].shape
+        or not torch.equal(value, source.state_dict()[n])
+    ]
+    assert all(n.startswith(model.pretrained_cfg["classifier"]) for n in differ)
+    assert bool(differ) == bool(told) == (classes == 5)
+    other = "test_vit" if name == "test_resnet" else "test_resnet"
+    model = build_model(other, 2, final_resolution=32)
+    with pytest.raises(ValueError, match="initial_checkpoint must have the weights of the model"):
+        load_initial(model, file, told.append)
+    with pytest.raises(ValueError, match="initial_checkpoint must be a file of weights, got none"):
+        load_initial(model, "none", told.append)
