@@ -56,6 +56,10 @@ class ModelConfig:
     bn_eps: Annotated[float | None, Within(0, open_low=True)] = None
     # more arguments of the model as name=value, say init_values=1e-6; values have no commas
     model_kwargs: tuple[str, ...] = ()
+    # factor on the classifier's weights and bias at the start; unset: 1
+    head_init_scale: float | None = None
+    # value of the classifier's bias at the start, say -6 for --bce-loss; unset: the model's own
+    head_init_bias: float | None = None
     # compute activations twice instead of keeping them: less memory, more time
     grad_checkpointing: bool = False
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
@@ -167,6 +171,26 @@ def build_model(
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
+
+
+@torch.no_grad()
+def init_head(model: nn.Module, scale: float | None, bias: float | None) -> None:
+    """Scale a timm model's classifier, and set its bias; None: leave it.
+
+    Raises:
+        ValueError: If it has no classifier with a bias.
+    """
+    head = model.get_classifier()
+    if getattr(head, "bias", None) is None:
+        raise ValueError(
+            "head_init_scale and head_init_bias must go with a model whose classifier has weights "
+            f"and a bias, got {type(head).__name__}"
+        )
+    if scale is not None:
+        head.weight.mul_(scale)
+        head.bias.mul_(scale)
+    if bias is not None:
+        head.bias.fill_(bias)
 
 
 def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:

@@ -339,11 +339,30 @@ def gpu(up: str) -> list[str]:
     return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
 
 
+def timm_options(up: str) -> list[str]:
+    """Return timm's training options, what each is here, and which share is there."""
+    rows = read(RESULTS / "timm_options.csv")
+    there = sum(bool(row["here"]) for row in rows)
+    flags = sum(row["here"].startswith("--") for row in rows)
+    return [
+        f"{there} of {len(rows)} options ({100 * there / len(rows):.0f} %): {flags} by a flag, "
+        f"{there - flags} are always on.",
+        "",
+        "| timm | here | |",
+        "|---|---|---|",
+        *(f"| `{row['option']}` | {_as_code(row['here'])} | {row['note']} |" for row in rows),
+    ]
+
+
+def _as_code(text: str) -> str:
+    return f"`{text}`" if text.startswith("--") else text or "no"
+
+
 TABLES: dict[str, Callable[[str], list[str]]] = {
     function.__name__: function
     for function in (
         *(first_command, summary, mini, equal_time, beyond, vit),
-        *(studies, uneven, speed, workers, operators, gpu),
+        *(studies, uneven, speed, workers, operators, gpu, timm_options),
     )
 }
 

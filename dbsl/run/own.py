@@ -18,7 +18,15 @@ from dbsl.run.config import RunConfig
 # Settings that say which data and which model; with one's own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
 _OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "drop_block", "gp")
-_OF_MODEL += ("bn_momentum", "bn_eps", "model_kwargs", "grad_checkpointing", "layer_decay")
+_OF_MODEL += (
+    "bn_momentum",
+    "bn_eps",
+    "model_kwargs",
+    "grad_checkpointing",
+    "layer_decay",
+    "head_init_scale",
+    "head_init_bias",
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dbsl.base.words import plural
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
-from dbsl.model import build_model, check_patches, least_batch, load_initial
+from dbsl.model import build_model, check_patches, init_head, least_batch, load_initial
 from dbsl.plan.dual_batch import count_workers
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.plan.follow import Planner
@@ -238,6 +238,8 @@ def _build_model(
     check_patches(model, config.resolutions)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
+    if config.head_init_scale is not None or config.head_init_bias is not None:
+        init_head(model, config.head_init_scale, config.head_init_bias)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dbsl.model import build_model, load_initial, load_model, save_model
+from dbsl.model import build_model, init_head, load_initial, load_model, save_model
 from dbsl.run.config import RunConfig
 
 DATA = SimpleNamespace(
@@ -55,3 +55,12 @@ def test_a_model_starts_from_a_file_and_says_what_is_new(tmp_path, name, kind, c
         load_initial(model, file, told.append)
     with pytest.raises(ValueError, match="initial_checkpoint must be a file of weights, got none"):
         load_initial(model, "none", told.append)
+
+
+def test_the_classifier_begins_as_asked():
+    model, plain = (build_model("test_resnet", 2, final_resolution=32) for _ in range(2))
+    init_head(model, 0.5, -2.0)
+    assert torch.equal(model.get_classifier().weight, 0.5 * plain.get_classifier().weight)
+    assert model.get_classifier().bias.tolist() == [-2.0, -2.0]
+    with pytest.raises(ValueError, match="must go with a model whose classifier has weights and a"):
+        init_head(build_model("test_resnet", 0, final_resolution=32), 0.5, None)
