@@ -35,6 +35,7 @@ from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
 from dbsl.run.config import RunConfig
+from dbsl.run.notes import with_notes
 from dbsl.run.own import Own
 from dbsl.run.plans import Planning
 from dbsl.run.run import Run, round_sampler, steps_of
@@ -76,7 +77,7 @@ def prepare(
     _check_micro_batches(known, least)
     planning = Planning(config, known, len(data.train), least)
     plans = {
-        resolution: _with_memory_notes(plan, known, resolution)
+        resolution: with_notes(plan, known, resolution, config, model, len(data.train))
         for resolution, plan in _first_plans(config, planning, len(data.train), accelerator).items()
     }
     rounds = rounds_of_epoch(plans, config)
@@ -264,30 +265,6 @@ def _check_micro_batches(known: Workers, least: int) -> None:
             f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
             f"of a single sample, got {min(sizes)}"
         )
-
-
-def _with_memory_notes(plan: Plan, known: Workers, resolution: int) -> Plan:
-    """Return a plan that says who takes micro-batches, and whose batch does not fit into memory."""
-    micro = (known.micro_batch_sizes or {}).get(resolution, [None] * len(plan.workers))
-    fits = (known.fits or {}).get(resolution, [None] * len(plan.workers))
-    notes: dict[str, list[int]] = {}
-    for number, (worker, most, fit) in enumerate(zip(plan.workers, micro, fits, strict=True)):
-        batch = worker.local_batch_size
-        at_once = batch if most is None else min(batch, most)
-        if at_once < batch:
-            note = f"batches of {batch} in {-(-batch // most)} micro-batches of at most {most}"
-            notes.setdefault(note, []).append(number)
-        if fit is not None and at_once > fit:
-            note = (
-                f"{at_once} samples at once are more than the {fit} that fit into memory: set "
-                "--micro-batch-size auto"
-            )
-            notes.setdefault(note, []).append(number)
-    said = tuple(
-        f"{'workers' if len(own) > 1 else 'worker'} {', '.join(map(str, own))}: {note}"
-        for note, own in notes.items()
-    )
-    return replace(plan, notes=(*plan.notes, *said)) if said else plan
 
 
 def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
