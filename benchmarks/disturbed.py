@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run(folder: Path, model: str, balance: str, least: int, seed: int) -> dict[str, float]:
     """Train once and return the last loss, the virtual seconds and the utilisation."""
-    flags = f"""--model {model} --resolutions 16 --epochs {EPOCHS} --lr-milestones 10,14
+    flags = f"""--workers 4 --model {model} --resolutions 16 --epochs {EPOCHS} --lr-milestones 10,14
         --sync step --balance {balance} --disturb 0.1:4-20:3 --time-noise 0.1 --large-batch-size 16
         --slope 0.001 --intercept 0.01 --lr 0.05 --seed {seed}
         --min-batch-size {least} --report-to none --eval-every 4"""

@@ -41,7 +41,7 @@ CASES = {
     "asp": f"{ROUNDS} --sync asp --slowdown 3:2.5 --time-noise 0.1",
     "asp half": f"{ROUNDS} --sync asp --merge half --disturb 0.3:1-2:3",
     "balance dynamic": f"{ROUNDS} --balance dynamic --slowdown 3:3.0",
-    "balance dbs": "--large-batch-size 3 --balance dbs --slowdown 3:3.0",
+    "balance dbs": "--workers 4 --large-batch-size 3 --balance dbs --slowdown 3:3.0",
     "asp balance": f"{ROUNDS} --sync asp --balance dynamic --slowdown 3:3.0",
     "step": f"{JOINT} --sync step --drop-last",
     "step balance": f"{JOINT} --sync step --balance dynamic --slowdown 3:3.0",

@@ -16,7 +16,8 @@ class BatchConfig:
     """Which worker trains in which batches."""
 
     # --- workers and their batch sizes
-    # workers simulated in one process; unset: 4; with several processes, their number
+    # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
+    # --local-batch-sizes; with several processes, their number
     workers: Annotated[int | None, Within(1)] = None
     # share of workers on the small batch, in [0, 1]
     small_ratio: Annotated[float, Within(0, 1)] = 0.0

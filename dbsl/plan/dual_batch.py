@@ -152,18 +152,27 @@ def plan_dual_batch(
     )
 
 
+def says_unlike(
+    small_ratio: float, small_workers: int | None, local_batch_sizes: Sequence[int] | None
+) -> bool:
+    """Whether these settings speak of several workers, unlike ones."""
+    return small_ratio > 0 or small_workers is not None or bool(local_batch_sizes)
+
+
 def count_workers(
     processes: int,
     *,
     workers: int | None = None,
     small_ratio: float = 0.0,
     small_workers: int | None = None,
+    local_batch_sizes: Sequence[int] | None = None,
     dedicated_server: bool = False,
 ) -> tuple[int, int]:
     """Return the number of workers and of small workers among them.
 
-    One process holds all workers (4, unless told otherwise); of several, each is one, but for a
-    dedicated server. A ratio above 0 makes at least one small worker.
+    One process holds all workers; of several, each is one, but for a dedicated server. Unless told
+    otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
+    samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
 
     Raises:
         ValueError: If a count does not match the processes or the other count.
@@ -171,7 +180,8 @@ def count_workers(
     if processes == 1:
         if dedicated_server:
             raise ValueError("dedicated_server must have at least 2 processes, got 1")
-        total = 4 if workers is None else workers
+        unlike = says_unlike(small_ratio, small_workers, local_batch_sizes)
+        total = workers if workers is not None else 4 if unlike else 1
     else:
         total = processes - dedicated_server
         if workers not in (None, total):

@@ -60,8 +60,10 @@ def prepare(
         workers=config.workers,
         small_ratio=config.small_ratio,
         small_workers=config.small_workers,
+        local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
+    by_default = config.workers is None and accelerator.num_processes == 1
     _check_processes(config, accelerator)
     emulation = _make_emulation(config, workers)
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
@@ -117,6 +119,7 @@ def prepare(
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
+        default_workers=by_default,
     )
 
 
@@ -347,13 +350,18 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
     Without a folder it is the plan alone that was asked for: then with timelines.
     """
     config, data, processes = run.config, run.data, accelerator.num_processes
-    where = "simulated in one process" if processes == 1 else f"in {processes} processes"
+    where, chosen = f"in {processes} processes", ""
+    if processes == 1:
+        where = "simulated in one process" if config.workers > 1 else "in one process"
+    if run.default_workers:
+        why = "for small or local batches" if config.workers > 1 else "which learns most per sample"
+        chosen = f" (unset --workers is {config.workers}, {why})"
     plans = format_run(run.stages, run.plans, config.rounds_per_epoch, timelines=folder is None)
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
-        f"{config.workers} workers {where}, {config.small_workers} on small batches, "
-        f"sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
+        f"{plural(config.workers, 'worker')} {where}, {config.small_workers} on small batches"
+        f"{chosen}, sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
         f"precision {describe_precision(accelerator)}, "
         f"{plural(torch.get_num_threads(), 'CPU thread')}",
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",

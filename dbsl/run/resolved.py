@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from dbsl.plan.dual_batch import says_unlike
 from dbsl.run.config import RunConfig
 
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
-# No settings, but sources: how many processes there are, and whether all workers share each step.
-PROCESSES, JOINT = "processes", "joint steps"
+# No settings, but sources: how many processes there are, whether all workers share each step, and
+# whether something is said of unlike workers.
+PROCESSES, JOINT, UNLIKE = "processes", "joint steps", "unlike workers"
 
 _DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
 _STEP = (
@@ -33,7 +35,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "cpu_threads": (PROCESSES,),
     "mixed_precision": (),  # of the machine, or of accelerate launch
     "lr": ("optimizer",),
-    "workers": (PROCESSES, "dedicated_server"),
+    "workers": (PROCESSES, "dedicated_server", UNLIKE),
     "small_workers": ("small_ratio", "workers"),
     "resolutions": ("dataset", "image_column"),
     "lr_milestones": ("epochs",),
@@ -102,6 +104,8 @@ def still_true(
         changed.add(JOINT)
     if launched_precision not in (None, resolved.get("mixed_precision")):
         changed.add("mixed_precision")
+    if _says_unlike(before) != _says_unlike(now):
+        changed.add(UNLIKE)
     for name, sources in SOURCES.items():
         if name in resolved and changed.intersection(sources):
             changed.add(name)
@@ -125,6 +129,10 @@ def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str,
 
 def _joint(config: RunConfig) -> bool:
     return config.sync == "step" or config.push == "gradients"
+
+
+def _says_unlike(config: RunConfig) -> bool:
+    return says_unlike(config.small_ratio, config.small_workers, config.local_batch_sizes)
 
 
 def _same(name: str, given: RunConfig, complete: RunConfig) -> bool:

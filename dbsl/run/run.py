@@ -57,6 +57,7 @@ class Run:
         measured: Whether the time models were measured, not given.
         micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
             resolution; None: its whole batch.
+        default_workers: Whether nobody has said how many workers there are.
     """
 
     config: RunConfig
@@ -76,6 +77,7 @@ class Run:
     ema: WeightAverage | None
     measured: bool
     micro_batch_sizes: Mapping[int, Sequence[int]] | None = None
+    default_workers: bool = False
 
     @property
     def evaluation_transform(self) -> Any:

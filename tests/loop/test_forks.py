@@ -34,6 +34,7 @@ ROOT = Path(train.__file__).resolve().parent
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
 MOST_LINES = 25  # added and removed
 COMMON = {
+    "workers": 4,
     "epochs": 2,
     "lr_milestones": (1,),
     "slope": (0.001,),
@@ -106,6 +107,8 @@ def launch(script, processes, folder, settings):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), str(script), "--output-dir", str(folder)]
     for name, value in settings.items():
+        if name == "workers":  # as many as processes
+            continue
         values = value if isinstance(value, tuple) else (value,)
         on = [] if value is True else map(str, values)
         command += [f"--{name.replace('_', '-')}", *on]

@@ -124,6 +124,25 @@ def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
     assert fingerprint(tmp_path / "other")[1] != fingerprint(tmp_path / "one")[1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {},
+            "1 worker in one process, 0 on small batches (unset --workers is 1, which learns most",
+        ),
+        (
+            {"small_ratio": 0.25},
+            "4 workers simulated in one process, 1 on small batches (unset --workers is 4, for",
+        ),
+        ({"workers": 2}, "2 workers simulated in one process, 0 on small batches, sync"),
+    ],
+)
+def test_one_worker_unless_asked_and_the_plan_says_why(tmp_path, capsys, settings, words):
+    helpers.run(tmp_path / "run", **{"plan_only": True, "workers": None} | settings)
+    assert words in capsys.readouterr().out
+
+
 def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
     run(tmp_path / "run", plan_only=True)
     printed = capsys.readouterr().out

@@ -272,7 +272,8 @@ def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(tmp_path
     arms = []
     for name, extra in (("base", {}), ("alone", {"workers": 1, "ema_decay": 0.5})):
         arms.append(f"{name}.yaml")
-        settings = ARM | {"large_batch_size": 8, "epochs": 4, "lr_milestones": [2]} | extra
+        settings = ARM | {"workers": 4, "large_batch_size": 8, "epochs": 4, "lr_milestones": [2]}
+        settings |= extra
         (tmp_path / arms[-1]).write_text(yaml.safe_dump(settings))
     options = ["--seeds", "1", "--jobs", "2", "--equal-time", "--set", "lr=0.01"]
     compare.main([*arms, *options, "--output-dir", "out"])

@@ -28,7 +28,7 @@ def test_a_loss_far_above_guessing_is_said_once_with_what_to_lower(loss):
 
 
 def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, capsys):
-    settings = {"lr": 1e18, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
+    settings = {"workers": 4, "lr": 1e18, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
     folder = tmp_path / "run"
     for resume in (None, "auto"):  # finished, and no better for it
         with pytest.raises(SystemExit) as ended, one_line_errors():

@@ -408,7 +408,11 @@ def test_impossible_step_times_are_refused(values):
 @pytest.mark.parametrize(
     ("processes", "settings", "expected"),
     [
-        (1, {}, (4, 0)),
+        (1, {}, (1, 0)),
+        (1, {"small_workers": 0}, (4, 0)),
+        (1, {"local_batch_sizes": (1, 2, 3, 4)}, (4, 0)),
+        (1, {"workers": 2, "local_batch_sizes": (1, 2)}, (2, 0)),
+        (3, {"local_batch_sizes": (1, 2, 3)}, (3, 0)),
         (1, {"small_ratio": 0.1}, (4, 1)),
         (1, {"small_ratio": 0.6, "workers": 10}, (10, 6)),
         (1, {"small_ratio": 1.0}, (4, 4)),

@@ -13,7 +13,7 @@ from dbsl.base.errors import RunStopped
 from dbsl.plan.types import TimeModel
 from dbsl.profile.step_time import fit_profile
 from dbsl.run.parse import parse_config
-from dbsl.run.resolved import JOINT, PROCESSES, SOURCES, found_by, still_true
+from dbsl.run.resolved import JOINT, PROCESSES, SOURCES, UNLIKE, found_by, still_true
 from tests.helpers import TINY, fingerprint, run
 from train import Config, main
 
@@ -113,7 +113,7 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monk
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", measured)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
-    run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20")
+    run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20", "--workers", "4")
     assert run.config.floor == pytest.approx((0.005, 0.005))
     assert run.models[32] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
     assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.plans[32].workers)
@@ -183,7 +183,7 @@ def test_an_older_run_folder_has_all_its_settings_as_given(tmp_path):
 
 
 def test_every_source_is_a_setting_and_comes_before_what_is_found_from_it():
-    names = {field.name for field in fields(Config)} | {PROCESSES, JOINT}
+    names = {field.name for field in fields(Config)} | {PROCESSES, JOINT, UNLIKE}
     done = set()
     for name, sources in SOURCES.items():
         assert {name, *sources} <= names
@@ -202,3 +202,11 @@ def test_odd_findings_are_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
+
+
+def test_a_ratio_of_small_workers_counts_workers_anew(tmp_path):
+    (tmp_path / "c.yaml").write_text("lr: 0.1\nresolved:\n  processes: 1\n  workers: 1\n")
+    flags = ["--config", str(tmp_path / "c.yaml")]
+    assert parse_config(Config, flags).resolved["workers"] == 1
+    for more in (["--small-ratio", "0.5"], ["--small-workers", "1"], ["--local-batch-sizes", "4"]):
+        assert "workers" not in parse_config(Config, [*flags, *more]).resolved

@@ -117,7 +117,7 @@ def test_auto_of_joint_steps_shares_the_useful_batch(tmp_path):
     write_study(tmp_path / "study", "digits/test_resnet/nesterov", 14)
     given = {"large_batch_size": "auto", "memory_limit": 64.0}
     where = {"batch_evidence": str(tmp_path / "study")}
-    _, records = run(tmp_path / "run", sync="step", epochs=1, **where, **given)
+    _, records = run(tmp_path / "run", sync="step", workers=4, epochs=1, **where, **given)
     (plan, *_) = [row for row in records if row["event"] == "plan"]
     assert [worker["local_batch_size"] for worker in plan["workers"]] == [4] * 4
 
