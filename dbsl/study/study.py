@@ -52,6 +52,7 @@ _OPTIMIZERS = ("sgd", "momentum", "nesterov")
 _PARENT = "DBSL_STUDY_PARENT"
 # Settings that may change from one launch to the next: none changes a trial.
 _MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
+_SINCE = ("reprob", "remode", "recount")  # settings with a value that older studies do not have
 _MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
 
@@ -283,13 +284,18 @@ def _open(config: StudyConfig, images: Images) -> _Work:
 def _keep_settings(config: StudyConfig, folder: Path) -> None:
     """Write a study's settings, or check that they are those it was begun with."""
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    settings["augment"] = config.augmentation
     text = config_to_yaml({n: value for n, value in settings.items() if n not in _MAY_CHANGE})
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
     if not path.exists():
         write_text(path, text)
         return
-    before, now = yaml.safe_load(path.read_text(encoding="utf-8")) or {}, yaml.safe_load(text)
+    # A setting that an older study does not name had its default, which is its default now.
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    before = yaml.safe_load(config_to_yaml({n: defaults[n] for n in settings if n in _SINCE}))
+    before |= yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    now = yaml.safe_load(text)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise ValueError(
