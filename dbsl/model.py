@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dbsl.base.bounds import Within
+from dbsl.architecture import SMALL_STEM_UP_TO, StridedConv2d, set_dropout
+from dbsl.architecture import shrink_stem as shrink_stem
+from dbsl.architecture import transformer_args as transformer_args
 from dbsl.base.files import put_in_place
-from dbsl.base.kwargs import parse_kwargs
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import stream_seed
@@ -27,71 +26,8 @@ from dbsl.data.dataset import RGB, Data
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 
-SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
 EMA, BEST = "model_ema", "model_best"
 _MARK = 0.123456789  # a dropout probability that no model has by itself
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which network."""
-
-    # --- model
-    # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
-    model: str = "resnet18"
-    # start from timm's weights of the model; they are downloaded unless cached
-    pretrained: bool = False
-    # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
-    # images, are new where theirs do not fit
-    initial_checkpoint: str | None = None
-    # rate of stochastic depth, in [0, 1); unset: the model's own
-    drop_path: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # rate of DropBlock, in [0, 1); unset: the model's own
-    drop_block: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # pooling before the classifier: avg, max, avgmax, token and others; unset: the model's own
-    gp: str | None = None
-    # momentum of batch norm, in (0, 1], for models that take it; unset: the model's own
-    bn_momentum: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # eps of batch norm, for models that take it; unset: the model's own
-    bn_eps: Annotated[float | None, Within(0, open_low=True)] = None
-    # more arguments of the model as name=value, say init_values=1e-6; values have no commas
-    model_kwargs: tuple[str, ...] = ()
-    # factor on the classifier's weights and bias at the start; unset: 1
-    head_init_scale: float | None = None
-    # value of the classifier's bias at the start, say -6 for --bce-loss; unset: the model's own
-    head_init_bias: float | None = None
-    # compute activations twice instead of keeping them: less memory, more time
-    grad_checkpointing: bool = False
-    # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
-    ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
-
-    @property
-    def model_settings(self) -> dict[str, Any]:
-        """What timm's `create_model` takes beside the name and the number of classes."""
-        named = {
-            "drop_path_rate": self.drop_path,
-            "drop_block_rate": self.drop_block,
-            "global_pool": self.gp,
-            "bn_momentum": self.bn_momentum,
-            "bn_eps": self.bn_eps,
-        }
-        given = {name: value for name, value in named.items() if value is not None}
-        return given | parse_kwargs("model_kwargs", self.model_kwargs)
-
-
-class StridedConv2d(nn.Conv2d):
-    """A convolution whose gradient is right also where images are narrower than its stride.
-
-    In bfloat16 on the CPU, torch's (2.11 to 2.15, oneDNN) then has whatever was in memory in its
-    weights' gradient: a ResNet's last stage at 16 px is such a case. Those are computed in float32.
-    """
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """See `torch.nn.Conv2d`."""
-        if images.device.type == "cpu" and images.shape[-1] < self.stride[1]:
-            with torch.autocast("cpu", enabled=False):
-                return super().forward(images.to(self.weight.dtype))
-        return super().forward(images)
 
 
 def build_model(
@@ -141,14 +77,14 @@ def build_model(
         # The mark tells the classifier's dropout modules from all others.
         model = _create(
             name,
-            _transformer_args(final_resolution, resolutions or (final_resolution,)),
+            transformer_args(final_resolution, resolutions or (final_resolution,)),
             stream_seed(seed, "initial weights"),
             pretrained=from_elsewhere and not small_stem,
             num_classes=num_classes,
             drop_rate=_MARK,
             settings=settings,
         )
-        model.small_stem = (small_stem or final_resolution <= SMALL_STEM_UP_TO) and _shrink_stem(
+        model.small_stem = (small_stem or final_resolution <= SMALL_STEM_UP_TO) and shrink_stem(
             model
         )
         if small_stem:
@@ -171,26 +107,6 @@ def build_model(
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
-
-
-@torch.no_grad()
-def init_head(model: nn.Module, scale: float | None, bias: float | None) -> None:
-    """Scale a timm model's classifier, and set its bias; None: leave it.
-
-    Raises:
-        ValueError: If it has no classifier with a bias.
-    """
-    head = model.get_classifier()
-    if getattr(head, "bias", None) is None:
-        raise ValueError(
-            "head_init_scale and head_init_bias must go with a model whose classifier has weights "
-            f"and a bias, got {type(head).__name__}"
-        )
-    if scale is not None:
-        head.weight.mul_(scale)
-        head.bias.mul_(scale)
-    if bias is not None:
-        head.bias.fill_(bias)
 
 
 def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:
@@ -226,19 +142,6 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
         say(f"new, as {file} has no such weights: {', '.join(n for n in unlike if n in own)}")
 
 
-def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless images of each resolution are whole patches of the model's."""
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if patch is None or not model.created_with:
-        return
-    for resolution in resolutions:
-        if any(resolution % side for side in patch):
-            raise ValueError(
-                f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
-                f"got {resolution}"
-            )
-
-
 def _has_small_stem(name: str) -> bool:
     """Whether weights are those of a ResNet whose stem `build_model` has replaced."""
     source, _, place = name.partition(":")
@@ -268,46 +171,6 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
             raise ValueError(
                 f"{setting} weights that can be read, got {name!r} ({reason[:300]})"
             ) from None
-
-
-@torch.no_grad()
-def least_batch(model: nn.Module, example: torch.Tensor) -> int:
-    """Return the fewest samples that the model trains on: 2 where batch norm sees one value each.
-
-    A ResNet's last maps are 1x1 pixel at 8 px; the variance of a single value is no statistic.
-    """
-    least = 1
-
-    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        nonlocal least
-        if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
-            least = 2
-
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
-    training = model.training
-    model.eval()
-    model(example)
-    model.train(training)
-    for hook in hooks:
-        hook.remove()
-    return least
-
-
-def join_batch_norm(model: nn.Module) -> nn.Module:
-    """Return the model with batch norm over the samples of all processes; parameters stay.
-
-    Where it trains, every process must take the same passes.
-    """
-    # torch's converter would drop the activations that timm has in some of these layers.
-    return timm.layers.convert_sync_batchnorm(model)
-
-
-def set_dropout(model: nn.Module, probability: float) -> None:
-    """Set the dropout before the classifier; weights and optimizer state stay as they are."""
-    model.drop_rate = probability  # read at every forward pass where timm applies it as a function
-    for module in model.head_dropouts:
-        module.p = probability
 
 
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -383,7 +246,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     try:
         model = timm.create_model(config["architecture"], **args)
         if config.get("small_stem"):
-            _shrink_stem(model)
+            shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{name}.safetensors"))
     except (OSError, KeyError) as error:
         raise ValueError(f"folder must hold {name}.safetensors, got {folder} ({error})") from None
@@ -406,7 +269,7 @@ def load_timm_weights(
         small_stem = ":" in name and _has_small_stem(name)
         model = timm.create_model(name, pretrained=not small_stem)
         if small_stem:
-            _shrink_stem(model)
+            shrink_stem(model)
             timm.models.load_pretrained(model, num_classes=model.num_classes)
     found = timm.data.resolve_data_config(
         pretrained_cfg=model.pretrained_cfg, model=model, use_test_size=True
@@ -447,16 +310,6 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
-    """Return what a transformer is created with, so that it takes all resolutions."""
-    args = {"img_size": final_resolution, "dynamic_img_size": True}
-    if final_resolution <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
-        common = math.gcd(*resolutions)
-        most = max(1, final_resolution // 8)
-        args["patch_size"] = max(side for side in range(1, most + 1) if common % side == 0)
-    return args
-
-
 def _create(
     name: str,
     transformer_args: Mapping[str, Any],
@@ -487,14 +340,3 @@ def _create(
             ) from None
     model.created_with, model.settings = model_args, dict(settings)
     return model
-
-
-def _shrink_stem(model: nn.Module) -> bool:
-    """Replace a ResNet's 7x7 stride-2 stem and its pooling; say whether there was one."""
-    conv, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
-    if not isinstance(conv, nn.Conv2d) or conv.kernel_size != (7, 7) or pool is None:
-        return False
-    model.conv1 = nn.Conv2d(conv.in_channels, conv.out_channels, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
-    model.maxpool = nn.Identity()
-    return True

@@ -31,6 +31,7 @@ networkx numpy packaging pandas pillow psutil pyarrow pytest pytest-timeout pyya
 requests safetensors scikit-learn scipy setuptools sympy tensorboard timm torch
 torchvision tqdm triton typing-extensions wandb
 """
+_OPTIONAL = {"trackio", "wandb_workspaces"}  # modules that a run does without
 _RESERVE_BYTES = MIB // 4  # of a piece, for the format's own
 
 
@@ -109,7 +110,8 @@ def missing_packages(there: Iterable[str] = tuple(_THERE.split())) -> dict[str, 
     """Return packages, with the versions here, that train.py imports and that are not there."""
     owners = packages_distributions()
     there = set(there)
-    left = [owner for name in imported_packages() for owner in owners.get(name, [name])]
+    imported = imported_packages() - _OPTIONAL
+    left = [owner for name in imported for owner in owners.get(name, [name])]
     found: dict[str, str] = {}
     while left:
         name = left.pop().lower().replace("_", "-")

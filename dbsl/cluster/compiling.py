@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.architecture import set_dropout
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import Batch
-from dbsl.model import set_dropout
 
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the

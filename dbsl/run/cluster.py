@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.architecture import join_batch_norm
 from dbsl.base.errors import one_of_several
 from dbsl.base.words import duration
 from dbsl.cluster.barrier import BarrierCluster
@@ -28,7 +29,6 @@ from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.model import join_batch_norm
 from dbsl.optimizer import build_optimizer
 from dbsl.run.config import RunConfig
 from dbsl.run.run import Run

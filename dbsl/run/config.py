@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.cluster.config import SyncConfig
 from dbsl.data.config import DataConfig, check_images, check_mixing
-from dbsl.model import ModelConfig
+from dbsl.model_config import ModelConfig
 from dbsl.optimizer import OptimizerConfig
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig, check_curve
 from dbsl.plan.stages import check_resolutions

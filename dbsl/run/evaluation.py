@@ -11,10 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dbsl.architecture import check_patches
 from dbsl.base.words import px, short_loss
 from dbsl.data.dataset import load_configured
 from dbsl.data.sources import Source, TrainingData
-from dbsl.model import check_patches, load_own_weights, load_timm_weights
+from dbsl.model import load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.run.config import RunConfig
 from dbsl.run.own import Own

@@ -10,11 +10,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.architecture import check_patches, init_head, least_batch
 from dbsl.base.words import plural
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
-from dbsl.model import build_model, check_patches, init_head, least_batch, load_initial
+from dbsl.model import build_model, load_initial
 from dbsl.plan.dual_batch import count_workers
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.plan.follow import Planner

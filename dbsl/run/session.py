@@ -12,9 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dbsl.architecture import set_dropout
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
-from dbsl.model import save_model, set_dropout
+from dbsl.model import save_model
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage, resets_momentum
 from dbsl.plan.turns import EpochEnd, Round

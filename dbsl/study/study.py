@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 
+from dbsl.architecture import least_batch
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.errors import EXIT_STOPPED, RunStopped
@@ -31,7 +32,6 @@ from dbsl.base.flags import parse_flags
 from dbsl.base.seeds import stream_seed
 from dbsl.data.dataset import load_configured
 from dbsl.jobs import seeing
-from dbsl.model import least_batch
 from dbsl.optimizer import check_optimizer
 from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions

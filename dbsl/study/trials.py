@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
+from dbsl.architecture import set_dropout
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.steps import OwnSteps
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
-from dbsl.model import build_model, set_dropout
+from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import StepSampler, evaluation_batches
 from dbsl.study.files import COLUMNS

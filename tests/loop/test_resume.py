@@ -363,7 +363,7 @@ def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_
 def evaluating_to(monkeypatch, accuracies):
     """Have evaluations come to these accuracies, one after the other."""
     results = iter(accuracies)
-    monkeypatch.setattr("train.evaluate", lambda *_, **__: (next(results), 1.0, 20))
+    monkeypatch.setattr("train.evaluate", lambda *_, **__: (next(results), 1.0, 20, None))
 
 
 def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypatch):

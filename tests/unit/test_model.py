@@ -6,15 +6,8 @@ import timm
 import torch
 from torch import nn
 
-from dbsl.model import (
-    StridedConv2d,
-    build_model,
-    check_patches,
-    join_batch_norm,
-    load_model,
-    save_model,
-    set_dropout,
-)
+from dbsl.architecture import StridedConv2d, check_patches, join_batch_norm, set_dropout
+from dbsl.model import build_model, load_model, save_model
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
 from train import Config

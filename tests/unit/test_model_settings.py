@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dbsl.model import build_model, init_head, load_initial, load_model, save_model
+from dbsl.architecture import init_head
+from dbsl.model import build_model, load_initial, load_model, save_model
 from dbsl.run.config import RunConfig
 
 DATA = SimpleNamespace(
