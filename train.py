@@ -71,8 +71,12 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.bce_loss and (self.bce_sum or self.bce_target_thresh is not None):
-            raise ValueError("bce_loss must be given with bce_sum and bce_target_thresh, got false")
+        for name, given in (
+            ("bce_sum", self.bce_sum),
+            ("bce_target_thresh", self.bce_target_thresh),
+        ):
+            if given and not self.bce_loss:
+                raise ValueError(f"bce_loss must be given with {name}, got {name} alone")
 
 
 def loss_function(logits: Tensor, labels: Tensor, config: Config) -> Tensor:

@@ -19,6 +19,7 @@ from dbsl.model import load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
+from dbsl.run.parse import read_settings, run_folder_of
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ def prepare_evaluation(
     """
     if own.model is not None and folder is None:
         raise ValueError("resume must name the run whose weights are evaluated, got none")
+    if folder is not None:
+        trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
+        if own.model is None and config.model != (trained or config.model):
+            raise ValueError(
+                f"model must be left out with resume and eval_only, got {config.model} and the "
+                f"run's {trained}"
+            )
     name = config.model if folder is None else f"local-dir:{folder}"
     if ":" not in name and not config.pretrained:
         raise ValueError(

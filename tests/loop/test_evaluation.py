@@ -74,6 +74,11 @@ def test_an_evaluation_that_makes_no_sense_is_refused_in_one_line(settings, mess
         evaluated(capsys, **settings)
 
 
+def test_another_model_than_the_runs_is_refused_beside_resume(finished, capsys):
+    with pytest.raises(ValueError, match="model must be left out with resume and eval_only, got"):
+        evaluated(capsys, resume=str(finished.folder), model="local-dir:elsewhere")
+
+
 def test_data_of_other_classes_than_the_weights_are_refused(finished, tmp_path, capsys):
     path = tmp_path / "model"
     path.mkdir()
