@@ -263,3 +263,8 @@ def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
     if all(len(set(row)) == 1 for row in values):
         return tuple(row[0] for row in values)
     return tuple(value for row in values for value in row)
+
+
+def takes_joint_steps(config: RunConfig) -> bool:
+    """Whether all workers share one global batch a step, instead of rounds of their own."""
+    return config.sync == "step" or config.push == "gradients"

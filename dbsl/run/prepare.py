@@ -35,12 +35,12 @@ from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.average import WeightAverage
-from dbsl.run.config import RunConfig
+from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.notes import with_notes
 from dbsl.run.own import Own
 from dbsl.run.plans import Planning
 from dbsl.run.run import Run, round_sampler, steps_of
-from dbsl.run.workers import Workers, know_workers, takes_joint_steps
+from dbsl.run.workers import Workers, know_workers
 
 _NOTHING_OWN = Own()
 

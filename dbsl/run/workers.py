@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.base.words import px
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
-from dbsl.profile.cache import Profiler, Setup
-from dbsl.profile.memory import GIB, is_short_of_memory
 from dbsl.profile.noise_probe import LossOf
-from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
-from dbsl.run.config import RunConfig, for_workers, from_workers
+from dbsl.run.config import RunConfig, for_workers, from_workers, takes_joint_steps
 from dbsl.run.evidence import useful_batch_size
+from dbsl.run.measured import (
+    largest_batches,
+    largest_micro_batches,
+    make_profiler,
+    measured_models,
+    time_models,
+)
 
 STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
-
-SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,6 @@ class Workers:
     fits: dict[int, list[int | None]] | None = None
 
 
-def takes_joint_steps(config: RunConfig) -> bool:
-    """Whether all workers share one global batch a step, instead of rounds of their own."""
-    return config.sync == "step" or config.push == "gradients"
-
-
 def default_large_batch_size(round_samples: int) -> int:
     """Return the power of two in [16, 128] nearest to a tenth of a round, at most all of it.
 
@@ -62,11 +54,6 @@ def default_large_batch_size(round_samples: int) -> int:
     """
     power = 2 ** round(math.log2(max(1, round_samples / 10)))
     return max(1, min(max(_SMALLEST_AUTO, power), 128, round_samples))
-
-
-def optimizer_of_worker(config: RunConfig) -> str:
-    """Return the name of the optimizer that a worker's step includes."""
-    return NO_OPTIMIZER if config.push == "gradients" else config.optimizer
 
 
 def largest_auto_batch(round_samples: int) -> int:
@@ -99,10 +86,10 @@ def know_workers(
     limits: list[list[int] | None] = [None] * len(resolutions)
     micro_auto = config.micro_batch_size == "auto"
     if measured or find_limits or micro_auto:
-        profiler = _profiler(config, model, data, accelerator, loss_of)
+        profiler = make_profiler(config, model, data, accelerator, loss_of)
     if find_limits:
         most = len(data.train) if shifting else largest_auto_batch(share)
-        limits = _largest_batches(config, profiler, most, accelerator)
+        limits = largest_batches(config, profiler, most, accelerator)
     if auto:
         most = largest_auto_batch(share)
         if useful is not None:
@@ -111,12 +98,12 @@ def know_workers(
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
     if micro_auto:
-        micro = _largest_micro_batches(config, profiler, large, accelerator)
+        micro = largest_micro_batches(config, profiler, large, accelerator)
     else:
         micro = _given_micro_batches(config)
     fits = None
     if models is None:
-        models, fits = _measured_models(config, profiler, large, micro, accelerator)
+        models, fits = measured_models(config, profiler, large, micro, accelerator)
     known = Workers(
         models=dict(zip(resolutions, models, strict=True)),
         large_batch_sizes=dict(zip(resolutions, large, strict=True)),
@@ -146,50 +133,6 @@ def _given_micro_batches(config: RunConfig) -> list[list[int]] | None:
     return for_workers("micro_batch_size", given, config.resolutions, config.workers)
 
 
-def _largest_of(config: RunConfig, row: Sequence[int], number: int) -> int:
-    """Return the most that a worker may have in a step at a resolution.
-
-    Args:
-        config: The run's settings.
-        row: Large batches of the workers at the resolution.
-        number: Of the resolution.
-    """
-    if config.local_batch_sizes:
-        sizes = for_workers(
-            "local_batch_sizes",
-            config.local_batch_sizes * (len(config.resolutions) if _for_all(config) else 1),
-            config.resolutions,
-            config.workers,
-        )
-        row = sizes[number]
-    if takes_joint_steps(config):
-        return config.global_batch_size or sum(row)
-    return max(row)
-
-
-def _for_all(config: RunConfig) -> bool:
-    """Whether batches by hand hold for all resolutions."""
-    return len(config.local_batch_sizes or ()) == config.workers
-
-
-def _largest_micro_batches(
-    config: RunConfig, profiler: Profiler, large: list[list[int]], accelerator: Accelerator
-) -> list[list[int]]:
-    """Return the most samples at once that fit into memory, [resolution][worker]."""
-    limit = config.memory_limit and config.memory_limit * GIB
-    found = [
-        profiler.largest_batch(
-            resolution,
-            limit_bytes=limit,
-            at_most=_largest_of(config, row, number),
-            what="micro-batch",
-            why_most="whole batches fit",
-        )
-        for number, (resolution, row) in enumerate(zip(config.resolutions, large, strict=True))
-    ]
-    return [[int(size) for size in row] for row in _gather(found, config.workers, accelerator)]
-
-
 def _given_models(config: RunConfig) -> list[list[TimeModel]]:
     """Return time models as they are given, [resolution][worker]."""
     columns = (
@@ -200,125 +143,7 @@ def _given_models(config: RunConfig) -> list[list[TimeModel]]:
             ("floor", config.floor or (0.0,)),
         )
     )
-    return _time_models(*columns)
-
-
-def _time_models(*columns: Sequence[Sequence[float]]) -> list[list[TimeModel]]:
-    """Return time models of slopes, intercepts and floors, each [resolution][worker]."""
-    return [
-        [TimeModel(*values) for values in zip(*own, strict=True)]
-        for own in zip(*columns, strict=True)
-    ]
-
-
-def _profiler(
-    config: RunConfig,
-    model: nn.Module,
-    data: TrainingData,
-    accelerator: Accelerator,
-    loss_of: LossOf,
-) -> Profiler:
-    setup = Setup.of(
-        _profiled_name(config, model, data),
-        model,
-        data.num_classes,
-        accelerator,
-        optimizer=optimizer_of_worker(config),
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        compiled=config.compile,
-        # The server clips what is pushed, and a worker's step does not.
-        clip=config.clip_mode if config.clip_grad and config.push == "weights" else None,
-    )
-    return Profiler(
-        setup,
-        model,
-        accelerator,
-        seconds=config.profile_seconds / len(config.resolutions),
-        refresh=config.profile_refresh,
-        file=Path(config.profile) if config.profile else None,
-        loss_of=loss_of,
-        example=data.example,
-        reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
-    )
-
-
-def _largest_batches(
-    config: RunConfig, profiler: Profiler, most: int, accelerator: Accelerator
-) -> list[list[int]]:
-    """Return the largest batches that fit into memory, [resolution][worker]."""
-    limit = config.memory_limit and config.memory_limit * GIB
-    found = [profiler.largest_batch(r, limit_bytes=limit, at_most=most) for r in config.resolutions]
-    return [[int(size) for size in row] for row in _gather(found, config.workers, accelerator)]
-
-
-def _measured_models(
-    config: RunConfig,
-    profiler: Profiler,
-    large: list[list[int]],
-    micro: list[list[int]] | None,
-    accelerator: Accelerator,
-) -> tuple[list[list[TimeModel]], list[list[int | None]]]:
-    """Return what is measured, both [resolution][worker]: time models, and the batches that fit.
-
-    The batches are None where the memory of whole batches was not measured.
-    """
-    limit = config.memory_limit and config.memory_limit * GIB
-    measured, fits = [], []  # profiles of this process's workers, by resolution
-    for number, resolution in enumerate(config.resolutions):
-        largest, profiles = max(large[number]), {}
-        own = [None] * len(large[number])
-        if micro is not None:
-            largest = max(largest, _largest_of(config, large[number], number))
-            own = [most if most < largest else None for most in micro[number]]
-        own = [own[worker] for worker in _own_workers(config, accelerator)]
-        for most in dict.fromkeys(own):
-            profiles[most] = _measure(profiler.in_micro_batches(most), resolution, largest)
-            accelerator.print(profiles[most].describe())
-        measured.append([profiles[most] for most in own])
-        memory = profiles[None].memory if None in profiles else None
-        fits.append(memory.fits(limit) if memory else -1)
-    columns = (
-        _of_all([[getattr(p, name) for p in row] for row in measured], config.workers, accelerator)
-        for name in ("slope", "intercept", "floor")
-    )
-    models = [
-        _equal_but_for_noise(own, min(row))
-        for own, row in zip(_time_models(*columns), large, strict=True)
-    ]
-    return models, [
-        [None if count < 0 else int(count) for count in row]
-        for row in _gather(fits, config.workers, accelerator)
-    ]
-
-
-def _measure(profiler: Profiler, resolution: int, largest: int) -> StepProfile:
-    """Return the profile of a resolution; where a batch does not fit, say what to set."""
-    try:
-        return profiler.profile(resolution, largest)
-    except RuntimeError as error:
-        if not is_short_of_memory(error):
-            raise
-    raise ValueError(
-        f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
-        "--micro-batch-size auto"
-    )
-
-
-def _own_workers(config: RunConfig, accelerator: Accelerator) -> Sequence[int]:
-    """Return the workers of this process; a dedicated server measures as the first does."""
-    if accelerator.num_processes == 1:
-        return range(config.workers)
-    return (max(0, accelerator.process_index - config.dedicated_server),)
-
-
-def _of_all(
-    values: Sequence[Sequence[float]], workers: int, accelerator: Accelerator
-) -> Sequence[Sequence[float]]:
-    """Return values of this process's workers, [resolution][own], as those of all workers."""
-    if accelerator.num_processes == 1:
-        return values
-    return _gather([row[0] for row in values], workers, accelerator)
+    return time_models(*columns)
 
 
 def _with_known(
@@ -345,49 +170,3 @@ def _with_known(
         profile_refresh=False,
         batch_evidence=None,
     )
-
-
-def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> str:
-    """Return what step times are kept by: a model of one's own by its inputs, too."""
-    if model.created_with is not None:
-        more = [f"{name}={value}" for name, value in model.settings.items()]
-        more += ["grad_checkpointing"] * config.grad_checkpointing
-        more += [f"layer_decay={config.layer_decay}"] * (config.layer_decay is not None)
-        return " ".join([config.model, *more, *config.opt_kwargs])
-    inputs, _ = data.example(1, config.resolutions[-1])
-    sides = () if config.resolutions[-1] else inputs.shape[1:]
-    kind = str(inputs.dtype).removeprefix("torch.")
-    return "-".join([config.model, kind, *map(str, sides)])
-
-
-def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> list[list[float]]:
-    """Return this process's values, one per resolution, as [resolution][worker] of all workers."""
-    if accelerator.num_processes == 1:  # all workers are simulated on this device
-        return [[value] * workers for value in values]
-    own = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
-    rows = accelerator.gather(own[None])[-workers:]  # a dedicated server, rank 0, has no worker
-    return rows.T.tolist()
-
-
-def _equal_but_for_noise(models: list[TimeModel], batch: int) -> list[TimeModel]:
-    """Return the mean for all where step times at `batch` differ by no more than noise does."""
-    times = [model.time(batch, 1) for model in models]
-    if max(times) > (1 + SAME_MACHINE) * min(times):
-        return models
-    columns = zip(*((m.slope, m.intercept, m.floor) for m in models), strict=True)
-    return [TimeModel(*(sum(column) / len(models) for column in columns))] * len(models)
-
-
-def _reserve_bytes(
-    config: RunConfig, model: nn.Module, processes: int, state_bytes: float
-) -> float:
-    """Return the most that a run holds on the device beside one worker's step.
-
-    These are the weights that each worker here has pulled, the state of their optimizers, and the
-    global weights. Joint steps share one optimizer, and pull only where gradients are pushed.
-    """
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    here = config.workers if processes == 1 else 1
-    pulled = 0 if config.sync == "step" else here
-    optimizers = 1 if takes_joint_steps(config) else here
-    return float(weights * (pulled + 1) + state_bytes * optimizers)

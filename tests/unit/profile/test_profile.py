@@ -27,7 +27,8 @@ from dbsl.profile.step_time import (
     profile_memory,
     profile_steps,
 )
-from dbsl.run.workers import _reserve_bytes, largest_auto_batch
+from dbsl.run.measured import _reserve_bytes
+from dbsl.run.workers import largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
 
