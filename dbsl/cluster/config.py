@@ -25,7 +25,9 @@ class SyncConfig:
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[int, Within(1)] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
-    drop_last: bool = False  # leave out the last, shorter global batch of an epoch of joint steps
+    # give each joint step the whole global batch, and leave out the samples of an epoch that are
+    # too few for another; else an epoch's steps have equal sizes, at most the global batch
+    drop_last: bool = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
     sync_batch_norm: bool = False
     # rounds that the fastest worker may be ahead of the slowest, with --sync ssp

@@ -190,10 +190,10 @@ class JointSteps(_Stepper):
 class DistributedSteps(_Stepper):
     """All processes step together: DDP sums weighted gradients while they are computed.
 
-    DDP averages, so that the loss is multiplied by the number of workers as well. The last global
-    batch of an epoch, if it has another size, goes without DDP, which waits for a backward pass of
-    every process: its gradients are summed afterwards. Running statistics are local, and averaged
-    with the parts' weights before such a step and where a round ends (their update is linear:
+    DDP averages, so that the loss is multiplied by the number of workers as well. A step of which
+    some worker has no sample goes without DDP, which waits for a backward pass of every process:
+    its gradients are summed afterwards. Running statistics are local, and averaged with the parts'
+    weights before such a step, where weights change and where a round ends (their update is linear:
     averaging later gives the same).
     """
 
@@ -232,7 +232,7 @@ class DistributedSteps(_Stepper):
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        if step.odd and part.begins:
+        if (step.odd or step.reweighted) and part.begins:
             self.average_buffers()
         self._weight = step.parts[0].weight  # of all its micro-batches
         # What is computed without DDP stays here until its last micro-batch sums it all.

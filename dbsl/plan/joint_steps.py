@@ -13,8 +13,8 @@ import numpy as np
 
 from dbsl.plan.dual_batch import merge_weights
 from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
-from dbsl.plan.sampler import StepSampler
-from dbsl.plan.split import balanced_sizes, bounded_split
+from dbsl.plan.sampler import steps_of_epoch
+from dbsl.plan.split import balanced_sizes, bounded_split, split_batch
 from dbsl.plan.types import Plan, TimeModel, UpdateFactor, WorkerPlan
 
 
@@ -28,15 +28,15 @@ def plan_steps(
 ) -> Plan:
     """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each.
 
-    All workers take the same number of steps. A last, shorter global batch is split in the same
-    proportions, or left out with `drop_last`.
+    All workers take the same number of steps, the fewest that an epoch needs. Sizes of steps differ
+    by at most one and are split in the same proportions (see `StepSampler`).
 
     Args:
         samples: Training samples per epoch, d.
         sizes: Samples per step of each worker, b_i, at least 1; their sum is the global batch B.
         time_models: Step time of each worker.
         drop_last: Whether only whole global batches are trained on.
-        least: Least samples of a part, but that of the shorter batch may be empty.
+        least: Least samples of a part, unless it is empty.
 
     Raises:
         ValueError: If sizes and workers do not match, a size is below `least` or the samples do
@@ -57,10 +57,11 @@ def plan_steps(
             f"local_batch_sizes must sum to at most the {samples} training samples, "
             f"got {global_batch_size} in all"
         )
-    sampler = StepSampler(samples, global_batch_size, drop_last=drop_last, least=least)
-    steps = sampler.steps_per_epoch
-    last = sampler.step(0, steps - 1, sizes)
-    shares = (steps - 1) * sizes + np.array([len(part.indices) for part in last.parts])
+    steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
+    trained = steps * global_batch_size if drop_last else samples
+    size, larger = divmod(trained, steps)  # steps of one sample more
+    shares = (steps - larger) * split_batch(size, sizes, least)
+    shares += larger * split_batch(size + 1, sizes, least) if larger else 0
     machines = Machines.of(len(sizes), sizes, list(time_models))
     times = machines.step_times(shares, steps)
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
@@ -88,22 +89,22 @@ def plan_steps(
 def check_parts(
     samples: int, global_batch_size: int, workers: int, *, least: int, drop_last: bool
 ) -> None:
-    """Raise ``ValueError`` if a worker may have no samples in an epoch's last global batch.
+    """Raise ``ValueError`` if a worker may have no samples in a joint step.
 
     Batch norm over all workers is an exchange inside the forward pass, which each must take.
 
     Args:
         samples: Training samples per epoch.
-        global_batch_size: Samples of a step.
+        global_batch_size: Samples of a step at most.
         workers: How many share it, with `least` samples of a whole batch each.
         least: Least samples of a part.
         drop_last: Whether only whole global batches are trained on.
     """
-    rest = samples % global_batch_size
-    if not drop_last and least <= rest < workers * least:  # fewer join the batch before
+    size = samples // steps_of_epoch(samples, global_batch_size)
+    if not drop_last and size < workers * least:
         raise ValueError(
-            f"drop_last must be true with sync_batch_norm where the last global batch has {rest} "
-            f"samples for {workers} workers, which need {least} each, got false"
+            f"drop_last must be true with sync_batch_norm where a joint step has {size} samples "
+            f"for {workers} workers, which need {least} each, got false"
         )
 
 

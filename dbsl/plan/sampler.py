@@ -29,7 +29,7 @@ class Part:
     """One worker's samples of one step."""
 
     worker: int
-    indices: np.ndarray  # int64 [b]; may be empty in the last, shorter global batch
+    indices: np.ndarray  # int64 [b]; may be empty where a global batch has few samples
     weight: float  # weight of their mean loss in the step's loss
     # Of a micro-batch: its share of the worker's samples of the step, and whether it is the first
     # and the last of them.
@@ -44,7 +44,8 @@ class Step:
 
     parts: tuple[Part, ...]
     progress: float  # share of the epoch that is over when the step begins, in [0, 1)
-    odd: bool = False  # a last, shorter global batch: a worker may have no sample of it
+    odd: bool = False  # a joint step of which some worker has no sample
+    reweighted: bool = False  # a joint step whose parts may weigh otherwise than those before
 
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
@@ -145,18 +146,20 @@ class EpochSampler:
 
 
 class StepSampler:
-    """Index batches of joint steps: global batches of B samples, cut into the workers' parts.
+    """Index batches of joint steps: global batches of at most B samples, cut into workers' parts.
 
-    Which samples a global batch has does not depend on the sizes of the parts, which may change
-    from step to step.
+    An epoch takes the fewest steps, whose sizes differ by at most one. Whole batches and a leftover
+    would be worse: of 5,000 samples in batches of 128 the last has 8, two for each of four workers,
+    on which batch norm and the learning rate are wrong. Which samples a global batch has does not
+    depend on the sizes of the parts, which may change from step to step.
 
     Args:
-        samples: Training samples.
-        global_batch_size: B, samples per step over all workers.
+        samples: Training samples, at least B.
+        global_batch_size: B, samples per step over all workers at most.
         seed: The run's seed.
-        drop_last: Leave out the last global batch of an epoch if it is shorter.
-        least: Samples that a part has at least in a shorter global batch, unless it is empty; fewer
-            samples than that at the end of an epoch join its last whole batch.
+        drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
+        least: Samples that a part has at least, unless it is empty.
+        repeats: Copies of each sample in an epoch.
     """
 
     def __init__(
@@ -170,29 +173,29 @@ class StepSampler:
         repeats: int = 1,
     ) -> None:
         self.samples, self._repeats = samples, repeats
-        self.global_batch_size = global_batch_size
-        whole, rest = divmod(samples, global_batch_size)
-        self.steps_per_epoch = whole + (rest >= least and not drop_last)
-        # Samples that are too few for a step of their own join the last whole step.
-        self._joined = rest if rest < least and not drop_last else 0
+        self.steps_per_epoch = steps_of_epoch(
+            samples, global_batch_size, drop_last=drop_last, least=least
+        )
+        trained = self.steps_per_epoch * global_batch_size if drop_last else samples
+        # The larger steps come last, so that the weights of parts change once in an epoch.
+        self._size, larger = divmod(trained, self.steps_per_epoch)
+        self._first_larger = self.steps_per_epoch - larger
         self._seed = seed
         self._least = least
 
     def step(self, epoch: int, number: int, sizes: Sequence[int]) -> Step:
-        """Return every worker's part of a step; `sizes` sum to the global batch size."""
-        first, size = number * self.global_batch_size, self.global_batch_size
-        if number == self.steps_per_epoch - 1:
-            size += self._joined
-        batch = _permutation(self.samples, self._seed, epoch, self._repeats)[first:][:size]
-        counts = np.array(sizes)
-        odd = len(batch) != self.global_batch_size
-        if len(batch) < self.global_batch_size:
-            counts = split_batch(len(batch), sizes, self._least)
-        else:
-            counts[counts.argmax()] += len(batch) - self.global_batch_size
+        """Return every worker's part of a step, in proportion to `sizes`, which sum to B."""
+        begin, end = (k * self._size + max(0, k - self._first_larger) for k in (number, number + 1))
+        batch = _permutation(self.samples, self._seed, epoch, self._repeats)[begin:end]
+        counts = split_batch(len(batch), sizes, self._least)
         pieces = np.split(batch.copy(), np.cumsum(counts)[:-1])
         parts = tuple(Part(w, piece, len(piece) / len(batch)) for w, piece in enumerate(pieces))
-        return Step(parts, number / self.steps_per_epoch, odd)
+        return Step(
+            parts,
+            number / self.steps_per_epoch,
+            odd=not counts.all(),
+            reweighted=number == self._first_larger,
+        )
 
     def steps(
         self, workers: Sequence[int], epoch: int, first: int, last: int, sizes: Sequence[int]
@@ -200,6 +203,17 @@ class StepSampler:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
         steps = (self.step(epoch, number, sizes) for number in range(first, last))
         return [replace(step, parts=tuple(step.parts[w] for w in workers)) for step in steps]
+
+
+def steps_of_epoch(
+    samples: int, global_batch_size: int, *, drop_last: bool = False, least: int = 1
+) -> int:
+    """Return the joint steps of an epoch: the fewest of at most B samples, or all that are full.
+
+    Where a step would have fewer than `least` samples, there are fewer steps.
+    """
+    whole, rest = divmod(samples, global_batch_size)
+    return whole if drop_last else min(whole + (rest > 0), max(1, samples // least))
 
 
 def micro_parts(part: Part, most: int | None, least: int = 1) -> list[Part]:

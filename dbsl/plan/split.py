@@ -18,15 +18,17 @@ optimize = lazy_import("scipy.optimize")
 
 
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
-    """Split fewer samples than a global batch in proportion to its parts' `sizes`, int64 [n].
+    """Split the samples of a joint step in proportion to its parts' `sizes`, int64 [n].
 
     Parts come to `samples` exactly. Each has at least `least` samples (or its size, if that is
     less) or none: of too few samples the largest parts get some. None is above its size, but where
-    what is left is less than `least`: three samples for two parts of 2 are 3 and none.
+    what is left is less than `least`: three samples for two parts of 2 are 3 and none; and where
+    there are more samples than all sizes: the largest part takes the rest.
     """
-    sizes = np.asarray(sizes, dtype=np.int64)
+    sizes = np.array(sizes, dtype=np.int64)
     if samples >= sizes.sum():
-        return sizes.copy()
+        sizes[sizes.argmax()] += samples - sizes.sum()
+        return sizes
     lowest = np.minimum(least, sizes)
     order = np.argsort(-sizes, kind="stable")
     reach = np.cumsum(lowest[order])

@@ -80,7 +80,7 @@ def prepare(
     _check_micro_batches(known, least)
     planning = Planning(config, known, len(data.train), least)
     plans = {
-        resolution: with_notes(plan, known, resolution, config, model, len(data.train))
+        resolution: with_notes(plan, known, resolution)
         for resolution, plan in _first_plans(config, planning, len(data.train), accelerator).items()
     }
     rounds = rounds_of_epoch(plans, config)

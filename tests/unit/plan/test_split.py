@@ -29,7 +29,7 @@ def test_each_sample_once_an_epoch_whatever_the_sizes_and_their_changes(
         np.ones(len(sizes), dtype=int),
         np.full(len(sizes), sum(sizes)),
     )
-    seen = []
+    seen, totals = [], []
     for number in range(sampler.steps_per_epoch):
         now = sizes if number < sampler.steps_per_epoch // 2 else changed
         step = sampler.step(3, number, now)
@@ -38,25 +38,31 @@ def test_each_sample_once_an_epoch_whatever_the_sizes_and_their_changes(
         for part, size in zip(step.parts, now, strict=True):
             assert len(part.indices) <= size
             assert part.weight == pytest.approx(len(part.indices) / total)
-        assert step.odd == (total < sum(sizes))
+        assert step.odd == (not all(len(part.indices) for part in step.parts))
+        totals.append(total)
         seen += [part.indices for part in step.parts]
     seen = np.sort(np.concatenate(seen))
     kept = samples - samples % sum(sizes) if drop_last else samples
     assert len(seen) == kept
     assert len(np.unique(seen)) == kept
+    assert max(totals) - min(totals) <= (not drop_last)  # no step of a few samples that are left
 
 
-def test_a_single_sample_at_the_end_joins_the_last_batch_where_it_cannot_stand_alone():
-    alone = StepSampler(41, 20).step(0, 2, (12, 8))
-    assert [len(part.indices) for part in alone.parts] == [1, 0]
-    sampler = StepSampler(41, 20, least=2)
-    assert sampler.steps_per_epoch == 2
-    steps = [sampler.step(0, number, (12, 8)) for number in (0, 1)]
-    assert [[len(p.indices) for p in step.parts] for step in steps] == [[12, 8], [13, 8]]
-    assert [p.weight for p in steps[1].parts] == [13 / 21, 8 / 21]
-    seen = np.concatenate([p.indices for step in steps for p in step.parts])
-    assert sorted(seen) == list(range(41))
-    assert plan_steps(41, (12, 8), MODELS[:2], least=2).samples == 41
+def test_no_step_is_left_with_a_few_samples():
+    sampler = StepSampler(5000, 128)
+    sizes = [sum(len(p.indices) for p in sampler.step(0, n, [32] * 4).parts) for n in range(40)]
+    assert sizes == [125] * 40
+    plan = plan_steps(5000, [32] * 4, [TimeModel(0.001, 0.01)] * 4)
+    assert (plan.samples, plan.workers[0].steps) == (5000, 40)
+
+
+def test_a_step_of_one_sample_joins_another_where_it_cannot_stand_alone():
+    alone = StepSampler(3, 2)
+    assert [len(alone.step(0, number, (2,)).parts[0].indices) for number in (0, 1)] == [1, 2]
+    sampler = StepSampler(3, 2, least=2)
+    assert sampler.steps_per_epoch == 1
+    assert sorted(sampler.step(0, 0, (2,)).parts[0].indices) == [0, 1, 2]
+    assert plan_steps(3, (2,), MODELS[:1], least=2).samples == 3
 
 
 def test_the_global_batches_do_not_depend_on_the_split():

@@ -144,7 +144,7 @@ def test_a_study_of_a_local_copy_is_evidence_for_the_hubs_data(tmp_path):
 
 
 def test_missing_evidence_is_said_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr("dbsl.run.workers.Profiler", None)
+    monkeypatch.setattr("dbsl.run.measured.Profiler", None)
     with pytest.raises(ValueError, match="batch_evidence must be the folder of a study"):
         run(tmp_path / "run", large_batch_size="auto", batch_evidence="nowhere")
     assert not (tmp_path / "run").exists()
