@@ -25,7 +25,7 @@ from dbsl.compare.statistics import interval
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.types import Plan
-from plots.tables import Rows, read
+from plots.rows import Rows, read
 
 COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
 RATIOS = ("1.05", "1.10")

@@ -3,7 +3,7 @@
 import pytest
 
 from plots.evidence import MAIN_ARMS, plans_figure, small_workers_figure, time_figure
-from plots.tables import read
+from plots.rows import read
 from tests.helpers import ROOT
 
 RESULTS = ROOT / "results"

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from plots import tables
-from plots.tables import BEYOND, MARKED, RESULTS, ROOT, TABLES, main, pages, read, with_tables
+from plots.accuracy_tables import BEYOND
+from plots.rows import RESULTS, ROOT, read
+from plots.tables import MARKED, TABLES, main, pages, with_tables
 
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
 DOCS = [name for name in PAGES if name.startswith("docs/")]

@@ -1,0 +1,255 @@
+"""Tables of time: uneven machines, slow links, speed; and what is there on GPUs and of timm."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from plots.rows import RESULTS, fixed, interval, read
+
+PLAIN = "accelerate_ddp"
+DEMO_UNEVEN = {  # arms of benchmarks.demos.uneven
+    PLAIN: "plain DDP: the loop of Accelerate's documentation",
+    "equal": "`train.py --sync step`, equal parts",
+    "balanced": "`train.py --sync step --balance dynamic`",
+}
+DEMO_SLOW_LINK = {  # arms of benchmarks.demos.slow_link
+    PLAIN: "plain DDP",
+    "accelerate_local_sgd": "Accelerate's LocalSGD, 8 steps",
+    "rounds_1": "`train.py`, one merge an epoch",
+    "rounds_4": "`--rounds-per-epoch 4`",
+}
+DEMO_MODELS = {"test_resnet": "0.4 M parameters", "resnet10t": "4.9 M parameters"}
+STUDIES = {  # workloads of noise_scale.csv, in the table's order
+    "digits/test_efficientnet_gn/sgd": "digits, test_efficientnet_gn, SGD",
+    "digits/test_efficientnet_gn/nesterov": "digits, test_efficientnet_gn, Nesterov",
+    "cifar100/test_resnet/nesterov": "CIFAR-100, 20 coarse classes, test_resnet, Nesterov",
+}
+SPEED = {  # rows of speed.csv's training part
+    "train.py, 1 worker": "train.py, 1 worker",
+    "train.py, 4 workers": "train.py, 4 simulated workers",
+    "bare step": "bare step",
+    "plain loop": "plain Accelerate loop, no loader processes",
+    "plain loop, 2 loaders": "plain Accelerate loop, two loader processes",
+    "timm's script": "timm's script",
+}
+SPEED_COLUMNS = (("24", "float32"), ("32", "float32"), ("24", "bf16"), ("32", "bf16"))
+
+
+def demo_uneven(up: str) -> list[str]:
+    """Return two processes of which one shares its core: seconds of an epoch, accuracy."""
+    rows = read(RESULTS / "demos/uneven.csv")
+    control = {row["turn"]: float(row["epoch_s"]) for row in rows if row["arm"] == PLAIN}
+    lines = [
+        "| two processes, another program on the second one's core "
+        f"([CSV]({up}results/demos/uneven.csv)) | s/epoch | over plain DDP's | accuracy, % |",
+        "|---|---|---|---|",
+    ]
+    for arm, text in DEMO_UNEVEN.items():
+        own = [row for row in rows if row["arm"] == arm]
+        seconds = [float(row["epoch_s"]) for row in own]
+        ratios = [float(row["epoch_s"]) / control[row["turn"]] for row in own]
+        accuracies = [100 * float(row["accuracy"]) for row in own]
+        ratio = "1" if arm == PLAIN else interval(ratios, 2)
+        lines.append(f"| {text} | {interval(seconds, 2)} | {ratio} | {interval(accuracies, 1)} |")
+    return lines
+
+
+def demo_slow_link(up: str) -> list[str]:
+    """Return two processes on a shaped link: seconds of training and accuracy, by its rate."""
+    rows = read(RESULTS / "demos/slow_link.csv")
+    cases = list(dict.fromkeys((row["model"], float(row["megabits"])) for row in rows))
+    lines = [
+        f"| s of training; accuracy, % ([CSV]({up}results/demos/slow_link.csv)) | "
+        + " | ".join(DEMO_SLOW_LINK.values())
+        + " |",
+        "|---|" + "---|" * len(DEMO_SLOW_LINK),
+    ]
+    for model, megabits in sorted(cases, key=lambda case: (case[0] != "test_resnet", -case[1])):
+        cells = [f"{DEMO_MODELS[model]}, {megabits:,.0f} Mb/s"]
+        for arm in DEMO_SLOW_LINK:
+            own = [
+                row
+                for row in rows
+                if (row["arm"], row["model"], float(row["megabits"])) == (arm, model, megabits)
+            ]
+            seconds = [float(row["train_s"]) for row in own]
+            accuracies = [100 * float(row["accuracy"]) for row in own]
+            cells.append(f"{interval(seconds, 1)}; {interval(accuracies, 1)}" if own else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def studies(up: str) -> list[str]:
+    """Return what the batch-size studies and the noise scale say."""
+    lines = [
+        "| workload (networks of timm's, 0.1 and 0.4 M parameters) | perfect scaling up to "
+        "| maximum useful batch | critical batch | noise scale at the goal, ± sd |",
+        "|---|---|---|---|---|",
+    ]
+    rows = {row["workload"]: row for row in read(RESULTS / "noise_scale.csv")}
+    for workload, text in STUDIES.items():
+        row = rows[workload]
+        useful = row["useful_batch_size"]
+        if row["useful_is_seen"] != "True":
+            useful += ", the largest tried"
+        lines.append(
+            f"| {text}, error < {100 * float(row['goal_error']):.0f} % "
+            f"| {row['perfect_scaling_up_to']} | {useful} | {fixed(row['critical_batch_size'], 0)} "
+            f"| {row['noise_scale_at_goal']} ± {fixed(row['sd'], 0)} "
+            f"({row['seeds_at_goal']} seeds) |"
+        )
+    return lines
+
+
+def uneven(up: str) -> list[str]:
+    """Return what balancing gained on uneven and disturbed machines."""
+    slowed = {row["sync"]: row for row in read(RESULTS / "slowed.csv")}
+    balance = {
+        (row["case"].partition(" ")[0], row["epoch_noise"], row["balance"]): row
+        for row in read(RESULTS / "balance.csv")
+    }
+    disturbed = {
+        (row["model"], row["balance"], row["min_batch_size"]): row
+        for row in read(RESULTS / "disturbed.csv")
+    }
+
+    def percent(number: str) -> str:
+        return f"{fixed(str(Decimal(number) * 100), 0)} %"
+
+    def idle(column: str) -> str:
+        return " / ".join(percent(slowed[sync][column]) for sync in ("step", "bsp"))
+
+    ratios = " / ".join(fixed(slowed[sync]["ratio"], 2) for sync in ("step", "bsp"))
+    even, even_dbs = (balance["speeds", "0.0", rule] for rule in ("dynamic", "dbs"))
+    noisy, noisy_dbs = (balance["speeds", "0.1", rule] for rule in ("dynamic", "dbs"))
+    still, moved, moved_dbs = (
+        balance["disturbed", "0.02", rule] for rule in ("none", "dynamic", "dbs")
+    )
+    group, group_equal = (
+        disturbed["test_efficientnet_gn", rule, "2"] for rule in ("dynamic", "none")
+    )
+    batch, batch_equal = (disturbed["test_resnet", rule, "2"] for rule in ("dynamic", "none"))
+    batch_8 = disturbed["test_resnet", "dynamic", "8"]
+
+    def time(row: dict[str, str]) -> str:
+        return fixed(row["time_to_equal_split"].partition(" ")[0], 2)
+
+    def loss(row: dict[str, str], digits: int) -> str:
+        mean, half = row["loss_less_equal_split_95"].split(" +- ")
+        return f"{fixed(mean, digits, '+')} ± {fixed(half, digits)}"
+
+    changes = round(float(moved_dbs["changes_in_50_median"]) / float(moved["changes_in_50_median"]))
+    return [
+        "| measured here | against the equal split |",
+        "|---|---|",
+        "| two real processes, one slowed 3x, ResNet-18 on digits: epoch time with `step` / with "
+        f"`bsp` ([slowed.csv]({up}results/slowed.csv)) | {ratios} of it; "
+        f"idle {idle('idle_before')} before, {idle('idle_after')} after |",
+        "| speeds 1, 2, 4 with a fixed cost of a step: slowest over mean step time "
+        f"([balance.csv]({up}results/balance.csv)) | {fixed(even['imbalance_epoch_1'], 2)} at "
+        f"first, {fixed(even['imbalance_epoch_3'], 2)} after two epochs, "
+        f"{fixed(even['imbalance_11_to_50'], 2)} in the end, "
+        f"{fixed(even['changes_in_50_median'], 0)} changes (`dbs`: "
+        f"{fixed(even_dbs['imbalance_epoch_3'], 2)} and "
+        f"{fixed(even_dbs['imbalance_11_to_50'], 2)}, "
+        f"{fixed(even_dbs['changes_in_50_median'], 0)} changes) |",
+        "| the same with 10 % noise on each epoch's times, 100 seeds that the rule was not tuned "
+        f"on | {fixed(noisy['imbalance_11_to_50'], 2)} on average from epoch 11 on, below 1.05 in "
+        f"{percent(noisy['below_1.05_11_to_50'])} of these epochs, "
+        f"{fixed(noisy['changes_in_50_median'], 0)} changes in 50 epochs (`dbs`: "
+        f"{fixed(noisy_dbs['imbalance_11_to_50'], 2)}, "
+        f"{percent(noisy_dbs['below_1.05_11_to_50'])}, "
+        f"{fixed(noisy_dbs['changes_in_50_median'], 0)} changes) |",
+        f"| disturbance test, four workers, slowed 2x at random | time {time(moved)} (`dbs`: "
+        f"{time(moved_dbs)} with {changes} times the changes), utilisation "
+        f"{percent(still['utilisation'])[:-2]} -> {percent(moved['utilisation'])} |",
+        "| the same at 3x with training, 3 seeds, a model without batch norm "
+        f"([disturbed.csv]({up}results/disturbed.csv)) | time {time(group)}, last loss "
+        f"{loss(group, 2)} (95 %) beside {fixed(group_equal['last_loss'], 3)}: no difference seen, "
+        "and a wide interval |",
+        "| the same, a model with batch norm and 16 samples a worker at first | time "
+        f"{time(batch)}, but accuracy {percent(batch['accuracy'])[:-2]} instead of "
+        f"{percent(batch_equal['accuracy'])}: see batch norm below |",
+        f"| the same with `--min-batch-size 8` | time {time(batch_8)}, last loss "
+        f"{loss(batch_8, 3)} beside {fixed(batch_equal['last_loss'], 3)}: no difference seen |",
+    ]
+
+
+def speed(up: str) -> list[str]:
+    """Return images a second of train.py and of what it is compared with."""
+    rows = {
+        (row["what"], row["resolution"], row["precision"]): row
+        for row in read(RESULTS / "speed.csv")
+        if row["part"] == "training"
+    }
+    lines = [
+        "| images/s (train.py over it) | 24 px, float32 | 32 px, float32 | 24 px, bf16 "
+        "| 32 px, bf16 | peak memory, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, text in SPEED.items():
+        own = [rows[(what, *column)] for column in SPEED_COLUMNS]
+        cells = [fixed(row["median"], 1) for row in own]
+        if text != "train.py, 1 worker":
+            ratios = [fixed(row["train.py_over_it"], 2) for row in own]
+            cells = [f"{cell} ({ratio})" for cell, ratio in zip(cells, ratios, strict=True)]
+        memory = sorted(int(row["peak_mib"]) for row in own)
+        lines.append(f"| {text} | {' | '.join(cells)} | {memory[0]} to {memory[-1]} |")
+    return lines
+
+
+def workers(up: str) -> list[str]:
+    """Return seconds of an epoch by the number of workers, simulated and real."""
+    rows = {
+        (*row["what"].split(", "), row["workers"]): fixed(row["median"], 1)
+        for row in read(RESULTS / "speed.csv")
+        if row["part"] == "workers"
+    }
+    counts = [("simulated", n) for n in ("1", "256", "1000")] + [("real", n) for n in "1248"]
+    return [
+        "| seconds | simulated: 1 worker | 256 | 1,000 | real processes: 1 | 2 | 4 | 8 |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| `{sync}` | {' | '.join(rows[sync, kind, count] for kind, count in counts)} |"
+            for sync in ("bsp", "asp")
+        ),
+    ]
+
+
+def operators(up: str) -> list[str]:
+    """Return the operators of a training step."""
+    return [
+        "| | operators that compute, a step | views and allocations |",
+        "| --- | --- | --- |",
+        *(
+            f"| {row['precision']}, {row['resolution']} px | {row['computing']} "
+            f"| {fixed(row['views_and_allocations'], 0)} |"
+            for row in read(RESULTS / "operators.csv")
+        ),
+    ]
+
+
+def gpu(up: str) -> list[str]:
+    """Return what has run on which GPU."""
+    from benchmarks.gpu.table import table
+
+    return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
+
+
+def timm_options(up: str) -> list[str]:
+    """Return timm's training options, what each is here, and which share is there."""
+    rows = read(RESULTS / "timm_options.csv")
+    there = sum(bool(row["here"]) for row in rows)
+    flags = sum(row["here"].startswith("--") for row in rows)
+    return [
+        f"{there} of {len(rows)} options ({100 * there / len(rows):.0f} %): {flags} by a flag, "
+        f"{there - flags} are always on.",
+        "",
+        "| timm | here | |",
+        "|---|---|---|",
+        *(f"| `{row['option']}` | {_as_code(row['here'])} | {row['note']} |" for row in rows),
+    ]
+
+
+def _as_code(text: str) -> str:
+    return f"`{text}`" if text.startswith("--") else text or "no"
