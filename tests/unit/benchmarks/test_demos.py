@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from scipy.stats import t as student
 
+from benchmarks.demos.hybrid import verdicts
 from benchmarks.demos.slow_link import ADDRESSES, link
 from benchmarks.demos.table import Table, mean_and_interval
 
@@ -35,6 +36,21 @@ def test_ratios_are_within_turns_and_have_intervals(tmp_path, capsys):
     half = student.ppf(0.975, 1) * 0.25 / 2**0.5 / 2**0.5  # of 0.5 and 0.25
     assert f"over control {0.375:.3g} +- {half:.2g}" in line
     assert mean_and_interval([3.0]) == "3"
+
+
+def test_an_arm_is_as_good_only_if_the_interval_says_so():
+    def rows(arm, seconds, accuracies):
+        return [
+            {"arm": arm, "model": "m", "turn": str(turn), "train_s": seconds, "accuracy": accuracy}
+            for turn, accuracy in enumerate(accuracies)
+        ]
+
+    control = rows("ddp", 10.0, [0.50, 0.52, 0.54])
+    close, far = rows("cyclic", 8.0, [0.499, 0.520, 0.539]), rows("hybrid", 5.0, [0.49, 0.53, 0.52])
+    first, second = verdicts([*control, *close, *far], "m")
+    assert first.startswith("cyclic: 0.80 of the seconds, accuracy -0.1 points (at least -0.2)")
+    assert "not inferior by 1 point, n=3" in first
+    assert "not shown to be not inferior" in second
 
 
 @pytest.mark.skipif(
