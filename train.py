@@ -1,6 +1,6 @@
 """Train with every worker on a batch size of its own: dual-batch learning, resolution by stage.
 
-    accelerate launch train.py --small-ratio 0.1               # digits, 4 simulated workers
+    accelerate launch train.py --small-ratio 0.1 --output-dir runs/first    # digits, 4 workers
     accelerate launch train.py --dataset uoft-cs/cifar100 --small-workers 3 --epochs 140
     accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
@@ -11,10 +11,21 @@ The first takes about two minutes on two CPU cores and ends above 95 % test accu
 process all workers live in it (a simulated cluster); with several, each process is one worker.
 
 `open_session` loads the data, plans every worker's batches, and builds the model, the optimizers
-and the cluster. Then workers take turns. A turn is a worker's round: pull the global weights, take
-optimizer steps on its share of the epoch, push. The cluster merges what is pushed (`--merge`, or
-`open_session(..., merge=rule)`). With `--sync step` or `--push gradients` all workers share each
-optimizer step instead: a joint step. Every worker computes a part of it.
+and the cluster. Then workers take rounds. A round is a worker's pass over its share of an epoch, or
+over a part of it (`--rounds-per-epoch`). What it does depends on how workers meet:
+
+    setting            in a round, a worker          what is merged, and when
+    --sync bsp         pulls, takes steps, pushes    weights: a weighted mean, once all have pushed
+    --sync ssp, asp    pulls, takes steps, pushes    weights: each push as it comes
+    --sync step        takes joint steps             gradients, at every step: all stay equal
+    --push gradients   pulls, adds gradients up,     gradients: the server's optimizer takes a step
+                       pushes                        with them
+
+In a joint step every worker computes its part of one global batch. The parts' losses are weighted
+by their samples, so that the gradient is that of the whole batch.
+
+Who gets how much: dbsl/run/plans.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py,
+`--merge`, or `open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
 """
 
 from __future__ import annotations
@@ -22,7 +33,7 @@ from __future__ import annotations
 import os
 import signal
 
-if __name__ == "__main__":  # Ctrl-C while the rest is imported: no traceback of half an import
+if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without traceback
     on_interrupt = signal.getsignal(signal.SIGINT)
     if on_interrupt is signal.default_int_handler:  # not ignored, as in a background job
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -37,31 +48,24 @@ from torch import Tensor
 from dbsl.base.bounds import Within
 from dbsl.base.errors import one_line_errors
 from dbsl.data.images import ImageSource
-from dbsl.log.rows import Evaluation
-from dbsl.model import BEST, EMA
+from dbsl.loss import BceConfig, binary_cross_entropy, check_bce
+from dbsl.model import BEST, EMA, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
 from dbsl.plan.turns import EpochEnd, Round
 from dbsl.run.config import RunConfig
-from dbsl.run.evaluation import EvaluationSession
+from dbsl.run.evaluation import Evaluation, EvaluationSession
 from dbsl.run.parse import parse_config
 from dbsl.run.session import Session
 
 
 @dataclass(frozen=True)
-class Config(RunConfig):
+class Config(RunConfig, BceConfig):
     """Dual-batch learning with cyclic progressive resizing; lists take commas or spaces."""
 
     # --- training
     # label smoothing, in [0, 1)
     label_smoothing: Annotated[float, Within(0, 1, open_high=True)] = 0.0
-    # binary cross-entropy: each class is a yes or no of its own
-    bce_loss: bool = False
-    # share of a class above which it counts as whole, and else as absent, with --bce-loss; unset:
-    # shares stay, as label smoothing and mixing make them
-    bce_target_thresh: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # sum the binary cross-entropy over the classes instead of its mean
-    bce_sum: bool = False
     # epochs between evaluations; the last epoch is always evaluated
     eval_every: Annotated[int, Within(1)] = 1
     # evaluate the training images too, at the end and without augmentation
@@ -71,25 +75,17 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, given in (
-            ("bce_sum", self.bce_sum),
-            ("bce_target_thresh", self.bce_target_thresh),
-        ):
-            if given and not self.bce_loss:
-                raise ValueError(f"bce_loss must be given with {name}, got {name} alone")
+        check_bce(self)
 
 
 def loss_function(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Return the mean loss of logits [B, C] and labels, [B] or shares of classes [B, C]."""
-    if not config.bce_loss:
-        return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
-    from timm.loss import BinaryCrossEntropy  # slow to import, and seldom needed
+    """Return the mean loss of logits [B, C] and labels, [B] or shares of classes [B, C].
 
-    shares = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1])
-    smoothing = config.label_smoothing
-    shares = (1 - smoothing) * shares + smoothing / logits.shape[1]
-    loss = BinaryCrossEntropy(target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum)
-    return loss(logits.float(), shares)
+    The measured step times and the gradient noise scale take the loss from here, too.
+    """
+    if config.bce_loss:
+        return binary_cross_entropy(logits, labels, config, config.label_smoothing)
+    return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
 
 
 def learning_rate(session: Session, moment: float) -> float:
@@ -105,31 +101,32 @@ def learning_rate(session: Session, moment: float) -> float:
 
 
 def train_round(session: Session, turn: Round) -> None:
-    """Give the workers of a turn their round: pull, train on their shares, push."""
+    """Train one round: of one worker, or, in joint steps, of all workers of this process."""
     config, stepper, accelerator = session.config, session.stepper, session.accelerator
-    with session.round(turn) as work:  # enter: pull into the model; leave: push from it
+    with session.round(turn) as work:  # enter: pull, and model.train(); leave: push
         for step in work.steps():
             # One part, this worker's batch; for a joint step in one process, one of every worker.
             for part, images, labels in work.parts(step):
-                # images [B, 3, R, R], labels [B]: B is the worker's batch size, R the stage's side
+                # images [B, 3, R, R]: B is the worker's batch size, R the stage's side
+                # labels [B], or with mixup and CutMix shares of the classes [B, C]
                 with stepper.part(step, part) as weight:  # 1; in a joint step B / sum of all B
                     with accelerator.autocast():
                         loss = loss_function(stepper.model(images), labels, config)
-                    accelerator.backward(loss if weight == 1 else loss * weight)
+                    accelerator.backward(loss if weight == 1 else loss * weight)  # 1: spares a pass
                 work.add(part, loss, len(labels))
             lr = work.lr_factor * learning_rate(session, turn.epoch + step.progress)
             with work.stepping(step, lr):  # counts the step; measures its gradients if it is time
-                # A step of the worker's own optimizer, or a joint one. With --push gradients the
-                # server takes it, after the push. All of them clear the gradients.
+                # Clips, steps and clears the gradients. With --push gradients it leaves them: the
+                # round's sum is pushed, and the server steps.
                 stepper.step(step, lr)
-            session.checkpointer.after_step(round_over=work.over)  # saves, or stops, if it is time
+            # If it is time, saves or stops, here in the middle of a round, too: nothing is pushed
+            # then, and a resumed run takes the steps that are left.
+            session.checkpointer.after_step(round_over=work.over)
 
 
 @torch.no_grad()
-def evaluate(
-    session: Session | EvaluationSession, source: ImageSource | None = None
-) -> tuple[float, float, int, float | None]:
-    """Return accuracy in [0, 1], cross-entropy, number of images (unset: of evaluation), top-5.
+def evaluate(session: Session | EvaluationSession, source: ImageSource | None = None) -> Evaluation:
+    """Return accuracy, cross-entropy and top-5 accuracy on a source, unset the evaluation images.
 
     Top-5 accuracy is None where there are 5 classes or fewer.
     """
@@ -147,7 +144,7 @@ def evaluate(
         totals = accelerator.reduce(totals)
     correct, loss, samples, first5 = totals.tolist()
     top5 = first5 / samples if session.num_classes > 5 else None
-    return correct / samples, loss / samples, round(samples), top5
+    return Evaluation(correct / samples, loss / samples, round(samples), session.side, top5)
 
 
 def end_epoch(session: Session, end: EpochEnd) -> None:
@@ -157,30 +154,30 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     last = end.epoch + 1 == config.epochs
     due = last or (end.epoch + 1) % config.eval_every == 0
     with session.stopwatch.evaluating() as spent:
-        session.cluster.load(end)
+        session.cluster.load(end)  # the merged weights into the model
         if due:
-            accuracy, loss, samples, top5 = evaluate(session)
-            result = Evaluation(session.side, accuracy, loss, samples, spent(), top5_accuracy=top5)
+            result = evaluate(session)
+            result = replace(result, time_s=spent())
         if config.eval_train and last:
-            accuracy, loss, *_ = evaluate(session, session.run.data.train)
-            result = replace(result, train_accuracy=accuracy, train_loss=loss)
+            trained = evaluate(session, session.run.data.train)
+            result = replace(result, train_accuracy=trained.accuracy, train_loss=trained.loss)
         if last:
-            session.save_model("model")
-        if config.save_best and result and log.is_best(result):
+            session.save_model(FINAL)
+        if config.save_best and due and log.is_best(result):
             session.save_model(BEST)
-        if ema:
+        if ema:  # an average of the merged weights, one step an epoch
             ema.add(session.cluster.weights.vector)
-        if ema and result:
+        if ema and due:
             with session.ema_weights():
-                accuracy, loss, *_ = evaluate(session)
-                result = replace(result, ema_accuracy=accuracy, ema_loss=loss)
+                averaged = evaluate(session)
+                result = replace(result, ema_accuracy=averaged.accuracy, ema_loss=averaged.loss)
                 if last:
                     session.save_model(EMA)
     log.epoch_end(
         end.epoch,
         result,
         train_time_s=train_time_s,
-        learning_rate=learning_rate(session, end.epoch),
+        learning_rate=learning_rate(session, end.epoch),  # as the epoch began, before lr_factor
         virtual_time_s=session.cluster.time_s,
     )
 
@@ -188,7 +185,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
 def train(session: Session) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     cluster, log = session.cluster, session.log
-    for turn in cluster.turns():  # rounds of this process's workers, and each epoch's end
+    for turn in cluster.turns():  # rounds of this process's workers, and ends of epochs
         if isinstance(turn, Round):
             train_round(session, turn)
         for report in cluster.reports():  # all workers' rounds; none but on the main process
@@ -204,7 +201,7 @@ def main(config: Config) -> None:
     """Train, evaluate and save one run, or go on with one."""
     with open_session(config, loss_function) as session:
         if config.eval_only:
-            session.tell(*evaluate(session))
+            session.tell(evaluate(session))
         elif session is not None:  # a finished run, or --plan-only: nothing is to be trained
             train(session)
 

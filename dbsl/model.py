@@ -26,7 +26,7 @@ from dbsl.data.dataset import RGB, Data
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 
-EMA, BEST = "model_ema", "model_best"
+FINAL, EMA, BEST = "model", "model_ema", "model_best"
 _MARK = 0.123456789  # a dropout probability that no model has by itself
 
 
@@ -186,7 +186,7 @@ def save_model(
     data: Data,
     *,
     state: Mapping[str, torch.Tensor] | None = None,
-    name: str = "model",
+    name: str = FINAL,
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
@@ -240,7 +240,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     Raises:
         ValueError: If the folder has no model that this function can read.
     """
-    folder, name = Path(folder), EMA if ema else BEST if best else "model"
+    folder, name = Path(folder), EMA if ema else BEST if best else FINAL
     config = read_model_config(folder)
     args = {**config.get("model_args", {}), "num_classes": config["num_classes"]}
     try:

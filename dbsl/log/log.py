@@ -24,7 +24,6 @@ from dbsl.log.divergence import DivergenceWarning
 from dbsl.log.meter import StepMeter
 from dbsl.log.planned import Planned
 from dbsl.log.rows import (
-    Evaluation,
     add_shares,
     evaluation_charts,
     evaluation_in_words,
@@ -51,6 +50,7 @@ from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.turns import LostWorker, RoundReport, StepLine, report_from_plain
 from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
+from dbsl.run.evaluation import Evaluation
 
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
 
@@ -266,6 +266,7 @@ class RunLog:
             self._evaluations.append(evaluation)
             training = {"learning_rate": learning_rate, "train_resolution": resolution}
             found = given_values(asdict(evaluation))
+            found |= found.pop("more")
             self._sink.write("eval", {"epoch": epoch} | found | clocks | training)
             record |= evaluation_charts(evaluation)
         if (scale := self._noise.estimate()) is not None:
@@ -285,13 +286,6 @@ class RunLog:
         if judged and (warning := missed_times(workers)):
             self._display.print(warning)
         self._display.pause()
-
-    def metrics(self, epoch: int, values: Mapping[str, float]) -> None:
-        """Record metrics of one's own, such as ``eval/top5``, at an epoch's end."""
-        if not self.enabled:
-            return
-        self._sink.write("metrics", {"epoch": epoch, **values})
-        self._charts.record(values, epoch + 1)
 
     def images(self, files: Mapping[str, Path]) -> None:
         """Send picture files, by their names in the tracker, to the trackers that take any."""

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,11 @@ from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
 from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import Plan
+from dbsl.run.evaluation import Evaluation
 
 MAX_PRINTED_WORKERS = 8
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
 _STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The global weights' result on the evaluation set."""
-
-    resolution: int
-    accuracy: float  # in [0, 1]
-    loss: float  # mean over the samples
-    samples: int
-    time_s: float
-    ema_accuracy: float | None = None  # weights averaged over epochs, if kept
-    ema_loss: float | None = None
-    train_accuracy: float | None = None  # on the training images, without augmentation
-    train_loss: float | None = None
-    top5_accuracy: float | None = None  # where there are more than 5 classes
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -179,7 +164,8 @@ def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
         "eval/ema_loss": evaluation.ema_loss,
         "time/eval_s": evaluation.time_s,
     }
-    return given_values(charts)
+    own = {f"eval/{name}": value for name, value in evaluation.more.items()}
+    return given_values(own | charts)
 
 
 def step_charts(line: StepLine) -> dict[str, float]:

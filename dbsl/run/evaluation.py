@@ -1,9 +1,9 @@
-"""Evaluation alone: trained weights and the images that they are evaluated on."""
+"""What an evaluation finds; and evaluation alone: weights, and the images to evaluate them on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,24 @@ from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
 from dbsl.run.parse import read_settings, run_folder_of
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The global weights' result on the evaluation set."""
+
+    accuracy: float  # in [0, 1]
+    loss: float  # mean over the samples
+    samples: int
+    resolution: int
+    top5_accuracy: float | None = None  # where there are more than 5 classes
+    time_s: float = 0.0
+    ema_accuracy: float | None = None  # weights averaged over epochs, if kept
+    ema_loss: float | None = None
+    train_accuracy: float | None = None  # on the training images, without augmentation
+    train_loss: float | None = None
+    # Metrics of one's own by name, which go to metrics.jsonl and, as eval/NAME, to the trackers.
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,12 +76,12 @@ class EvaluationSession:
         source = self.data.evaluation if source is None else source
         return evaluation_images(source, transform, size, accelerator, self.shares_evaluation)
 
-    def tell(self, accuracy: float, loss: float, samples: int, top5: float | None = None) -> None:
+    def tell(self, result: Evaluation) -> None:
         """Print the result in one line, on the main process."""
-        first5 = "" if top5 is None else f", top-5 {100 * top5:.2f} %"
+        top5 = "" if result.top5_accuracy is None else f", top-5 {100 * result.top5_accuracy:.2f} %"
         self.accelerator.print(
-            f"accuracy {100 * accuracy:.2f} %{first5}, loss {short_loss(loss)}, {samples} "
-            f"{self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
+            f"accuracy {100 * result.accuracy:.2f} %{top5}, loss {short_loss(result.loss)}, "
+            f"{result.samples} {self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
         )
 
 

@@ -106,6 +106,6 @@ def test_a_model_and_data_of_ones_own_are_evaluated_with_the_weights_of_their_ru
     AcceleratorState._reset_state(True)
     config = Config(resume=str(folder), eval_only=True, **settings)
     with open_session(config, loss_function, **own) as session:
-        accuracy, loss, samples, _ = evaluate(session)
-    assert (accuracy, samples) == (found["final_accuracy"], 10)
-    assert loss == pytest.approx(found["final_loss"])
+        result = evaluate(session)
+    assert (result.accuracy, result.samples) == (found["final_accuracy"], 10)
+    assert result.loss == pytest.approx(found["final_loss"])

@@ -24,11 +24,10 @@ import train
 from dbsl.base.errors import RunStopped
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
-from dbsl.log.charts import Charts
-from dbsl.log.log import RunLog
 from dbsl.log.meter import MEASURED
-from dbsl.log.sink import Sink
+from dbsl.log.rows import evaluation_charts
 from dbsl.open import open_session
+from dbsl.run.evaluation import Evaluation
 
 ROOT = Path(train.__file__).resolve().parent
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
@@ -374,35 +373,16 @@ def test_one_cycle_trains(fork, tmp_path):
 def test_a_metric_of_ones_own_is_in_the_metrics_at_each_evaluation(fork, tmp_path):
     settings = {**TINY, "eval_train": True, "ema_decay": 0.5}
     run(fork("class_accuracy"), tmp_path / "run", settings)
-    found = {row["epoch"]: row for row in rows(tmp_path / "run", "metrics")}
-    accuracies = {row["epoch"]: row["accuracy"] for row in rows(tmp_path / "run", "eval")}
-    assert found.keys() == accuracies.keys() == {1, 2}
-    for epoch, row in found.items():  # 20 digits, two of each
-        values = [row[f"eval/accuracy_of_{number}"] for number in range(10)]
-        assert sum(values) / 10 == pytest.approx(accuracies[epoch])
+    found = list(rows(tmp_path / "run", "eval"))
+    assert [row["epoch"] for row in found] == [1, 2]
+    for row in found:  # 20 digits, two of each
+        values = [row[f"accuracy_of_{number}"] for number in range(10)]
+        assert sum(values) / 10 == pytest.approx(row["accuracy"])
 
 
-def test_a_metric_of_ones_own_goes_to_every_tracker():
-    told = []
-
-    def tracker(name):
-        log = lambda values, step=None: told.append((values, step))  # noqa: E731
-        run = SimpleNamespace(define_metric=lambda *_, **__: None)
-        return SimpleNamespace(name=name, log=log, tracker=run)
-
-    written = []
-    log = object.__new__(RunLog)
-    log.enabled, log._sink = True, object.__new__(Sink)
-    log._sink.write = lambda event, row: written.append((event, row))
-    trackers = [tracker("wandb"), tracker("mlflow")]
-    log._charts = Charts(SimpleNamespace(trackers=trackers), 2, "run")
-    log.metrics(3, {"eval/top5": 0.5})
-    assert written == [("metrics", {"epoch": 3, "eval/top5": 0.5})]  # `_write` counts from 1
-    record = {"epoch": 4, "eval/top5": 0.5}
-    assert told == [(record, None), (record, 4000)]
-    log.enabled = False
-    log.metrics(4, {"eval/top5": 0.5})
-    assert len(written) == 1
+def test_a_metric_of_ones_own_goes_to_the_trackers():
+    charts = evaluation_charts(Evaluation(0.5, 1.0, 10, 32, more={"of_cats": 0.25}))
+    assert (charts["eval/accuracy"], charts["eval/of_cats"]) == (0.5, 0.25)
 
 
 def test_three_batch_sizes_are_a_setting(tmp_path):

@@ -52,10 +52,11 @@ def test_top5_counts_labels_among_the_five_highest(classes):
         num_classes=classes,
         evaluation_images=lambda source: [(logits[:30], labels[:30]), (logits[30:], labels[30:])],
         shares_evaluation=False,
+        side=32,
     )
-    accuracy, _, samples, top5 = train.evaluate(session)
+    result = train.evaluate(session)
     order = logits.argsort(1, descending=True)[:, :5]
-    assert samples == 40
-    assert accuracy == pytest.approx((order[:, 0] == labels).float().mean())
+    assert result.samples == 40
+    assert result.accuracy == pytest.approx((order[:, 0] == labels).float().mean())
     wanted = (order == labels[:, None]).any(1).float().mean().item()
-    assert top5 == (None if classes == 4 else pytest.approx(wanted))
+    assert result.top5_accuracy == (None if classes == 4 else pytest.approx(wanted))

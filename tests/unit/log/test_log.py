@@ -17,12 +17,13 @@ from dbsl.base.words import short_loss
 from dbsl.log import display
 from dbsl.log.log import RunLog
 from dbsl.log.plots import stage_spans
-from dbsl.log.rows import Evaluation, missed_times, read_metrics, times_in_words
+from dbsl.log.rows import missed_times, read_metrics, times_in_words
 from dbsl.log.trackers import start_trackers
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import make_stages, stage_at
 from dbsl.plan.turns import Round, RoundReport, StepLine
+from dbsl.run.evaluation import Evaluation
 from dbsl.run.progress import Progress
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
@@ -84,7 +85,7 @@ def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None, st
                 compute_time_s=1.0 + worker,
             )
             log.round(report, virtual_time_s=virtual)
-        evaluation = Evaluation(32, 0.75, 0.5, 90, 0.25) if epoch in evaluate else None
+        evaluation = Evaluation(0.75, 0.5, 90, 32, time_s=0.25) if epoch in evaluate else None
         log.epoch_end(
             epoch,
             evaluation,
@@ -216,7 +217,15 @@ def test_the_longest_epoch_line_fits_120_columns(tmp_path, accelerator, capsys):
                 worker, 998, 0, 256, 64, 160000, 9, time_s=88.8 + worker, loss=6.9, merge_weight=1.0
             )
             log.round(report)
-        evaluation = Evaluation(256, 0.98765, 1.23456, 9999, 1.0, 0.98765, 1.23456)
+        evaluation = Evaluation(
+            0.98765,
+            1.23456,
+            9999,
+            256,
+            time_s=1.0,
+            ema_accuracy=0.98765,
+            ema_loss=1.23456,
+        )
         log.epoch_end(998, evaluation, train_time_s=100.0, learning_rate=1.23456e-05)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
@@ -567,7 +576,7 @@ def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, acce
     with RunLog(tmp_path, accelerator, STAGES, make_plans(), True) as log:
         for epoch, accuracy in ((0, 0.8), (1, 0.6)):
             play(log, make_plans(), epochs=[epoch], evaluate=())
-            evaluation = Evaluation(32, accuracy, 1.0 - accuracy, 90, 0.25)
+            evaluation = Evaluation(accuracy, 1.0 - accuracy, 90, 32, time_s=0.25)
             log.epoch_end(epoch, evaluation, train_time_s=20.0, learning_rate=0.1)
         assert log.results() == {
             "final_accuracy": 0.6,
