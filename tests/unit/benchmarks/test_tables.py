@@ -64,7 +64,8 @@ def test_links_of_a_page_lead_to_files_and_headings(name):
 
 def test_readme_is_short_and_leads_to_every_page():
     text = PAGES["README.md"]
-    assert len(text.splitlines()) <= 200
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "<!--"))]
+    assert len(prose) <= 180
     assert len(text.split()) <= 2200
     assert not [name for name in DOCS if f"]({name})" not in text]
 
