@@ -30,7 +30,7 @@ from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
 from dbsl.log.trackers import check_tracker
 from dbsl.optimizer import check_optimizer, default_learning_rate
-from dbsl.run.accelerator import start_accelerator
+from dbsl.run.accelerator import common_threads, start_accelerator
 from dbsl.run.cluster import connect
 from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
@@ -86,7 +86,9 @@ def open_session(
         session.accelerator.end_training()
         return
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
-    config = replace(config, mixed_precision=accelerator.mixed_precision)  # auto is resolved
+    # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
+    found_out = {"mixed_precision": accelerator.mixed_precision}
+    config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")

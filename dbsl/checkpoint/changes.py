@@ -13,7 +13,7 @@ from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
 from dbsl.run.config import RunConfig
 from dbsl.run.parse import in_todays_words
-from dbsl.run.resolved import PROCESSES, RESOLVED, SOURCES
+from dbsl.run.resolved import NODES, PROCESSES, RESOLVED, SOURCES
 from dbsl.run.run import Run
 
 # What may change freely: no weight depends on it.
@@ -72,6 +72,11 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
         if name in before.get(RESOLVED, ()) and name in config.resolved
         if sources.intersection(SOURCES[name])
     }
+    old, new = changed.get("cpu_threads", (0, 0))
+    found_out = config.resolved if old is None else before.get(RESOLVED, ())
+    if None in (old, new) and "cpu_threads" in found_out:  # nodes were unlike, or are so now
+        sources.add(NODES)
+        follows.add("cpu_threads")
     mathematics = {n: change for n, change in changed.items() if n not in free | follows}
     for name, (old, new) in changed.items():
         if name not in ("resume", "output_dir", "allow_config_change"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from dbsl.base.words import duration, px
+from dbsl.base.words import duration, plural, px
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import Plan, WorkerPlan
 
@@ -18,14 +18,24 @@ def worker_rows(plan: Plan, alone_up_to: int = 0) -> list[tuple[str, WorkerPlan]
 
     Neighbours with equal plans share a row where there are more than `alone_up_to` workers.
     """
-    if len(plan.workers) <= alone_up_to:
-        return [(str(index), worker) for index, worker in enumerate(plan.workers)]
+    groups = _neighbours(plan, alone_up_to)
+    return [(_span(group[0], group[-1]), plan.workers[group[0]]) for group in groups]
+
+
+def _neighbours(plan: Plan, alone_up_to: int = 0) -> list[range]:
+    """Return the numbers of the workers that share a row, row by row."""
+    workers = plan.workers
+    if len(workers) <= alone_up_to:
+        return [range(number, number + 1) for number in range(len(workers))]
     rows, first = [], 0
-    for worker, group in itertools.groupby(plan.workers):
-        last = first + sum(1 for _ in group) - 1
-        rows.append((str(first) if first == last else f"{first}-{last}", worker))
-        first = last + 1
+    for _, group in itertools.groupby(workers):
+        rows.append(range(first, first + len(list(group))))
+        first = rows[-1].stop
     return rows
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def idle_share(plan: Plan, worker: WorkerPlan) -> float:
@@ -47,16 +57,40 @@ def epoch_spans(stages: Sequence[Stage]) -> str:
     return f"epoch{'' if texts[0].isdigit() and len(texts) == 1 else 's'} {', '.join(texts)}"
 
 
-def format_plan(plan: Plan) -> str:
-    """Return the plan as a table, equal workers on one line, with what it costs below."""
+def nodes_in_words(nodes: Sequence[int]) -> str:
+    """Return how many nodes there are and the processes of each, as in ``2 nodes (3 + 1)``.
+
+    Args:
+        nodes: The node of each process, in order.
+    """
+    sizes = [len(list(group)) for _, group in itertools.groupby(nodes)]
+    texts = list(map(str, sizes))
+    if len(set(sizes)) == 1:
+        texts = [f"{sizes[0]} each"]
+    elif len(texts) > 8:
+        texts[4:-3] = ["…"]
+    return f"{plural(len(sizes), 'node')} ({' + '.join(texts)})"
+
+
+def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
+    """Return the plan as a table, equal workers on one line, with what it costs below.
+
+    Args:
+        plan: The plan.
+        nodes: The node of each worker; it has a column if there are several.
+    """
+    several = len(set(nodes)) > 1
+    head = f"  {'node':>6}" if several else ""
     lines = [
-        f"{'worker':>9}  {'batch':>6} {'samples':>9} {'steps':>7} {'weight':>7} {'time':>9} "
+        f"{'worker':>9}{head}  {'batch':>6} {'samples':>9} {'steps':>7} {'weight':>7} {'time':>9} "
         f"{'idle':>7}"
     ]
-    rows = worker_rows(plan)
-    for name, w in rows[:MAX_ROWS]:
+    rows = _neighbours(plan)
+    for group in rows[:MAX_ROWS]:
+        w, name = plan.workers[group[0]], _span(group[0], group[-1])
+        node = f"  {_span(nodes[group[0]], nodes[group[-1]]):>6}" if several else ""
         lines.append(
-            f"{name:>9}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7} "
+            f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7} "
             f"{w.merge_weight:>7.4f} {duration(w.predicted_time_s):>9} "
             f"{100 * idle_share(plan, w):>5.1f} %"
         )
@@ -104,9 +138,17 @@ def total_times_s(stages: Sequence[Stage], plans: Mapping[int, Plan]) -> tuple[f
 
 
 def format_run(
-    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds: int, *, timelines: bool = False
+    stages: Sequence[Stage],
+    plans: Mapping[int, Plan],
+    rounds: int,
+    *,
+    timelines: bool = False,
+    nodes: Sequence[int] = (),
 ) -> str:
-    """Return the plans of a run in the order in which it meets them, and what it takes in all."""
+    """Return the plans of a run in the order in which it meets them, and what it takes in all.
+
+    See `format_plan` for `nodes`.
+    """
     lines = []
     for resolution, plan in plans.items():
         own = [stage for stage in stages if stage.resolution == resolution]
@@ -116,7 +158,7 @@ def format_run(
         rates = ", ".join(f"{s.learning_rate:g}" for s in own)
         ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(own)}, lr {rates}{ratio}")
-        lines.append(format_plan(plan))
+        lines.append(format_plan(plan, nodes))
         if timelines:
             lines.append(timeline(plan, rounds))
         lines.append("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -11,7 +12,12 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, reduce
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    parse_flag_from_env,
+    patch_environment,
+    reduce,
+)
 
 from dbsl.cluster.launch import chosen_backend, join_processes
 
@@ -58,13 +64,15 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     # NCCL's own watchdog ends a process without a name; `Heartbeats` has decided before.
     timeout = timedelta(seconds=timeout_s + 60 * (not cpu))
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
-    if precision == "auto" and (launched := launched_precision()):
-        precision = launched
-    elif precision == "auto":
-        state = PartialState(cpu, **group.to_kwargs())
-        native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
-        precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
-    accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+    # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
+    with patch_environment(omp_num_threads=torch.get_num_threads()):
+        if precision == "auto" and (launched := launched_precision()):
+            precision = launched
+        elif precision == "auto":
+            state = PartialState(cpu, **group.to_kwargs())
+            native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
+            precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
+        accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
     if accelerator.num_processes == 1 and _asked_for_several():
         print(
             "warning: accelerate launch was asked for several processes and has started one; "
@@ -73,6 +81,30 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             file=sys.stderr,
         )
     return accelerator
+
+
+def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
+    """Return the number of each process's node, from 0 (a collective).
+
+    Launchers number the processes node by node. The first of a node has local rank 0.
+    """
+    if accelerator.num_processes == 1:
+        return (0,)
+    first = _of_all(accelerator.local_process_index == 0, accelerator)
+    return tuple(node - 1 for node in itertools.accumulate(first))
+
+
+def common_threads(accelerator: Accelerator) -> int | None:
+    """Return the CPU threads that each process has; None: nodes differ in them (a collective)."""
+    threads = torch.get_num_threads()
+    if accelerator.num_processes > 1 and len(set(_of_all(threads, accelerator))) > 1:
+        return None
+    return threads
+
+
+def _of_all(value: int, accelerator: Accelerator) -> list[int]:
+    own = torch.tensor([int(value)], device=accelerator.device)
+    return accelerator.gather(own).tolist()
 
 
 def launched_precision() -> Literal["bf16", "fp16"] | None:

@@ -29,11 +29,11 @@ from dbsl.plan.stages import (
     stage_at,
     unused_resolutions,
 )
-from dbsl.plan.text import format_run
+from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.plan.turns import Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
-from dbsl.run.accelerator import describe_precision
+from dbsl.run.accelerator import describe_precision, nodes_of
 from dbsl.run.average import WeightAverage
 from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.notes import with_notes
@@ -121,6 +121,7 @@ def prepare(
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
         default_workers=by_default,
+        nodes=nodes_of(accelerator),
     )
 
 
@@ -354,17 +355,26 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
     where, chosen = f"in {processes} processes", ""
     if processes == 1:
         where = "simulated in one process" if config.workers > 1 else "in one process"
+    elif run.nodes[-1]:
+        where += f" on {nodes_in_words(run.nodes)}"
+    threads = plural(torch.get_num_threads(), "CPU thread")
+    if config.cpu_threads is None:
+        threads += " on the first node, others by their cores"
     if run.default_workers:
         why = "for small or local batches" if config.workers > 1 else "which learns most per sample"
         chosen = f" (unset --workers is {config.workers}, {why})"
-    plans = format_run(run.stages, run.plans, config.rounds_per_epoch, timelines=folder is None)
+    nodes = run.nodes[-config.workers :]  # a dedicated server, rank 0, has no worker
+    plans = format_run(
+        *(run.stages, run.plans, config.rounds_per_epoch),
+        timelines=folder is None,
+        nodes=nodes if processes > 1 else (),
+    )
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
         f"{plural(config.workers, 'worker')} {where}, {config.small_workers} on small batches"
         f"{chosen}, sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
-        f"precision {describe_precision(accelerator)}, "
-        f"{plural(torch.get_num_threads(), 'CPU thread')}",
+        f"precision {describe_precision(accelerator)}, {threads}",
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,

@@ -16,9 +16,9 @@ from dbsl.plan.dual_batch import says_unlike
 from dbsl.run.config import RunConfig
 
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
-# No settings, but sources: how many processes there are, whether all workers share each step, and
-# whether something is said of unlike workers.
-PROCESSES, JOINT, UNLIKE = "processes", "joint steps", "unlike workers"
+# No settings, but sources: how many processes there are, on which nodes, whether all workers share
+# each step, and whether something is said of unlike workers.
+PROCESSES, NODES, JOINT, UNLIKE = "processes", "nodes", "joint steps", "unlike workers"
 
 _DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
 _STEP = (
@@ -32,7 +32,7 @@ _BATCHES = ("global_batch_size", "local_batch_sizes")
 # Every setting that a run may find out, and what it is found from. Sources come first: what is
 # dropped takes along what was found from it. A setting is a source of its own.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "cpu_threads": (PROCESSES,),
+    "cpu_threads": (PROCESSES, NODES),  # unset where nodes differ: each process by its cores
     "mixed_precision": (),  # of the machine, or of accelerate launch
     "lr": ("optimizer",),
     "workers": (PROCESSES, "dedicated_server", UNLIKE),

@@ -58,6 +58,7 @@ class Run:
         micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
             resolution; None: its whole batch.
         default_workers: Whether nobody has said how many workers there are.
+        nodes: The node of each process, from 0.
     """
 
     config: RunConfig
@@ -78,6 +79,7 @@ class Run:
     measured: bool
     micro_batch_sizes: Mapping[int, Sequence[int]] | None = None
     default_workers: bool = False
+    nodes: tuple[int, ...] = (0,)
 
     @property
     def evaluation_transform(self) -> Any:

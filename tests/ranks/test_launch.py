@@ -1,4 +1,5 @@
 import inspect
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from dbsl.base.lazy import lazy_import
 from dbsl.cluster.launch import chosen_backend, remember
 from dbsl.run.accelerator import (
     check_launcher,
+    common_threads,
     computes_bf16,
     describe_precision,
+    nodes_of,
     start_accelerator,
 )
 from dbsl.run.parse import parse_config
@@ -132,6 +135,26 @@ def test_one_process_without_native_bf16_decides_for_all(run_ranks, monkeypatch)
     for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert run_ranks(rank_precision, world_size=3) == ["no"] * 3
+
+
+def rank_on_node(rank, threads, local_ranks):
+    """Return the nodes, and the threads of this process and of all, as a launcher leaves them."""
+    os.environ |= {"LOCAL_RANK": str(local_ranks[rank]), "LOCAL_WORLD_SIZE": "1"}
+    os.environ.pop("OMP_NUM_THREADS", None)
+    dbsl.run.accelerator.join_processes = lambda timeout_s, cpu: None
+    torch.set_num_threads(threads[rank])
+    accelerator = start_accelerator("no", 20.0)
+    return nodes_of(accelerator), torch.get_num_threads(), common_threads(accelerator)
+
+
+@pytest.mark.parametrize(("threads", "common"), [((3, 3, 5), None), ((3, 3, 3), 3)])
+def test_processes_keep_their_threads_and_unlike_nodes_have_none_in_common(
+    run_ranks, monkeypatch, threads, common
+):
+    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    found = run_ranks(rank_on_node, threads, (0, 1, 0), world_size=3)
+    assert found == [((0, 0, 1), own, common) for own in threads]
 
 
 def test_a_launch_for_the_cpu_leaves_the_gpu_alone(monkeypatch):

@@ -13,7 +13,7 @@ from dbsl.base.errors import RunStopped
 from dbsl.plan.types import TimeModel
 from dbsl.profile.step_time import fit_profile
 from dbsl.run.parse import parse_config
-from dbsl.run.resolved import JOINT, PROCESSES, SOURCES, UNLIKE, found_by, still_true
+from dbsl.run.resolved import JOINT, NODES, PROCESSES, SOURCES, UNLIKE, found_by, still_true
 from tests.helpers import TINY, fingerprint, run
 from train import Config, main
 
@@ -183,7 +183,7 @@ def test_an_older_run_folder_has_all_its_settings_as_given(tmp_path):
 
 
 def test_every_source_is_a_setting_and_comes_before_what_is_found_from_it():
-    names = {field.name for field in fields(Config)} | {PROCESSES, JOINT, UNLIKE}
+    names = {field.name for field in fields(Config)} | {PROCESSES, NODES, JOINT, UNLIKE}
     done = set()
     for name, sources in SOURCES.items():
         assert {name, *sources} <= names
