@@ -2,86 +2,205 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
+import inspect
 import os
+import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
-
-from dbsl.base.helptext import format_help
-from dbsl.base.kinds import POSITIONAL, REPEATED, Flag, flags_of
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+# Metadata of a field of texts, which keep their commas.
+POSITIONAL = {"flag": "positional"}  # the values that stand behind no flag
+REPEATED = {"flag": "repeated"}  # one value behind each flag, which may be given again
 
-def parse_flags(
-    cls: type[T],
-    flags: Sequence[str] | None = None,
+_VALUE = "\0"  # goes before each value: argparse would take what begins with "-" for a flag
+_WORDS = {int: ("a whole number", "N"), float: ("a number", "X"), Path: ("a text", "FILE")}
+_UNIONS = (typing.Union, types.UnionType)
+_GROUP = re.compile(r"\s*# --- (.+)")
+_COMMENT = re.compile(r"\s*# (?!--- )(.+)")
+_FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
+
+
+def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str = "") -> T:
+    """Build the dataclass `cls` from flags; unset: this process's. See `read_flags`."""
+    return build(cls, read_flags(cls, sys.argv[1:] if flags is None else flags, prog))
+
+
+def build(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Build the dataclass `cls` from the fields that flags set.
+
+    Raises:
+        ValueError: If a field without a default is missing, or from its own ``__post_init__``.
+    """
+    for field in dataclasses.fields(cls):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise ValueError(f"{_flag(field.name)} must be given")
+    return cls(**values)
+
+
+def read_flags(
+    cls: type,
+    flags: Sequence[str],
     prog: str = "",
     common: Sequence[str] = (),
-    others: Mapping[str, str] | None = None,
-) -> T:
-    """Build the dataclass `cls` from flags; unset: this process's. One process prints help.
-
-    `common` names the fields that the help shows first, `others` the flags that the caller reads.
-
-    Raises:
-        ValueError: If a flag is unknown or its value has the wrong type, or from the dataclass's
-            own ``__post_init__``.
-        SystemExit: After help.
-    """
-    flags = sys.argv[1:] if flags is None else flags
-    if {"-h", "--help"} & set(flags):
-        if os.environ.get("RANK", "0") == "0":
-            print(format_help(cls, flags_of(cls), prog, common=common, others=others))
-        raise SystemExit(0)
-    return cls(**read_flags(cls, flags, others or ()))
-
-
-def split_flags(flags: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return fields with the values behind their flags; first those behind none, named ""."""
-    given: list[tuple[str, list[str]]] = [("", [])]
-    for token in flags:
-        if token.startswith("--"):
-            name, equals, value = token[2:].partition("=")
-            given.append((name.replace("-", "_"), [value] if equals else []))
-        else:
-            given[-1][1].append(token)
-    return given
-
-
-def read_flags(cls: type, flags: Sequence[str], others: Collection[str] = ()) -> dict[str, Any]:
+    files: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Return the fields that flags set. Lists take commas or spaces, and the last flag counts.
 
+    The help, which one process prints, shows the fields in `common` first. `files` are flags that
+    are no fields, by name, with their help.
+
     Raises:
-        ValueError: If a flag is unknown, is missing or has a value of another type.
+        ValueError: If a flag is unknown or its value has the wrong type.
+        SystemExit: After help.
     """
-    known = flags_of(cls) | {other[2:]: Flag.of(other[2:], str) for other in others}
-    positional = next((name for name, flag in known.items() if flag.mark == POSITIONAL), None)
-    found: dict[str, Any] = {}
-    (_, loose), *given = split_flags(flags)
-    for name, values in given:
-        is_off = name.startswith("no_") and name[3:] in known and not known[name[3:]].kinds
-        if name not in known and not is_off:
-            near = difflib.get_close_matches(name, known, 1)
-            such = f", such as --{near[0].replace('_', '-')}" if near else ""
-            shown = name.replace("_", "-")
-            raise ValueError(f"flag must be one that --help lists{such}, got --{shown}")
-        flag = known[name[3:] if is_off else name]
-        if positional and flag.most is not None:
-            loose += values[flag.most :]
-            values = values[: flag.most]
-        value = flag.read(values)
-        if is_off:
-            value = False
-        found[flag.name] = (*found.get(flag.name, ()), value) if flag.mark == REPEATED else value
-    if loose and not positional:
-        raise ValueError(f"values must come behind a flag, got {loose[0]!r}")
-    if positional:
-        found[positional] = tuple(loose)
-    for field in dataclasses.fields(cls):
-        missing = (field.default, field.default_factory) == (dataclasses.MISSING,) * 2
-        if missing and field.name not in found:
-            raise ValueError(f"--{field.name.replace('_', '-')} must be given")
-    return {name: value for name, value in found.items() if f"--{name}" not in others}
+    files = files or {}
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.metadata.get("flag", True)}
+    fields |= {name: dataclasses.field(default=None) for name in files}
+    hints = typing.get_type_hints(cls) | dict.fromkeys(files, Path)
+    positional = next((name for name, f in fields.items() if f.metadata == POSITIONAL), None)
+    helping = not {"-h", "--help"}.isdisjoint(flags)
+    groups, words = read_source(cls) if helping else ({"options": list(fields)}, {})
+    if common:
+        groups = {"common": list(common)} | groups
+    parser = _Parser(
+        usage=f"{prog} [--flag VALUE ...]",
+        description=cls.__doc__,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    left = {name: f for name, f in fields.items() if helping or name != positional}
+    for number, (title, names) in enumerate(groups.items()):
+        group = parser.add_argument_group(title)
+        for name in filter(left.__contains__, [*names, *files]):
+            _add(group, name, left.pop(name), hints[name], (words | files).get(name, ""))
+        if number == 0:
+            group.add_argument("-h", "--help", action="help", help="show this and exit")
+    if helping:
+        if os.environ.get("RANK", "0") == "0":
+            parser.print_help()
+        parser.exit()
+    given, rest = parser.parse_known_args([_token(flag) for flag in flags])
+    for name in (token[2:].partition("=")[0] for token in rest if token.startswith("--")):
+        near = difflib.get_close_matches(name, [_flag(known)[2:] for known in fields], 1)
+        such = f", such as --{near[0]}" if near else ""
+        raise ValueError(f"flag must be one that --help lists{such}, got --{name}")
+    if rest and not positional:
+        raise ValueError(f"values must come behind a flag that takes them, got {rest[0][1:]!r}")
+    found = vars(given) | ({positional: rest} if positional else {})
+    return {name: _value(name, fields[name], hints[name], v) for name, v in found.items()}
+
+
+def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the names of fields by group, inherited ones first, and what the source says.
+
+    A comment ``# --- title`` begins a group. A field's help is the comment behind it, or the ones
+    directly above where there is none behind.
+    """
+    groups: dict[str, list[str]] = {"options": []}  # where a class has no groups
+    words: dict[str, str] = {}
+    above: list[str] = []
+    sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
+    for line in "\n".join(sources).splitlines():
+        if found := _GROUP.fullmatch(line):
+            groups[found[1]] = []
+        elif found := _FIELD.fullmatch(line):
+            name, behind = found.groups()
+            groups[list(groups)[-1]].append(name)
+            words[name] = behind or " ".join(above)
+        comment = _COMMENT.fullmatch(line)
+        above = [*above, comment[1]] if comment else []
+    return {title: names for title, names in groups.items() if names}, words
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _add(group: Any, name: str, field: dataclasses.Field, hint: Any, words: str) -> None:
+    """Add a field to a group of the parser, with its default in its help."""
+    default = field.default
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    if default is not False and default not in (None, (), dataclasses.MISSING):
+        words += f" (default: {'on' if default is True else shown})"
+    words = words.replace("%", "%%")
+    if field.metadata == POSITIONAL:
+        group.add_argument(name, help=words)
+    elif hint is bool:
+        group.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=words)
+    else:
+        many = any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
+        more = {"nargs": "*"} if many else {}
+        if field.metadata == REPEATED:
+            more = {"action": "append"}
+        group.add_argument(_flag(name), metavar=_described(hint)[1], help=words, **more)
+
+
+def _value(name: str, field: dataclasses.Field, hint: Any, given: bool | str | list[str]) -> Any:
+    """Return what was given for a field as its type has it."""
+    if isinstance(given, bool):
+        return given
+    values = [v.removeprefix(_VALUE) for v in ([given] if isinstance(given, str) else given)]
+    if field.metadata in (POSITIONAL, REPEATED):
+        return tuple(values)
+    text = ",".join(values)
+    try:
+        return _read(hint, text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{_flag(name)} must be {_described(hint)[0]}, got {text!r}") from None
+
+
+def _read(hint: Any, text: str) -> Any:
+    """Return the value that a text means as a type; of a union the first type that it fits."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if hint is types.NoneType:
+        return {"None": None}[text]
+    if origin is typing.Literal:
+        return {str(choice): choice for choice in inside}[text]
+    if origin is tuple:
+        return tuple(_read(inside[0], part) for part in text.split(",") if part)
+    if origin in _UNIONS:
+        for arm in sorted(inside, key=lambda arm: arm is not types.NoneType):
+            with contextlib.suppress(KeyError, ValueError):
+                return _read(arm, text)
+        raise ValueError
+    return hint(text) if hint in _WORDS else text
+
+
+def _described(hint: Any) -> tuple[str, str]:
+    """Return what a type is in words, and what the help shows."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        *before, last = map(str, inside)
+        return f"{', '.join(before)} or {last}" if before else last, "|".join(map(str, inside))
+    if origin is tuple:
+        words, shown = _described(inside[0])
+        return words.removeprefix("a ") + "s", shown
+    if origin in _UNIONS:
+        arms = [_described(arm) for arm in inside if arm is not types.NoneType]
+        return " or ".join(words for words, _ in arms), "|".join(shown for _, shown in arms)
+    return _WORDS.get(hint, ("a text", "TEXT"))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _token(flag: str) -> str:
+    """Return a flag with dashes in its name, or a value as argparse takes any."""
+    if not flag.startswith("--"):
+        return _VALUE + flag
+    return re.sub("^[^=]*", lambda name: name[0].replace("_", "-"), flag)

@@ -17,17 +17,16 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
 
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.files import write_text
-from dbsl.base.flags import parse_flags
-from dbsl.base.kinds import POSITIONAL, REPEATED
+from dbsl.base.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
 from dbsl.jobs import Launch, is_finished, launch_all
@@ -42,7 +41,8 @@ _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison 
 class CompareConfig:  # every field is a flag, its comment the help
     """Run arms (configs of train.py) with several seeds and compare them."""
 
-    arms: Annotated[tuple[str, ...], POSITIONAL]  # YAML files, configs of train.py; each is an arm
+    # YAML files, configs of train.py; each is an arm
+    arms: tuple[str, ...] = field(metadata=POSITIONAL)
     seeds: int = 3  # runs of each arm, with seeds 0, 1, ...
     baseline: str | None = None  # arm that the others are compared with; unset: the first
     # accuracy whose time is reported, in (0, 1]; unset: a point below the baseline's last epoch
@@ -50,9 +50,9 @@ class CompareConfig:  # every field is a flag, its comment the help
     # train every arm again, with as many epochs as fit into the baseline's time
     equal_time: bool = False
     # setting of all arms as name=value, say dataset=FOLDER; may be given again
-    set: Annotated[tuple[str, ...], REPEATED] = ()
+    set: tuple[str, ...] = field(default=(), metadata=REPEATED)
     # values of a setting as name=value,value; makes an arm of each; may be given again
-    vary: Annotated[tuple[str, ...], REPEATED] = ()
+    vary: tuple[str, ...] = field(default=(), metadata=REPEATED)
     jobs: int = 1  # runs at a time
     # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
     runs_dir: str = "runs"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.flags import parse_flags, read_flags, split_flags
+from dbsl.base.flags import build, read_flags
 from dbsl.cluster.launch import recall
 from dbsl.run.accelerator import launched_precision
 from dbsl.run.config import CHECKPOINTS
@@ -27,7 +27,7 @@ COMMON = (
     *("sync", "output_dir", "resume"),
 )
 _COMMAND = "accelerate launch train.py"
-_CONFIG_HELP = {"--config": "YAML file of settings; flags win over it"}
+_CONFIG_HELP = {"config": "YAML file of settings; flags win over it"}
 _REMOVED = {"damp_stale": False}  # settings of older files, by name: their default
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
@@ -46,20 +46,20 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         ValueError: If a flag is unknown or its value has the wrong type, the file cannot be read
             or is no mapping of settings, or there is no such run to resume.
     """
-    flags = list(sys.argv[1:] if argv is None else argv)
-    said = {name: values[-1] for name, values in split_flags(flags) if values}
-    sources = [_read_files(Path(said["config"]))] if "config" in said else []
+    flags = sys.argv[1:] if argv is None else argv
+    said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP)
+    sources = [_read_files(said.pop("config"))] if "config" in said else []
     settings = (_merged(sources[0]) if sources else {}) | said
     resume, output_dir = settings.get("resume"), settings.get("output_dir")
     if resume is None and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
-        flags += yaml_to_argv({"resume": resume, "output_dir": output_dir})
+        said |= {"resume": resume, "output_dir": output_dir}
     if resume is not None:
         folder = run_folder_of(str(resume), output_dir)
         if (folder / "config.yaml").is_file():
             sources.insert(0, _read_files(folder / "config.yaml"))
     given = [flag for files in sources for flag in yaml_to_argv(_merged(files))]
-    config = parse_flags(cls, given + flags, _COMMAND, COMMON, _CONFIG_HELP)
+    config = build(cls, read_flags(cls, given) | said)
     for files in sources:  # what the run itself found out comes first
         for number in range(len(files), 0, -1):
             if RESOLVED in files[number - 1]:

@@ -1,0 +1,87 @@
+"""Flags of a dataclass, read by argparse: what it would refuse or guess is read as it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from dbsl.base.flags import POSITIONAL, REPEATED, parse_flags
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of each form."""
+
+    epochs: int  # number of epochs
+    lr: float | None = 0.1  # learning rate
+    sizes: tuple[int, ...] | Literal["auto"] = "auto"  # batch sizes
+    names: tuple[str, ...] = ()  # any names
+    note: str = ""  # 100 % of the text
+    save_best: bool = True  # save the best
+
+
+@dataclass(frozen=True)
+class Command:
+    """Settings of a command that takes values without a flag."""
+
+    arms: tuple[str, ...] = field(metadata=POSITIONAL)  # files
+    seeds: int = 1  # number of seeds
+    set: tuple[str, ...] = field(default=(), metadata=REPEATED)  # other settings
+    dry: bool = False  # run nothing
+
+
+def read(*flags, cls=Settings):
+    return parse_flags(cls, [*flags, "--epochs", "1"] if cls is Settings else flags)
+
+
+@pytest.mark.parametrize("number", ["-1e-3", "-.001", "-0.001", "=-1e-3"])
+def test_numbers_below_zero_are_values(number):
+    flags = [f"--lr{number}"] if number[0] == "=" else ["--lr", number]
+    assert read(*flags).lr == -0.001
+
+
+def test_texts_may_begin_with_a_dash():
+    found = read("--note", "-o x", "--names", "-", "-a,-b", "--sizes", "-1", "2")
+    assert (found.note, found.names, found.sizes) == ("-o x", ("-", "-a", "-b"), (-1, 2))
+    assert read("--note=--lr").note == "--lr"
+
+
+def test_the_last_flag_counts_and_none_unsets():
+    found = read("--lr", "1", "--sizes", "1,2", "--no-save-best", "--lr", "None", "--sizes", "3")
+    assert (found.lr, found.sizes, found.save_best) == (None, (3,), False)
+    assert read("--sizes").sizes == ()
+    assert read("--no_save_best", "--save-best").save_best
+
+
+def test_values_without_a_flag_may_stand_anywhere():
+    flags = ("a.yaml", "--dry", "b.yaml", "--set", "lr=1,2", "--seeds", "3", "-c", "--set", "x=-1")
+    assert read(*flags, cls=Command) == Command(
+        ("a.yaml", "b.yaml", "-c"), 3, ("lr=1,2", "x=-1"), True
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--epoch", "2"], "flag must be one that --help lists, such as --epochs, got --epoch"),
+        (["--no-lr"], "flag must be one that --help lists.*, got --no-lr"),
+        (["--epochs", "None"], "--epochs must be a whole number, got 'None'"),
+        (["--note", "a", "b"], "values must come behind a flag that takes them, got 'b'"),
+        (["--save-best=yes"], "--save-best/--no-save-best: ignored explicit argument 'yes'"),
+        (["--lr", "1"], "--epochs must be given"),
+    ],
+)
+def test_what_is_wrong_is_one_line(flags, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        parse_flags(Settings, flags)
+
+
+def test_help_wins_over_wrong_flags_and_one_process_prints_it(monkeypatch, capsys):
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            read("--lr", "x", "-h")
+        text = " ".join(capsys.readouterr().out.split())
+        assert (ended.value.code, "--note TEXT 100 % of the text" in text) == (0, printed)
