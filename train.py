@@ -60,7 +60,7 @@ from dbsl.run.session import Session
 
 
 @dataclass(frozen=True)
-class Config(RunConfig, BceConfig):
+class Config(BceConfig, RunConfig):
     """Dual-batch learning with cyclic progressive resizing; lists take commas or spaces."""
 
     # --- training

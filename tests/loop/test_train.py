@@ -572,7 +572,7 @@ def test_help_is_grouped_and_every_flag_explains_itself(capsys, monkeypatch):
     text = capsys.readouterr().out
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert titles[:3] == ["common", "data", "timm's augmentation"]
-    assert len(titles) == 14
+    assert len(titles) == 15
     common = text[text.index("common:") : text.index("data:\n")]
     assert common.count("\n  --") == len(COMMON) + 1 == 11
     assert "--config FILE" in common
