@@ -85,7 +85,11 @@ def read_flags(
     for number, (title, names) in enumerate(groups.items()):
         group = parser.add_argument_group(title)
         for name in filter(left.__contains__, [*names, *files]):
-            _add(group, name, left.pop(name), hints[name], (words | files).get(name, ""))
+            # With a value too few or too many `_value` names the flag, which argparse would not;
+            # but where values may stand behind no flag, a flag of one value must leave the rest.
+            any_number = not helping and (positional is None or _is_list(hints[name]))
+            more = {"nargs": "*"} if any_number else {}
+            _add(group, name, left.pop(name), hints[name], (words | files).get(name, ""), more)
         if number == 0:
             group.add_argument("-h", "--help", action="help", help="show this and exit")
     if helping:
@@ -130,7 +134,9 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def _add(group: Any, name: str, field: dataclasses.Field, hint: Any, words: str) -> None:
+def _add(
+    group: Any, name: str, field: dataclasses.Field, hint: Any, words: str, more: dict[str, Any]
+) -> None:
     """Add a field to a group of the parser, with its default in its help."""
     default = field.default
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
@@ -142,10 +148,7 @@ def _add(group: Any, name: str, field: dataclasses.Field, hint: Any, words: str)
     elif hint is bool:
         group.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=words)
     else:
-        many = any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
-        more = {"nargs": "*"} if many else {}
-        if field.metadata == REPEATED:
-            more = {"action": "append"}
+        more = {"action": "append"} if field.metadata == REPEATED else more
         group.add_argument(_flag(name), metavar=_described(hint)[1], help=words, **more)
 
 
@@ -156,11 +159,18 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: bool | str | l
     values = [v.removeprefix(_VALUE) for v in ([given] if isinstance(given, str) else given)]
     if field.metadata in (POSITIONAL, REPEATED):
         return tuple(values)
-    text = ",".join(values)
+    text = (",".join if _is_list(hint) else " ".join)(values)
     try:
+        if len(values) != 1 and not _is_list(hint):
+            raise ValueError
         return _read(hint, text)
     except (KeyError, ValueError):
-        raise ValueError(f"{_flag(name)} must be {_described(hint)[0]}, got {text!r}") from None
+        shown = repr(text) if values else "nothing"
+        raise ValueError(f"{_flag(name)} must be {_described(hint)[0]}, got {shown}") from None
+
+
+def _is_list(hint: Any) -> bool:
+    return any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
 
 
 def _read(hint: Any, text: str) -> Any:
@@ -188,7 +198,7 @@ def _described(hint: Any) -> tuple[str, str]:
         return f"{', '.join(before)} or {last}" if before else last, "|".join(map(str, inside))
     if origin is tuple:
         words, shown = _described(inside[0])
-        return words.removeprefix("a ") + "s", shown
+        return words.removeprefix("a ") + "s", f"{shown},.."
     if origin in _UNIONS:
         arms = [_described(arm) for arm in inside if arm is not types.NoneType]
         return " or ".join(words for words, _ in arms), "|".join(shown for _, shown in arms)

@@ -68,7 +68,7 @@ def test_values_without_a_flag_may_stand_anywhere():
         (["--epoch", "2"], "flag must be one that --help lists, such as --epochs, got --epoch"),
         (["--no-lr"], "flag must be one that --help lists.*, got --no-lr"),
         (["--epochs", "None"], "--epochs must be a whole number, got 'None'"),
-        (["--note", "a", "b"], "values must come behind a flag that takes them, got 'b'"),
+        (["--note", "a", "b"], "--note must be a text, got 'a b'"),
         (["--save-best=yes"], "--save-best/--no-save-best: ignored explicit argument 'yes'"),
         (["--lr", "1"], "--epochs must be given"),
     ],
