@@ -24,6 +24,9 @@ from dbsl.data.streams import GlobalStreams
 Augment = Literal["none", "crop", "paper", "timm"]
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
 
+# Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.
+_BY_TORCH = ("bilinear", "bicubic")
+
 _ROTATION = 0.05  # largest rotation of "paper", in turns: 18 degrees
 _ZOOM = 0.25  # largest change of scale of "paper"
 EVAL_CROP = 0.875  # side of the centre crop over the resized shorter side, as for ImageNet
@@ -86,7 +89,7 @@ class Transform:
     ) -> torch.Tensor:
         """Return normalised float32 images, [B, 3, R, R] in channels_last, on the images' device.
 
-        Never waits for the device.
+        Never waits for the device, but with an interpolation that is Pillow's alone.
 
         Args:
             images: uint8 [B, 3, H, W], square where `augment` is "crop" and they are not prepared.
@@ -142,10 +145,12 @@ class Transform:
 
     @property
     def resampling(self) -> Image.Resampling:
-        """How loader processes resize."""
-        return Image.Resampling[
-            (self.interpolation if self.augment == "none" else "bilinear").upper()
-        ]
+        """How Pillow resizes."""
+        return Image.Resampling[self._mode.upper()]
+
+    @property
+    def _mode(self) -> Interpolation:
+        return self.interpolation if self.augment == "none" else "bilinear"
 
     def _centre(self, images: torch.Tensor) -> torch.Tensor:
         """Return the central square of images [B, 3, S, S], the nearest whole pixels."""
@@ -155,14 +160,19 @@ class Transform:
         return images[:, :, first : first + cut, first : first + cut] if cut < side else images
 
     def _resize(self, images: torch.Tensor) -> torch.Tensor:
+        side, mode = self.resolution, self._mode
+        if images.shape[2:] == (side, side):
+            return images
+        if mode not in _BY_TORCH:
+            pixels = images.permute(0, 2, 3, 1).cpu().numpy()
+            pixels = [
+                Image.fromarray(image).resize((side, side), self.resampling) for image in pixels
+            ]
+            return to_device(np.stack(pixels), images.device).permute(0, 3, 1, 2)
         from torchvision.transforms.v2 import functional as TF
 
-        more = (
-            {}
-            if self.augment != "none"
-            else {"interpolation": TF.InterpolationMode(self.interpolation)}
-        )
-        return TF.resize(images, [self.resolution, self.resolution], antialias=True, **more)
+        mode = TF.InterpolationMode(mode)
+        return TF.resize(images, [side, side], interpolation=mode, antialias=True)
 
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         batch, _, height, width = images.shape

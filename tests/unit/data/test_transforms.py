@@ -1,13 +1,16 @@
 import pickle
 import warnings
+from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torchvision.transforms.v2 import functional as TF
 
-from dbsl.data.transforms import Transform, to_device
+from dbsl.data.transforms import Interpolation, Transform, to_device
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 
@@ -30,6 +33,19 @@ def test_transform_none_equals_torchvision_resize_and_normalise(resolution):
     resized = TF.resize(images, [resolution, resolution], antialias=True)
     expected = TF.normalize(TF.to_dtype(resized, torch.float32, scale=True), MEAN, STD)
     torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("interpolation", get_args(Interpolation))
+@pytest.mark.parametrize(("resolution", "crop_pct"), [(24, 1.0), (40, 0.75)])
+def test_transform_none_resizes_small_images_as_pillow_does(interpolation, resolution, crop_pct):
+    transform = make_transform(resolution, "none", plain=True)
+    transform = replace(transform, interpolation=interpolation, crop_pct=crop_pct)
+    images, cut = random_images(), round(32 * (1 - crop_pct) / 2)
+    out = transform(images, np.arange(16), 0).permute(0, 2, 3, 1)
+    for image, found in zip(images[:, :, cut : 32 - cut, cut : 32 - cut], out, strict=True):
+        image = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        wanted = np.asarray(image.resize((resolution, resolution), transform.resampling))
+        assert np.abs(found.numpy() - wanted).max() < 2.01  # bicubic of torch rounds otherwise
 
 
 @pytest.mark.parametrize("prepared", [False, True])
