@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import stream_seed
+from dbsl.data.streams import GlobalStreams
 from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")
@@ -56,20 +56,8 @@ class Mixing:
             whole = len(labels) // 2 * 2
             shares = torch.nn.functional.one_hot(labels, self._classes).to(images.dtype)
             if whole and not (self._off_epoch and epoch >= self._off_epoch):
-                with _NumpyStream(stream_seed(self._seed, "mixing", epoch, int(part.indices[0]))):
+                with GlobalStreams() as streams:
+                    first = int(part.indices[0])
+                    streams.seed(stream_seed(self._seed, "mixing", epoch, first))
                     _, shares[:whole] = self._mix(images[:whole], labels[:whole])
             yield images, shares
-
-
-class _NumpyStream:
-    """Numpy's own random numbers, which timm draws from, seeded inside and untouched outside."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._before: Any = np.random.get_state()  # noqa: NPY002
-        np.random.seed(self._seed % 2**32)  # noqa: NPY002
-
-    def __exit__(self, *_: object) -> None:
-        np.random.set_state(self._before)  # noqa: NPY002
