@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -59,25 +60,28 @@ class Transfer:
         self.wait()
         chunks = self._chunks(vector, direct=minus is None)
         arrivals = [None] * len(chunks)
+        before, copies = _split(minus, len(chunks)), _split(copy, len(chunks))
         if self._stream is not None:  # all copies to the host are queued before the first is sent
             self._stream.wait_stream(torch.cuda.current_stream(vector.device))
             with torch.cuda.stream(self._stream):
-                arrivals = [self._stage(n, *both, minus) for n, both in enumerate(chunks)]
+                arrivals = [
+                    self._stage(*both, old) for both, old in zip(chunks, before, strict=True)
+                ]
         for number, (chunk, staged) in enumerate(chunks):
             if self._stream is None:  # while the chunks before it are on their way
-                self._stage(number, chunk, staged, minus)
+                self._stage(chunk, staged, before[number])
             else:
                 arrivals[number].synchronize()
             self._pending.append(dist.isend(staged, self._peer, group=self._group))
             if copy is not None:
-                copy.split(CHUNK)[number].copy_(chunk)
+                copies[number].copy_(chunk)
 
     def _stage(
-        self, number: int, chunk: Tensor, staged: Tensor, minus: Tensor | None
+        self, chunk: Tensor, staged: Tensor, minus: Tensor | None
     ) -> torch.cuda.Event | None:
         """Copy a chunk to where it is sent from; of a CUDA device, return the copy's event."""
         if staged is not chunk:
-            change = chunk if minus is None else chunk - minus.split(CHUNK)[number]
+            change = chunk if minus is None else chunk - minus
             staged.copy_(change, non_blocking=self._stream is not None)
         if self._stream is None:
             return None
@@ -104,6 +108,7 @@ class Transfer:
         """
         self.wait()
         chunks, sums = self._chunks(vector), []
+        added, copies = _split(plus, len(chunks)), _split(copy, len(chunks))
         works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in chunks]
         for number, (work, (chunk, staged)) in enumerate(zip(works, chunks, strict=True)):
             work.wait(_EVER)
@@ -111,9 +116,9 @@ class Transfer:
             if staged is not chunk:
                 chunk.copy_(staged, non_blocking=True)
             if plus is not None:
-                chunk.add_(plus.split(CHUNK)[number])
+                chunk.add_(added[number])
             if copy is not None:
-                copy.split(CHUNK)[number].copy_(chunk)
+                copies[number].copy_(chunk)
             if check:
                 sums.append(chunk.sum())  # finite ones do not overflow
         return not sums or bool(torch.stack(sums).sum().isfinite())
@@ -127,3 +132,8 @@ class Transfer:
             pinned = self._stream is not None
             self._buffer = torch.empty(self._length, dtype=self._dtype, pin_memory=pinned)
         return list(zip(chunks, self._buffer.split(CHUNK), strict=True))
+
+
+def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    """Return a vector's chunks, once for all of them; of no vector, as many times None."""
+    return [None] * count if vector is None else vector.split(CHUNK)
