@@ -35,7 +35,6 @@ def make_clip(model: nn.Module, bound: float | None, mode: ClipMode) -> Clip:
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:  # fp16: the bound is that of the gradients themselves
             scaler.unscale_(optimizer.optimizer)
-        there = [parameter for parameter in parameters if parameter.grad is not None]
-        timm.utils.dispatch_clip_grad(there, bound, mode=mode)
+        timm.utils.dispatch_clip_grad(parameters, bound, mode=mode)
 
     return clip

@@ -340,6 +340,15 @@ def test_clipping_in_fp16_bounds_the_unscaled_gradients(accelerator, fused):
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4, 0.0, 0.0]))
 
 
+@pytest.mark.parametrize("mode", ["norm", "value", "agc"])
+def test_what_has_no_gradient_is_left_alone_by_clipping(mode):
+    used, unused = model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    used(torch.full((1, 2), 9.0)).sum().backward()
+    make_clip(model, 0.01, mode)(build(model))
+    assert unused.weight.grad is None
+    assert used.weight.grad.norm() < 1.0
+
+
 def norm_of(model):
     return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
 
