@@ -1,19 +1,22 @@
-"""timm optimizers for a run: their settings, checked before a run begins, and learning rates."""
+"""timm optimizers for a run: settings, checked before it begins, learning rates, saved state."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dbsl.base.bounds import Within
 from dbsl.base.kwargs import parse_kwargs
 
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
+# Settings that a resumed run may change.
+_SETTINGS = ("lr", "momentum", "weight_decay", "lr_scale", "eps", "betas")
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
 
@@ -117,3 +120,27 @@ def build_optimizer(
     if get_optimizer_class(name, bind_defaults=False) in _FUSED:
         common["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
     return create_optimizer_v2(model, opt=name, **common | settings)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load an optimizer's state, but not the settings that a run's config has.
+
+    Raises:
+        ValueError: If it is the state of other parameters.
+    """
+    current = optimizer.state_dict()["param_groups"]
+    if len(current) != len(saved["param_groups"]):
+        raise ValueError(
+            f"optimizer must have {len(current)} groups of parameters, "
+            f"got {len(saved['param_groups'])}"
+        )
+    groups = [
+        old | {name: value for name, value in new.items() if name in _SETTINGS}
+        for old, new in zip(saved["param_groups"], current, strict=True)
+    ]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                # In the parameter's own memory order, or other kernels would round otherwise.
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -24,7 +24,9 @@ from dbsl.cluster.clipping import Clip, keep_whole
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.part_of_step import take_step
+from dbsl.cluster.statistics import RunningStatistics
 from dbsl.cluster.weights import FlatWeights
+from dbsl.optimizer import load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.turns import Round
 
@@ -32,9 +34,6 @@ from dbsl.plan.turns import Round
 _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "forward_sync_buffers"
-
-# Settings that a resumed run may change.
-_SETTINGS = ("lr", "momentum", "weight_decay", "lr_scale", "eps", "betas")
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -46,7 +45,7 @@ class _Stepper:
         model: To be called.
         clock: Counts what workers compute.
         optimizers: Of this process's workers.
-        statistics: The model's floating-point buffers, [S]; micro-batches need them.
+        buffers: The model's floating-point buffers, [S].
 
     Attributes:
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
@@ -63,28 +62,10 @@ class _Stepper:
         model: nn.Module,
         clock: ComputeClock,
         optimizers: dict[int, torch.optim.Optimizer],
-        statistics: Tensor | None = None,
+        buffers: Tensor,
     ) -> None:
-        self._statistics = statistics
+        self._buffers, self._statistics = buffers, RunningStatistics(buffers)
         self.model, self.clock, self.optimizers = model, clock, optimizers
-
-    @contextmanager
-    def _moving_once(self, part: Part) -> Iterator[None]:
-        """Have a part's micro-batches move the running statistics once, by their mean.
-
-        Each starts from the same statistics, as the whole batch would, and normalises by its own.
-        """
-        if part.begins and part.ends:
-            yield
-            return
-        if part.begins:
-            self._at_start = self._statistics.clone()
-            self._of_micro = torch.zeros_like(self._statistics)
-        self._statistics.copy_(self._at_start)
-        yield
-        self._of_micro.add_(self._statistics, alpha=part.share)
-        if part.ends:
-            self._statistics.copy_(self._of_micro)
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
@@ -107,7 +88,10 @@ class _Stepper:
 
 
 class OwnSteps(_Stepper):
-    """Each worker steps by itself, with an optimizer of its own; its weights are pushed later."""
+    """Each worker steps by itself, with an optimizer of its own; its weights are pushed later.
+
+    `buffers` may be left out where there are no micro-batches.
+    """
 
     def __init__(
         self,
@@ -115,15 +99,15 @@ class OwnSteps(_Stepper):
         clock: ComputeClock,
         build_optimizer: BuildOptimizer,
         workers: Sequence[int],
-        statistics: Tensor | None = None,
+        buffers: Tensor | None = None,
     ) -> None:
         optimizers = {worker: build_optimizer(model) for worker in workers}
-        super().__init__(model, clock, optimizers, statistics)
+        super().__init__(model, clock, optimizers, torch.empty(0) if buffers is None else buffers)
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        with self.clock.running((part.worker,)), self._moving_once(part):
+        with self.clock.running((part.worker,)), self._statistics.of_micro_batch(part):
             yield part.weight
 
     def step(self, step: Step, learning_rate: float) -> None:
@@ -153,8 +137,7 @@ class JointSteps(_Stepper):
         build_optimizer: BuildOptimizer,
         workers: Sequence[int],
     ) -> None:
-        super().__init__(model, clock, {0: build_optimizer(model)})
-        self._buffers = weights.buffers
+        super().__init__(model, clock, {0: build_optimizer(model)}, weights.buffers)
         self._gradients = torch.zeros_like(weights.vector)
         weights.attach_gradients(self._gradients)
         self._workers = tuple(workers)
@@ -162,29 +145,23 @@ class JointSteps(_Stepper):
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note the statistics that all parts of the next step start from."""
         super().begin(turn, anew=anew)
-        self._note_buffers()
-
-    def _note_buffers(self) -> None:
-        self._start = self._buffers.clone()
-        self._mean = torch.zeros_like(self._buffers)
+        self._statistics.begin()
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
-        self._buffers.copy_(self._start)
-        with self.clock.running((part.worker,)):
+        with self._statistics.passing(part.weight), self.clock.running((part.worker,)):
             yield part.weight
-        self._mean.add_(self._buffers, alpha=part.weight)
 
     def step(self, step: Step, learning_rate: float) -> None:
         """Take the optimizer step on the sum of all parts' gradients."""
-        self._buffers.copy_(self._mean)
+        self._statistics.end()
         self.on_gradients(1.0)
         with self.clock.running(self._workers):  # in real processes each would take it
             self.clip(self.optimizers[0])
             take_step(self.optimizers[0], learning_rate, keep_gradients=True)
             self._gradients.zero_()
-        self._note_buffers()
+        self._statistics.begin()
 
 
 class DistributedSteps(_Stepper):
@@ -220,7 +197,6 @@ class DistributedSteps(_Stepper):
         parallel.register_comm_hook(self, _timed_allreduce)
         super().__init__(parallel, clock, {worker: build_optimizer(model)}, weights.buffers)
         self._raw = model
-        self._buffers = weights.buffers
         self.on_exchange = on_exchange
         self.exchange = allreduce_hook if wire is None else bf16_compress_hook
         self._wire = wire
@@ -237,7 +213,7 @@ class DistributedSteps(_Stepper):
         self._weight = step.parts[0].weight  # of all its micro-batches
         # What is computed without DDP stays here until its last micro-batch sums it all.
         no_sync = self.model.no_sync() if step.odd or not part.ends else nullcontext()
-        with self.clock.running((part.worker,)), no_sync, self._moving_once(part):
+        with self.clock.running((part.worker,)), no_sync, self._statistics.of_micro_batch(part):
             yield part.weight if step.odd else part.weight * self._world_size
 
     def step(self, step: Step, learning_rate: float) -> None:
@@ -310,7 +286,6 @@ class PushedGradients(_Stepper):
         super().__init__(model, clock, {}, weights.buffers)
         self.vector = torch.zeros_like(weights.vector)
         weights.attach_gradients(self.vector)
-        self._buffers = weights.buffers
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self._weight = 0.0  # sum over the losses so far
 
@@ -326,7 +301,7 @@ class PushedGradients(_Stepper):
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
         if part.begins:
             self._before = self._buffers.clone()
-        with self.clock.running((part.worker,)), self._moving_once(part):
+        with self.clock.running((part.worker,)), self._statistics.of_micro_batch(part):
             yield part.weight
         if part.ends:
             self._changes.add_(self._buffers - self._before, alpha=part.weight / part.share)
@@ -346,30 +321,6 @@ class PushedGradients(_Stepper):
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
         self._weight = state.get("weight", 0.0)  # older checkpoints lack it
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state, but not the settings that a run's config has.
-
-    Raises:
-        ValueError: If it is the state of other parameters.
-    """
-    current = optimizer.state_dict()["param_groups"]
-    if len(current) != len(saved["param_groups"]):
-        raise ValueError(
-            f"optimizer must have {len(current)} groups of parameters, "
-            f"got {len(saved['param_groups'])}"
-        )
-    groups = [
-        old | {name: value for name, value in new.items() if name in _SETTINGS}
-        for old, new in zip(saved["param_groups"], current, strict=True)
-    ]
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                # In the parameter's own memory order, or other kernels would round otherwise.
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 # Without annotations: DDP compares them with types, and here they would be strings.

@@ -6,8 +6,7 @@ from torch import nn
 
 from dbsl.base.kwargs import parse_kwargs
 from dbsl.cluster.part_of_step import take_part, take_step
-from dbsl.cluster.steps import load_optimizer
-from dbsl.optimizer import OptimizerConfig, build_optimizer, check_optimizer
+from dbsl.optimizer import OptimizerConfig, build_optimizer, check_optimizer, load_optimizer
 from dbsl.run.config import RunConfig
 
 
