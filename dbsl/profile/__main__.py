@@ -50,7 +50,6 @@ class _Arguments:
     json: bool = False  # print JSON instead of lines
 
     def __post_init__(self) -> None:
-
         check_resolutions(self.resolutions)
         in_range("num_classes", self.num_classes, 1)
         in_range("large_batch_size", self.large_batch_size, 2)

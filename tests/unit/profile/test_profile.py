@@ -15,6 +15,7 @@ from dbsl.plan.types import TimeModel
 from dbsl.profile import __main__ as command
 from dbsl.profile import step_time as profile
 from dbsl.profile.cache import Profiler, Setup, cache_file, write_profiles
+from dbsl.profile.fit import fit_time_model
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
 from dbsl.profile.step_time import (
     NO_OPTIMIZER,
@@ -22,7 +23,6 @@ from dbsl.profile.step_time import (
     TrainingStep,
     batch_sizes_to_measure,
     fit_profile,
-    fit_time_model,
     measure_step_times,
     profile_memory,
     profile_steps,
