@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -171,7 +172,6 @@ def load_data(
     """
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    device = torch.device(device)
     train, evaluation, class_names = open_labelled(dataset, image_column, label_column)
     eval_split = evaluation.name if evaluation else "a fifth of train"
     if holdout is not None:
@@ -181,27 +181,20 @@ def load_data(
         train, evaluation = _hold_out(train, share, generator(seed, "evaluation split"))
     train = _subset(train, "train_samples", train_samples, generator(seed, "train samples"))
     evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
+    splits = (train, evaluation)
 
-    side = _common_side((train, evaluation))
-    workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
-    decoded = _decode_splits((train, evaluation), side, max_store_bytes, max_bad_images)
+    side = _common_side(splits)
+    decoded = _decode_splits(splits, side, max_store_bytes, max_bad_images)
     if decoded:
-        sources = [
-            PixelStore(pixels, split.labels[good], device, bad)
-            for (pixels, good, bad), split in zip(decoded, (train, evaluation), strict=True)
-        ]
         mean, std = _channel_statistics(decoded[0][0])
-        if augment_on_host:
-            _, good, bad = decoded[0]
-            sources[0] = ImageLoader(train.select(good), device, workers, max_bad_images)
-            sources[0].bad = dict(bad)
     else:
-        sources = [
-            ImageLoader(split, device, workers, max_bad_images) for split in (train, evaluation)
-        ]
         mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+    workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
+    open_source = partial(
+        _open_source, device=torch.device(device), workers=workers, max_bad=max_bad_images
+    )
     return Data(
-        *sources,
+        *map(open_source, splits, decoded or (None, None), (not augment_on_host, True)),
         num_classes=len(class_names),
         class_names=class_names,
         mean=mean,
@@ -213,6 +206,24 @@ def load_data(
         eval_split=eval_split,
         crop_pct=1.0 if decoded else EVAL_CROP,
     )
+
+
+def _open_source(
+    split: ImageSplit,
+    decoded: Decoded | None,
+    keeps: bool,
+    *,
+    device: torch.device,
+    workers: int,
+    max_bad: int,
+) -> ImageSource:
+    """Return what reads a split: its pixels, if they are decoded and to be kept, or loaders."""
+    if decoded is None:
+        return ImageLoader(split, device, workers, max_bad)
+    pixels, good, bad = decoded
+    if keeps:
+        return PixelStore(pixels, split.labels[good], device, bad)
+    return ImageLoader(split.select(good), device, workers, max_bad, bad)
 
 
 def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:

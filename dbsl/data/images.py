@@ -44,10 +44,12 @@ class ImageSource(ABC):
         bad: Images that could not be decoded: their rows in the split, and why.
     """
 
-    def __init__(self, labels: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self, labels: np.ndarray, device: torch.device, bad: Mapping[int, str] | None = None
+    ) -> None:
         self.labels = labels
         self.device = device
-        self.bad: dict[int, str] = {}
+        self.bad: dict[int, str] = dict(bad or {})
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,8 +72,7 @@ class PixelStore(ImageSource):
         bad: Mapping[int, str] | None = None,
     ) -> None:
         """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
-        super().__init__(labels, device)
-        self.bad = dict(bad or {})
+        super().__init__(labels, device, bad)
         self._pixels = torch.from_numpy(pixels).to(device)
         self._labels = torch.from_numpy(labels).to(device)
 
@@ -98,12 +99,18 @@ class ImageLoader(ImageSource):
         device: Where batches are made.
         loader_workers: Processes; 0: this one.
         max_bad: Most images that may fail to be decoded before that is an error.
+        bad: Those that have failed, and are not in the split.
     """
 
     def __init__(
-        self, split: ImageSplit, device: torch.device, loader_workers: int, max_bad: int = 0
+        self,
+        split: ImageSplit,
+        device: torch.device,
+        loader_workers: int,
+        max_bad: int = 0,
+        bad: Mapping[int, str] | None = None,
     ) -> None:
-        super().__init__(split.labels, device)
+        super().__init__(split.labels, device, bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
