@@ -14,9 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dbsl.architecture import SMALL_STEM_UP_TO, StridedConv2d, set_dropout
-from dbsl.architecture import shrink_stem as shrink_stem
-from dbsl.architecture import transformer_args as transformer_args
+from dbsl.architecture import (
+    SMALL_STEM_UP_TO,
+    StridedConv2d,
+    set_dropout,
+    shrink_stem,
+    transformer_args,
+)
 from dbsl.base.files import put_in_place
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache

@@ -110,9 +110,10 @@ class StageConfig:
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: LrScaling = "none"
-    # epochs after which the learning rate falls; unset: 4/7 and 6/7 of the run
+    # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
+    # unset: 4/7 and 6/7 of the run
     lr_milestones: tuple[int, ...] | None = None
-    # factor on the learning rate at each milestone
+    # factor on the learning rate at each milestone, with --lr-schedule step
     lr_gamma: Annotated[float, Within(0, open_low=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
     warmup_epochs: Annotated[float | None, Within(0)] = None

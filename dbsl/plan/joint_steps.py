@@ -44,19 +44,7 @@ def plan_steps(
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     global_batch_size = int(sizes.sum())
-    if len(sizes) != len(time_models):
-        raise ValueError(
-            f"local_batch_sizes must have one value per worker ({len(time_models)}), "
-            f"got {len(sizes)} values"
-        )
-    if sizes.min() < least:
-        why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
-        raise ValueError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
-    if global_batch_size > samples:
-        raise ValueError(
-            f"local_batch_sizes must sum to at most the {samples} training samples, "
-            f"got {global_batch_size} in all"
-        )
+    _check_sizes(sizes, len(time_models), samples, least)
     steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
     trained = steps * global_batch_size if drop_last else samples
     size, larger = divmod(trained, steps)  # steps of one sample more
@@ -84,6 +72,21 @@ def plan_steps(
         workers=tuple(WorkerPlan(*row) for row in rows),
         global_batch_size=global_batch_size,
     )
+
+
+def _check_sizes(sizes: np.ndarray, workers: int, samples: int, least: int) -> None:
+    if len(sizes) != workers:
+        raise ValueError(
+            f"local_batch_sizes must have one value per worker ({workers}), got {len(sizes)} values"
+        )
+    if sizes.min() < least:
+        why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
+        raise ValueError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
+    if sizes.sum() > samples:
+        raise ValueError(
+            f"local_batch_sizes must sum to at most the {samples} training samples, "
+            f"got {sizes.sum()} in all"
+        )
 
 
 def check_parts(

@@ -132,13 +132,11 @@ class SmallBatch:
                 f"{self._nearest(self.min_batch_size)}"
             )
         small_part = (samples - large_part * (workers - small_workers)) / small_workers
-        # Small workers' seconds a sample.
-        sample_time = model.sample_time(limit) * large_part / small_part
+        sample_time = model.sample_time(limit) * large_part / small_part  # of small workers
         exact = model.intercept / (sample_time - model.slope)
         if model.floor and sample_time > model.slope:
             exact = max(exact, model.floor / sample_time)
-        # Whole samples may use up a ratio close to 1: then the small batch is as large as the
-        # large.
+        # Whole samples may use up a ratio close to 1: then both batches are equally large.
         batch = to_integer(exact) if 0 < exact <= limit else limit
         return batch, (large, to_integer(rest / small_workers))
 

@@ -31,7 +31,7 @@ class Stage:
     end_epoch: int  # exclusive
     resolution: int  # image side, pixels
     dropout: float
-    learning_rate: float  # rate of the stage; a warm-up or a cosine modulates it
+    learning_rate: float  # of --lr-schedule step after the warm-up; others do not follow stages
 
     @property
     def epochs(self) -> range:
@@ -85,24 +85,13 @@ def make_stages(
         dropout: One probability per resolution, or a single one for all.
         learning_rate: Learning rate of the first stage.
         milestones: Epochs, strictly ascending inside (0, epochs), at which a new stage starts.
-        gamma: Factor on the learning rate at each milestone.
+        gamma: Factor on the stages' learning rate at each milestone.
 
     Raises:
         ValueError: If an argument is outside its bound; the message names both.
     """
-    check_resolutions(resolutions)
-    if epochs < 1:
-        raise ValueError(f"epochs must be at least 1, got {epochs}")
     bounds = [0, *milestones, epochs]
-    if any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(
-            f"lr_milestones must ascend inside (0, epochs={epochs}), got {_join(milestones)}"
-        )
-    if len(dropout) not in (1, len(resolutions)):
-        raise ValueError(
-            f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
-            f"got {len(dropout)} values"
-        )
+    _check_schedule(bounds, resolutions, dropout)
     rates = dict(zip(resolutions, dropout, strict=True)) if len(dropout) > 1 else {}
     used = resolutions[-1:] if schedule == "fixed" else resolutions
     # One-pass progressive resizing climbs over the whole run, cyclic over each stage.
@@ -126,6 +115,24 @@ def make_stages(
             )
         )
     return tuple(stages)
+
+
+def _check_schedule(
+    bounds: Sequence[int], resolutions: Sequence[int], dropout: Sequence[float]
+) -> None:
+    check_resolutions(resolutions)
+    _, *milestones, epochs = bounds
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}")
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"lr_milestones must ascend inside (0, epochs={epochs}), got {_join(milestones)}"
+        )
+    if len(dropout) not in (1, len(resolutions)):
+        raise ValueError(
+            f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
+            f"got {len(dropout)} values"
+        )
 
 
 def unused_resolutions(
