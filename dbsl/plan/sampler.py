@@ -12,8 +12,9 @@ With `repeats`, an epoch of n samples has the first of its permutation only, eac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -183,17 +184,24 @@ class StepSampler:
         self._seed = seed
         self._least = least
 
-    def step(self, epoch: int, number: int, sizes: Sequence[int]) -> Step:
-        """Return every worker's part of a step, in proportion to `sizes`, which sum to B."""
+    def step(
+        self, epoch: int, number: int, sizes: Sequence[int], workers: Sequence[int] | None = None
+    ) -> Step:
+        """Return the parts of a step that these workers have; None: all.
+
+        Parts of all workers are in proportion to `sizes`, which sum to B.
+        """
         begin, end = (k * self._size + max(0, k - self._first_larger) for k in (number, number + 1))
         batch = _permutation(self.samples, self._seed, epoch, self._repeats)[begin:end]
-        counts = split_batch(len(batch), sizes, self._least)
-        pieces = np.split(batch.copy(), np.cumsum(counts)[:-1])
-        parts = tuple(Part(w, piece, len(piece) / len(batch)) for w, piece in enumerate(pieces))
+        ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
+        parts = tuple(
+            Part(w, batch[ends[w] : ends[w + 1]].copy(), (ends[w + 1] - ends[w]) / len(batch))
+            for w in (range(len(sizes)) if workers is None else workers)
+        )
         return Step(
             parts,
             number / self.steps_per_epoch,
-            odd=not counts.all(),
+            odd=any(a == b for a, b in itertools.pairwise(ends)),
             reweighted=number == self._first_larger,
         )
 
@@ -201,8 +209,13 @@ class StepSampler:
         self, workers: Sequence[int], epoch: int, first: int, last: int, sizes: Sequence[int]
     ) -> list[Step]:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
-        steps = (self.step(epoch, number, sizes) for number in range(first, last))
-        return [replace(step, parts=tuple(step.parts[w] for w in workers)) for step in steps]
+        return [self.step(epoch, number, sizes, workers) for number in range(first, last)]
+
+
+@lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike
+def _ends_of_parts(samples: int, sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """Return where each part of a joint step ends, after a 0 where the first begins."""
+    return (0, *np.cumsum(split_batch(samples, sizes, least)).tolist())
 
 
 def steps_of_epoch(

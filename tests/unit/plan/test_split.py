@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.joint_steps import check_parts, plan_steps, with_proportions
 from dbsl.plan.machines import Machines
-from dbsl.plan.sampler import StepSampler
+from dbsl.plan.sampler import Part, StepSampler
 from dbsl.plan.split import balanced_sizes, bounded_split, split_batch
 from dbsl.plan.types import TimeModel
 
@@ -71,6 +71,20 @@ def test_the_global_batches_do_not_depend_on_the_split():
         one, two = (sampler.step(1, number, sizes) for sizes in ((20,), (3, 16, 1)))
         assert np.concatenate([p.indices for p in two.parts]).tolist() == list(one.parts[0].indices)
         assert one.progress == two.progress
+
+
+def test_a_process_makes_the_parts_of_its_own_workers_alone(monkeypatch):
+    sampler, sizes, made = StepSampler(103, 20, seed=4), (9, 7, 4), []
+    together = sampler.steps(range(3), 1, 0, 6, sizes)
+    monkeypatch.setattr(
+        "dbsl.plan.sampler.Part", lambda *part, plain=Part: (made.append(part), plain(*part))[1]
+    )
+    for ours, theirs in zip(sampler.steps((1,), 1, 0, 6, sizes), together, strict=True):
+        (part,), whole = ours.parts, theirs.parts[1]
+        assert (part.worker, part.weight) == (whole.worker, whole.weight)
+        assert part.indices.tolist() == whole.indices.tolist()
+        assert (ours.progress, ours.odd) == (theirs.progress, theirs.odd)
+    assert len(made) == 6
 
 
 def test_three_samples_for_two_parts_of_two_are_not_two():
