@@ -23,6 +23,7 @@ TrainInterpolation = Literal[
 ]
 EraseMode = Literal["const", "rand", "pixel"]
 
+_RAND_TRANSFORMS = ("weights", "3a", "3aw")  # names that timm's RandAugment knows
 _LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
 
 
@@ -68,6 +69,7 @@ class Pipeline:
                 )
         if self.aa is not None:
             try:
+                _check_sections(self.aa)
                 _built(self, 32, (0.5, 0.5, 0.5), True)
             except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
                 reason = " ".join(str(error).split())[:200]
@@ -127,6 +129,22 @@ class Erasing:
 def image_seeds(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> list[int]:
     """Return a seed for each sample, in [0, 2**63)."""
     return (sample_seeds(stream_seed(seed, purpose, epoch), samples) >> np.uint64(1)).tolist()
+
+
+def _check_sections(policy: str) -> None:
+    """Raise ``ValueError`` for the first section of a policy that timm would pass over in silence.
+
+    It does so where a section has no digit, and takes any other name of transforms for its default.
+    What else is wrong with a section, timm says itself.
+    """
+    name, *sections = policy.split("-")
+    for section in sections:
+        if name == "rand" and section.startswith("t"):
+            if section[1:] not in _RAND_TRANSFORMS:
+                known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
+                raise ValueError(f"transforms must be one of {known}, got section {section!r}")
+        elif not any(character.isdecimal() for character in section):
+            raise ValueError(f"a section must be a name and a number, got section {section!r}")
 
 
 @functools.lru_cache(maxsize=16)

@@ -158,6 +158,13 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
     [
         ({"augment": "crop", "aa": RAND}, "aa must go with augment timm"),
         ({"aa": "rand-foo3"}, "aa must be a policy of timm"),
+        ({"aa": "rand-m9-foo"}, "aa must be a policy of timm .* number, got section 'foo'"),
+        ({"aa": "rand-m9-mstdinf"}, "got section 'mstdinf'"),
+        ({"aa": "rand-m9-"}, "got section ''"),
+        ({"aa": "augmix-m5-w"}, "got section 'w'"),
+        ({"aa": "original-mstd"}, "got section 'mstd'"),
+        ({"aa": "rand-m9-t0"}, "transforms must be one of tweights, t3a, t3aw, got section 't0'"),
+        ({"aa": "rand-m9.5"}, "aa must be a policy of timm"),
         ({"scale": (0.5,)}, "scale must be two values, ascending, got 0.5"),
         ({"ratio": (2.0, 1.0)}, "ratio must be two values, ascending, got 2,1"),
         ({"color_jitter": (0.1, 0.2)}, "color_jitter must be one value, or one each"),
@@ -172,6 +179,17 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
 def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):
     with pytest.raises(ValueError, match=message):
         RunConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "aa",
+    [
+        *("rand-m9-n3-p0.5-mstd0.5-mmax15-inc1", "rand-mstd1-tweights", "rand-t3aw", "rand"),
+        *("augmix-m5-w4-d2-b1-a1.5-mstd1", "original-mstd0.5", "v0r", "3a"),
+    ],
+)
+def test_every_section_that_timm_reads_is_taken(aa):
+    assert RunConfig(aa=aa).augmentation == "timm"
 
 
 def test_one_of_timms_settings_chooses_its_pipeline():
