@@ -141,6 +141,35 @@ def prepare_evaluation(
                 f"dataset must have the {model.num_classes} classes of {name} with eval_only, got "
                 f"{data.num_classes}"
             )
+        _check_names(model, data, name, accelerator)
         data = replace(data, mean=mean, std=std).normalised_by(config.mean, config.std)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
     return EvaluationSession(config, accelerator, data, model, side)
+
+
+def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: Accelerator) -> None:
+    """Warn of data whose classes have other names than those that the weights tell apart.
+
+    The same classes may be spelled otherwise, as ImageNet's are.
+
+    Raises:
+        ValueError: If they are the same names in another order.
+    """
+    trained = model.pretrained_cfg.get("label_names")
+    given = getattr(data, "class_names", ())  # data of one's own may have none
+    if not isinstance(trained, list | tuple) or len(trained) != len(given):
+        return
+    unlike = [n for n, (a, b) in enumerate(zip(trained, given, strict=True)) if a != b]
+    if not unlike:
+        return
+    first = unlike[0]
+    if {*trained} == {*given}:
+        raise ValueError(
+            f"dataset must have the classes of {name} in their order with eval_only, got "
+            f"{given[first]!r} as class {first}, which is {trained[first]!r} there"
+        )
+    accelerator.print(
+        f"warning: {len(unlike)} of {len(given)} classes have other names in the data than in "
+        f"{name}, such as {given[first]!r} for {trained[first]!r}: unless they are the same "
+        "classes, the accuracy says nothing"
+    )

@@ -1,6 +1,7 @@
 """train.py --eval-only: one line, nothing trained, nothing written."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,27 @@ def test_data_of_other_classes_than_the_weights_are_refused(finished, tmp_path, 
     save_file(weights, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"dataset must have the 3 classes of local-dir:.* got 10"):
         evaluated(capsys, model=f"local-dir:{path}")
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_classes_of_other_names_are_told_and_of_another_order_refused(
+    finished, tmp_path, capsys, renamed
+):
+    path = shutil.copytree(finished.folder, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    names = config["label_names"]
+    assert names == list("0123456789")
+    config["label_names"] = [*names[:8], "eight", "nine"] if renamed else names[::-1]
+    (path / "config.json").write_text(json.dumps(config))
+    given = {"model": f"local-dir:{path}", "holdout": 0.2, "train_samples": 40}
+    if renamed:
+        warning, result = evaluated(capsys, **given).splitlines()
+        assert warning.startswith("warning: 2 of 10 classes have other names in the data than in")
+        assert "such as '8' for 'eight'" in warning
+        assert result.startswith(finished.line)
+    else:
+        with pytest.raises(ValueError, match=r"order with eval_only, got '0' as class 0, .* '9' t"):
+            evaluated(capsys, **given)
 
 
 def test_a_model_and_data_of_ones_own_are_evaluated_with_the_weights_of_their_run(tmp_path):
