@@ -31,13 +31,14 @@ from dbsl.log.summary import start_log, sum_up
 from dbsl.log.trackers import check_tracker
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator
+from dbsl.run.announce import print_run
 from dbsl.run.cluster import connect
-from dbsl.run.config import CHECKPOINTS, RunConfig
+from dbsl.run.config import CHECKPOINTS, RunConfig, check_effects
 from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
 from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.own import Own
 from dbsl.run.parse import run_folder_of
-from dbsl.run.prepare import prepare, print_run
+from dbsl.run.prepare import prepare
 from dbsl.run.resolved import found_by, with_resolved
 from dbsl.run.run import Run
 from dbsl.run.session import Session
@@ -95,6 +96,8 @@ def open_session(
         _end(config, found.run_folder, accelerator)
         yield None
         return
+    if found is None:
+        check_effects(config)
     config = adapt_to_processes(config, found, accelerator.num_processes)
     check_hub(config, accelerator)
 

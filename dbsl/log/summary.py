@@ -16,7 +16,7 @@ from dbsl.log.log import RunLog
 from dbsl.log.rows import read_metrics
 from dbsl.log.trackers import start_trackers
 from dbsl.profile.cache import device_name
-from dbsl.run.prepare import print_run
+from dbsl.run.announce import print_run
 from dbsl.run.resolved import RESOLVED
 from dbsl.run.session import Session
 

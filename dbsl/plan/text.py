@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dbsl.base.words import duration, plural, px
 from dbsl.plan.stages import Stage
@@ -142,12 +142,13 @@ def format_run(
     plans: Mapping[int, Plan],
     rounds: int,
     *,
+    rates: Callable[[Stage], str] = lambda stage: f"{stage.learning_rate:g}",
     timelines: bool = False,
     nodes: Sequence[int] = (),
 ) -> str:
     """Return the plans of a run in the order in which it meets them, and what it takes in all.
 
-    See `format_plan` for `nodes`.
+    `rates` says which learning rates a stage has. See `format_plan` for `nodes`.
     """
     lines = []
     for resolution, plan in plans.items():
@@ -155,9 +156,9 @@ def format_run(
         if not own:
             lines += [f"{px(resolution)}: no epoch", ""]
             continue
-        rates = ", ".join(f"{s.learning_rate:g}" for s in own)
         ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"
-        lines.append(f"{px(resolution, after=', ')}{epoch_spans(own)}, lr {rates}{ratio}")
+        rate = ", ".join(map(rates, own))
+        lines.append(f"{px(resolution, after=', ')}{epoch_spans(own)}, lr {rate}{ratio}")
         lines.append(format_plan(plan, nodes))
         if timelines:
             lines.append(timeline(plan, rounds))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
-from dbsl.base.bounds import Within, check_bounds, in_range
+from dbsl.base.bounds import Within, check_bounds
 from dbsl.cluster.config import SyncConfig
 from dbsl.data.config import DataConfig, check_images, check_mixing
 from dbsl.model_config import ModelConfig
@@ -86,8 +86,11 @@ class RunConfig(
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.warmup_epochs is not None:
-            in_range("warmup_epochs", self.warmup_epochs, 0, self.epochs)
+        if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
+            raise ValueError(
+                f"warmup_epochs must be at most the {self.epochs} epochs of the run, "
+                f"got {self.warmup_epochs:g}"
+            )
         parse_interval(self.checkpoint_every)
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
@@ -149,6 +152,28 @@ def _check_together(config: RunConfig) -> None:
         raise ValueError(
             f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
             f"{config.sync}, got {config.balance_every}"
+        )
+
+
+def check_effects(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a setting that would change nothing in a run that begins.
+
+    A run that goes on may have been begun with it.
+    """
+    if config.lr_schedule == "step":
+        return
+    where = f"with lr_schedule {config.lr_schedule}"
+    if config.lr_gamma != RunConfig.lr_gamma:
+        raise ValueError(
+            f"lr_gamma must be left out {where}, which does not fall at milestones, "
+            f"got {config.lr_gamma:g}"
+        )
+    climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
+    given = config.lr_milestones and "lr_milestones" not in config.resolved
+    if given and not climbs and config.reset_momentum != "stage":
+        raise ValueError(
+            f"lr_milestones must be left out {where}, unless resolutions climb between them "
+            f"(schedule cyclic) or reset_momentum is stage, got {_shown(config.lr_milestones)}"
         )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from textwrap import indent
 from types import SimpleNamespace
@@ -48,8 +49,8 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """
     flags = sys.argv[1:] if argv is None else argv
     said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP)
-    sources = [_read_files(said.pop("config"))] if "config" in said else []
-    settings = (_merged(sources[0]) if sources else {}) | said
+    sources = [_Source.read(said.pop("config"))] if "config" in said else []
+    settings = (sources[0].settings if sources else {}) | said
     resume, output_dir = settings.get("resume"), settings.get("output_dir")
     if resume is None and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
@@ -57,14 +58,44 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     if resume is not None:
         folder = run_folder_of(str(resume), output_dir)
         if (folder / "config.yaml").is_file():
-            sources.insert(0, _read_files(folder / "config.yaml"))
-    given = [flag for files in sources for flag in yaml_to_argv(_merged(files))]
-    config = build(cls, read_flags(cls, given) | said)
-    for files in sources:  # what the run itself found out comes first
-        for number in range(len(files), 0, -1):
-            if RESOLVED in files[number - 1]:
-                return _keep_found(config, files[:number])
+            sources.insert(0, _Source.read(folder / "config.yaml"))
+    given = [flag for source in sources for flag in yaml_to_argv(source.settings)]
+    with _naming_source(sources, said):
+        config = build(cls, read_flags(cls, given) | said)
+    for source in sources:  # what the run itself found out comes first
+        for number in range(len(source.files), 0, -1):
+            if RESOLVED in source.files[number - 1]:
+                return _keep_found(config, source.files[:number])
     return config
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A YAML file: what it and its bases have, the deepest base first."""
+
+    path: Path
+    files: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> _Source:
+        return cls(path, _read_files(path))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return _merged(self.files)
+
+
+@contextmanager
+def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterator[None]:
+    """Say of a setting that is refused which file has set it, unless a flag has."""
+    try:
+        yield
+    except ValueError as error:  # its first word is the setting, or its flag
+        name = str(error).partition(" ")[0].removeprefix("--").replace("-", "_")
+        paths = [source.path for source in sources if name in source.settings]
+        if not paths or name in said:
+            raise
+        raise ValueError(f"{error} ({paths[-1]} sets {name}; a flag wins over it)") from None
 
 
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -29,11 +28,10 @@ from dbsl.plan.stages import (
     stage_at,
     unused_resolutions,
 )
-from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.plan.turns import Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
-from dbsl.run.accelerator import describe_precision, nodes_of
+from dbsl.run.accelerator import nodes_of
 from dbsl.run.average import WeightAverage
 from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.notes import with_notes
@@ -85,10 +83,6 @@ def prepare(
     }
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
-    # fp16 scales gradients, images of a mixed batch and copies of one are not independent, and an
-    # extra pass of one process would wait for the others in batch norm over all of them.
-    dependent = mixing or config.aug_repeats > 1
-    can_measure_noise = not (accelerator.scaler or dependent or config.sync_batch_norm)
     return Run(
         config=replace(config, small_batch_size=planning.small_batch_size()),
         data=data,
@@ -109,7 +103,7 @@ def prepare(
             plans,
             known.models,
             model,
-            enabled=config.noise_scale and can_measure_noise,
+            enabled=_measures_noise(config, mixing, accelerator),
             sync=config.sync,
             processes=accelerator.num_processes,
             rounds=rounds,
@@ -123,6 +117,14 @@ def prepare(
         default_workers=by_default,
         nodes=nodes_of(accelerator),
     )
+
+
+def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:
+    # fp16 scales gradients, images of a mixed batch and copies of one are not independent, and an
+    # extra pass of one process would wait for the others in batch norm over all of them.
+    dependent = mixing or config.aug_repeats > 1
+    hinders = accelerator.scaler or dependent or config.sync_batch_norm
+    return config.noise_scale and not hinders
 
 
 def _make_emulation(config: RunConfig, workers: int) -> Emulation:
@@ -217,7 +219,7 @@ def _make_stages(
         dropout=config.dropout,
         learning_rate=config.lr,
         milestones=config.lr_milestones,
-        gamma=config.lr_gamma,
+        gamma=config.lr_gamma if config.lr_schedule == "step" else 1.0,
     )
     unused = unused_resolutions(stages, config.resolutions, config.schedule)
     if unused and asked_for:
@@ -344,40 +346,3 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
             f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
         )
     return -(-steps.pop() // config.push_every)
-
-
-def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
-    """Print what the run will do: the device, the data, each stage and each resolution's plan.
-
-    Without a folder it is the plan alone that was asked for: then with timelines.
-    """
-    config, data, processes = run.config, run.data, accelerator.num_processes
-    where, chosen = f"in {processes} processes", ""
-    if processes == 1:
-        where = "simulated in one process" if config.workers > 1 else "in one process"
-    elif run.nodes[-1]:
-        where += f" on {nodes_in_words(run.nodes)}"
-    threads = plural(torch.get_num_threads(), "CPU thread")
-    if config.cpu_threads is None:
-        threads += " on the first node, others by their cores"
-    if run.default_workers:
-        why = "for small or local batches" if config.workers > 1 else "which learns most per sample"
-        chosen = f" (unset --workers is {config.workers}, {why})"
-    nodes = run.nodes[-config.workers :]  # a dedicated server, rank 0, has no worker
-    plans = format_run(
-        *(run.stages, run.plans, config.rounds_per_epoch),
-        timelines=folder is None,
-        nodes=nodes if processes > 1 else (),
-    )
-    lines = [
-        f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
-        f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
-        f"{plural(config.workers, 'worker')} {where}, {config.small_workers} on small batches"
-        f"{chosen}, sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
-        f"precision {describe_precision(accelerator)}, {threads}",
-        f"run folder {folder}" if folder else "plan only: nothing is trained or written",
-        "",
-        plans,
-        "",
-    ]
-    accelerator.print("\n".join(lines))

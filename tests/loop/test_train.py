@@ -18,6 +18,7 @@ from dbsl.plan.sampler import evaluation_batches
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import MemoryModel
 from dbsl.profile.step_time import StepProfile
+from dbsl.run.config import check_effects
 from dbsl.run.parse import COMMON, config_to_yaml, parse_config
 from tests import helpers
 from tests.helpers import (
@@ -141,6 +142,12 @@ def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
 def test_one_worker_unless_asked_and_the_plan_says_why(tmp_path, capsys, settings, words):
     helpers.run(tmp_path / "run", **{"plan_only": True, "workers": None} | settings)
     assert words in capsys.readouterr().out
+
+
+def test_the_plan_tells_the_rates_of_a_cosine_not_those_of_milestones(tmp_path, capsys):
+    helpers.run(tmp_path / "run", plan_only=True, lr_schedule="cosine", warmup_epochs=2, epochs=20)
+    rates = "lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0;"
+    assert f"16 px, epochs 1-20, {rates}" in capsys.readouterr().out
 
 
 def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
@@ -475,6 +482,11 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
             [*STEP, "--sync-batch-norm", "--micro-batch-size", "4"],
             "sync_batch_norm must be false with micro_batch_size",
         ),
+        (
+            ["--lr-schedule", "cosine", "--schedule", "fixed", "--lr-milestones", "1,2"],
+            "lr_milestones must be left out with lr_schedule cosine, unless resolutions climb",
+        ),
+        (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be left out with lr_sch"),
         (["--clip-grad", "0"], "clip_grad must be above 0, got 0"),
         (["--clip-mode", "agc"], "clip_grad must be given with clip_mode, got agc alone"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
@@ -501,6 +513,30 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, m
     assert f"error: {message}" in error
     assert error.count("\n") == 1
     assert not folder.exists()
+
+
+def test_a_setting_of_a_file_that_is_refused_is_told_with_its_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("warmup_epochs: 5\n")
+    given = ["--config", str(path), "--epochs", "3"]
+    least = "warmup_epochs must be at most the 3 epochs of the run"
+    with pytest.raises(ValueError, match=f"{least}, got 5 .{path} sets warmup_epochs; a flag wins"):
+        parse_config(Config, given)
+    with pytest.raises(ValueError, match=f"^{least}, got 4$"):
+        parse_config(Config, [*given, "--warmup-epochs", "4"])
+    path.write_text("lr: abc\n")
+    with pytest.raises(ValueError, match=f"--lr must be a number, got 'abc' .{path} sets lr; a f"):
+        parse_config(Config, given)
+
+
+def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
+    cosine = {"lr_schedule": "cosine", "lr_milestones": (5,)}
+    check_effects(Config(**cosine))  # resolutions climb
+    check_effects(Config(**cosine, schedule="fixed", reset_momentum="stage"))
+    check_effects(Config(**cosine, schedule="fixed", resolved={"lr_milestones": (5,)}))
+    for others in ({"schedule": "fixed"}, {"schedule": "progressive"}, {"resolutions": (32,)}):
+        with pytest.raises(ValueError, match=r"lr_milestones must be left out .*, got 5"):
+            check_effects(Config(**cosine, **others))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""What a run will do, in lines for people before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from dbsl.base.words import plural
+from dbsl.plan.stages import Stage, learning_rate_at
+from dbsl.plan.text import format_run, nodes_in_words
+from dbsl.run.accelerator import describe_precision
+from dbsl.run.run import Run
+
+
+def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
+    """Print what the run will do: the device, the data, each stage and each resolution's plan.
+
+    Without a folder it is the plan alone that was asked for: then with timelines.
+    """
+    config, data, processes = run.config, run.data, accelerator.num_processes
+    where, chosen = f"in {processes} processes", ""
+    if processes == 1:
+        where = "simulated in one process" if config.workers > 1 else "in one process"
+    elif run.nodes[-1]:
+        where += f" on {nodes_in_words(run.nodes)}"
+    threads = plural(torch.get_num_threads(), "CPU thread")
+    if config.cpu_threads is None:
+        threads += " on the first node, others by their cores"
+    if run.default_workers:
+        why = "for small or local batches" if config.workers > 1 else "which learns most per sample"
+        chosen = f" (unset --workers is {config.workers}, {why})"
+    nodes = run.nodes[-config.workers :]  # a dedicated server, rank 0, has no worker
+    plans = format_run(
+        *(run.stages, run.plans, config.rounds_per_epoch),
+        rates=lambda stage: _rates(run, stage),
+        timelines=folder is None,
+        nodes=nodes if processes > 1 else (),
+    )
+    lines = [
+        f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
+        f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
+        f"{plural(config.workers, 'worker')} {where}, {config.small_workers} on small batches"
+        f"{chosen}, sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
+        f"precision {describe_precision(accelerator)}, {threads}",
+        f"run folder {folder}" if folder else "plan only: nothing is trained or written",
+        "",
+        plans,
+        "",
+    ]
+    accelerator.print("\n".join(lines))
+
+
+def _rates(run: Run, stage: Stage) -> str:
+    """Return a stage's learning rate in words; one that falls inside it, from where to where."""
+    config = run.config
+    if config.lr_schedule == "step":
+        return f"{stage.learning_rate:g}"
+    moments = [stage.first_epoch, stage.end_epoch]
+    if stage.first_epoch < config.warmup_epochs < stage.end_epoch:
+        moments.insert(1, config.warmup_epochs)  # its highest
+    rates = (
+        learning_rate_at(
+            moment,
+            stages=run.stages,
+            base=config.lr,
+            schedule=config.lr_schedule,
+            **config.curve,
+        )
+        for moment in moments
+    )
+    return " to ".join(f"{rate:.3g}" for rate in rates)
