@@ -93,6 +93,7 @@ def open_session(
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")
+        check_hub(config, accelerator)
         _end(config, found.run_folder, accelerator)
         yield None
         return

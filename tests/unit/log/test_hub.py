@@ -185,6 +185,17 @@ def test_a_push_that_fails_leaves_the_run_whole_and_says_how_to_go_on(hub, tmp_p
     assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_run_that_finished_without_a_push_is_pushed_to_a_new_repository(hub, tmp_path):
+    train.main(config(tmp_path, push_to_hub=None))
+    assert not hub.calls
+    AcceleratorState._reset_state(True)
+    again = ["--resume", str(tmp_path / "run"), "--push-to-hub", "someone/model"]
+    train.main(parse_config(train.Config, again))
+    assert hub.repos == {"model"}
+    assert hub.files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
+
+
 def test_a_repository_of_others_is_refused_before_training(hub, tmp_path):
     with pytest.raises(ValueError, match=r"got google/vit \(this user writes to someone, us\)"):
         train.main(config(tmp_path, push_to_hub="google/vit"))
