@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import io
 import logging
-import multiprocessing
 import os
 import re
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +23,13 @@ from torch.utils.data import DataLoader
 
 from dbsl.base.lazy import lazy_import
 from dbsl.data.crops import cut, upright
+from dbsl.data.loader_processes import end_with_parent, process_context, start_server
 from dbsl.data.transforms import Transform, to_device
 
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
+_IMPORTS = (__name__, "datasets", "torchvision.transforms.v2")  # of loader processes
 _Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 
 
@@ -120,8 +120,8 @@ class ImageLoader(ImageSource):
             batch_size=None,  # a request is a whole batch, of any size
             sampler=self._requests,
             num_workers=loader_workers,
-            multiprocessing_context=_process_context() if loader_workers else None,
-            worker_init_fn=_end_with_parent,
+            multiprocessing_context=process_context(_IMPORTS) if loader_workers else None,
+            worker_init_fn=end_with_parent,
             persistent_workers=loader_workers > 0,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else each call would advance torch's own
@@ -137,6 +137,8 @@ class ImageLoader(ImageSource):
         self._calls += 1
         requests = [(samples, transform, epoch) for samples in index_batches]
         self._requests[:] = requests
+        if self._loader.num_workers:
+            start_server()
         return self._read(self._calls, requests, iter(self._loader))
 
     def _read(
@@ -301,27 +303,3 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
     except Exception as error:
         reason = re.sub(r" (file )?<_io.BytesIO .*?>", "", " ".join(str(error).split()))
         return reason or type(error).__name__
-
-
-def _process_context() -> multiprocessing.context.BaseContext:
-    """Return a way to start processes that does not copy this one's threads and locks."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # Import once, for all loader processes.
-    context.set_forkserver_preload([__name__, "datasets", "torchvision.transforms.v2"])
-    return context
-
-
-def _end_with_parent(_: int) -> None:
-    """End this loader process when the one that it serves is gone, also if that was killed.
-
-    DataLoader's own watch is on the fork server, which in turn lives as long as its processes.
-    """
-    parent = multiprocessing.parent_process()
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)  # sys.exit would end the thread alone
-
-    threading.Thread(target=wait, daemon=True).start()

@@ -1,6 +1,6 @@
 import gc
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -665,6 +665,21 @@ def test_image_loader_same_bits_for_any_number_of_processes(uneven):
     assert len(set(multiprocessing.active_children()) - children) == 2  # the same in both epochs
     del helped
     assert set(multiprocessing.active_children()) <= children
+
+
+def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven):
+    helped = load_data(uneven, loader_workers=2).train
+    batches = helped.batches(np.arange(24).reshape(6, 4), plain(8))  # they are starting
+    loaders = helped._loader._iterator._workers
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    for pid in (server, *(loader.pid for loader in loaders)):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            subprocess.run(["kill", f"-{number}", str(pid)], check=True)  # from another process
+    assert len(list(batches)) == 6
+    assert len(list(helped.batches(np.arange(24).reshape(6, 4), plain(8)))) == 6
+    loaders[0].terminate()
+    loaders[0].join(10)
+    assert loaders[0].exitcode is not None
 
 
 @pytest.mark.parametrize("augment", ["crop", "paper"])
