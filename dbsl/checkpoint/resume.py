@@ -194,9 +194,10 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             except ValueError as error:
                 refused = error
         if accelerator.is_main_process:
-            tracker = state["log"]["tracker"]
-            if not isinstance(tracker, str | None):
-                raise TypeError(f"tracker must be a name, got {tracker!r}")
+            log = state["log"]
+            names = log["trackers"] if "trackers" in log else {"": log["tracker"] or ""}
+            if not all(isinstance(name, str) for name in {*names, *names.values()}):
+                raise TypeError(f"trackers must be names, got {names!r}")
             check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
     if refused is not None:
         raise refused

@@ -13,7 +13,7 @@ import io
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,14 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from PIL import Image
 
-from dbsl.log.rows import add_shares, report_from_row, together
-from dbsl.plan.turns import RoundReport
+from dbsl.log.rows import STEP_CHARTS, STEPS, WORKERS, figures_of_workers
 
 THOUSANDTHS = 1000  # of an epoch: steps of a tracker whose axis has whole numbers alone
-STEPS = "steps"  # group of the figures that workers give on the way
-WORKERS = "workers"  # group of those of whole epochs
-
 _LINES = 10  # workers of a chart; of more, as many are shown, evenly spaced
 # Charts of all workers on W&B, whose own have a line each. They are sent whole, so that they come
 # at intervals that grow with the run, and their cost stays below this share of its time.
 OVERLAID = {
-    STEPS: ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib"),
+    STEPS: STEP_CHARTS,
     WORKERS: ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share"),
 }
 _OVERLAID_EVERY_S, _OVERLAID_COST, _OVERLAID_GROWTH = 60.0, 0.002, 0.1
@@ -47,12 +43,15 @@ class Charts:
         accelerator: Has the trackers; they are started.
         workers: Workers of the run.
         group: The run's name, of which each worker's series are a part.
+        resumed: Names of those that a session before has shown the run to.
     """
 
-    def __init__(self, accelerator: Accelerator, workers: int, group: str) -> None:
+    def __init__(
+        self, accelerator: Accelerator, workers: int, group: str, resumed: Collection[str] = ()
+    ) -> None:
         self._trackers = [
-            _KINDS.get(tracker.name, _Tracker)(tracker, _spread(workers), group)
-            for tracker in accelerator.trackers
+            _KINDS.get(own.name, _Tracker)(own, _spread(workers), group, own.name in resumed)
+            for own in accelerator.trackers
         ]
 
     def record(self, values: Mapping[str, float], epochs: float) -> None:
@@ -74,15 +73,23 @@ class Charts:
         for tracker in self._trackers:
             tracker.resume(records)
 
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send a table, a mapping for each row, to the trackers that take any."""
-        for tracker in self._trackers:
-            tracker.table(name, rows)
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]], *, again: bool = True) -> None:
+        """Send a table, a mapping for each row, to the trackers that take any.
 
-    def images(self, files: Mapping[str, Path], epochs: float) -> None:
-        """Send picture files, by their names in the tracker, to the trackers that take any."""
+        Not `again`: not to those that a session before has shown the run to.
+        """
         for tracker in self._trackers:
-            tracker.images(files, epochs)
+            if again or not tracker.resumed:
+                tracker.table(name, rows)
+
+    def images(self, files: Mapping[str, Path], epochs: float, *, again: bool = True) -> None:
+        """Send picture files, by their names in the tracker, to the trackers that take any.
+
+        `again` is as with tables.
+        """
+        for tracker in self._trackers:
+            if again or not tracker.resumed:
+                tracker.images(files, epochs)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Send what the run came to, to the trackers that have a place for it."""
@@ -95,16 +102,21 @@ class Charts:
         `Accelerator.end_training` ends those of a run that did not.
         """
         for tracker in self._trackers:
-            tracker.close()
-            if failed:
-                tracker.tracker.finish()
+            # What ended the run is to be told, not what a tracker says then.
+            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+                tracker.close()
+                if failed:
+                    tracker.tracker.finish()
 
 
 class _Tracker:
     """A tracker of which nothing is known but that it takes numbers."""
 
-    def __init__(self, tracker: GeneralTracker, shown: Sequence[int], group: str) -> None:
-        self.tracker, self._shown, self._group = tracker, shown, group
+    def __init__(
+        self, tracker: GeneralTracker, shown: Sequence[int], group: str, resumed: bool
+    ) -> None:
+        self.tracker, self.resumed = tracker, resumed
+        self._shown, self._group = shown, group
 
     def log(self, values: Mapping[str, Any], epochs: float) -> None:
         step = round(THOUSANDTHS * epochs)
@@ -142,6 +154,7 @@ class _TensorBoard(_Tracker):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._writers: dict[int, Any] = {}
+        self._last: dict[int, int] = {}  # step of a worker that sessions before have shown
 
     def log(self, values: Mapping[str, Any], epochs: float) -> None:
         self.tracker.log(dict(values), step=self._step(epochs))
@@ -151,9 +164,15 @@ class _TensorBoard(_Tracker):
             if worker not in self._writers:
                 main = self.tracker.tracker
                 folder = f"{main.log_dir}/worker-{worker}"
-                self._writers[worker] = type(main)(folder, flush_secs=10)
+                # What a session that was killed has shown after its checkpoint is shown no more.
+                own = {"purge_step": self._last.get(worker, -1) + 1}
+                self._writers[worker] = type(main)(folder, flush_secs=10, **own)
             for name, value in values[worker].items():
                 self._writers[worker].add_scalar(f"{kind}/{name}", value, self._step(epochs))
+
+    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for _, worker, _, epochs in figures_of_workers(records):
+            self._last[worker] = max(self._last.get(worker, 0), self._step(epochs))
 
     def images(self, files: Mapping[str, Path], epochs: float, **_: str) -> None:
         super().images(files, epochs, dataformats="NHWC")
@@ -188,7 +207,7 @@ class _Trackio(_Tracker):
                 project=self.tracker.run_name,
                 name=name,
                 group=self._group,
-                resume="allow",
+                resume="allow" if self.resumed else "never",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
@@ -248,17 +267,8 @@ class _WandB(_Tracker):
             self._send()
 
     def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        epochs: dict[int, dict[int, list[RoundReport]]] = defaultdict(lambda: defaultdict(list))
-        for row in records:
-            if row["event"] == "step":
-                own = {name: row[name] for name in OVERLAID[STEPS] if row[name] is not None}
-                self._keep(STEPS, {row["worker"]: own}, row["epoch"] + row["progress"])
-            elif row["event"] == "round":
-                epochs[row["epoch"]][row["worker"]].append(report_from_row(row))
-        for epoch, reports in epochs.items():
-            workers = {worker: together(own) for worker, own in reports.items()}
-            add_shares(workers)
-            self._keep(WORKERS, workers, epoch + 1)
+        for kind, worker, values, epochs in figures_of_workers(records):
+            self._keep(kind, {worker: values}, epochs)
 
     def _keep(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
         for worker in values.keys() & {*self._shown}:

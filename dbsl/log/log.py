@@ -18,13 +18,16 @@ from accelerate import Accelerator
 
 from dbsl.base.files import write_text
 from dbsl.base.words import plural, px, short_loss
-from dbsl.log.charts import STEPS, WORKERS, Charts
+from dbsl.log.charts import Charts
 from dbsl.log.display import Display, speed_in_words
 from dbsl.log.divergence import DivergenceWarning
 from dbsl.log.meter import StepMeter
-from dbsl.log.planned import Planned
+from dbsl.log.planned import Planned, epochs_done
 from dbsl.log.rows import (
+    STEPS,
+    WORKERS,
     add_shares,
+    epoch_charts,
     evaluation_charts,
     evaluation_in_words,
     given_values,
@@ -33,7 +36,6 @@ from dbsl.log.rows import (
     of_workers,
     plan_changes,
     plan_row,
-    plan_totals,
     pushes_row,
     read_metrics,
     result_in_words,
@@ -46,6 +48,7 @@ from dbsl.log.rows import (
     worker_rows,
 )
 from dbsl.log.sink import Sink
+from dbsl.log.trackers import tracker_ids, trackers_before
 from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.turns import LostWorker, RoundReport, StepLine, report_from_plain
 from dbsl.plan.types import Plan
@@ -108,25 +111,26 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
-        self._epoch = 0  # the last that ended
+        self._epochs_done = 0
         self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
         if state:
             self._load_state_dict(state)
-        self._sink = Sink(folder, accelerator, state["metrics_bytes"] if state else 0)
+        self._accelerator = accelerator
+        self._sink = Sink(folder, state["metrics_bytes"] if state else 0)
         most = max(len(plan.workers) for plan in plans.values())
-        self._charts = Charts(accelerator, most, folder.name)
+        self._charts = Charts(accelerator, most, folder.name, trackers_before(state))
         if state and accelerator.trackers:
             self._charts.resume(read_metrics(folder / "metrics.jsonl"))
         done = self._planned.steps_done(state) if state else 0
         self._unit = "images" if stages[-1].resolution else "samples"
         self._display = Display(self._planned.steps, done, self._planned.epochs, self._unit)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
-        begin = self._epoch + 1 if self._train_time_s else 0
-        new = self._planned.changed_rows(state, begin) if state else self._planned.rows()
+        new = self._planned.new_rows(state, self._epochs_done)
         for row in new:
             self._sink.write("plan", row)
         table = [{"resolution": r, **row} for r in plans for row in worker_rows(plans[r])]
-        self._charts.table("plan/table", table)
+        self.has_new_plans = bool(new)
+        self._charts.table("plan/table", table, again=self.has_new_plans)
 
     def __enter__(self) -> RunLog:
         return self
@@ -146,10 +150,10 @@ class RunLog:
             "train_time_s": self._train_time_s,
             "samples": self._samples,
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
-            "epoch": self._epoch,
+            "epoch": self._epochs_done - 1,
             "lost_workers": list(self.lost_workers),
             "noise": self._noise.state_dict(),
-            "tracker": self._sink.tracker_id,
+            "trackers": tracker_ids(self._accelerator),
         }
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -159,7 +163,7 @@ class RunLog:
         self._train_time_s = state["train_time_s"]
         self._samples = state["samples"]
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
-        self._epoch = state["epoch"]
+        self._epochs_done = epochs_done(state)
         self.lost_workers = list(state["lost_workers"])
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
@@ -251,23 +255,21 @@ class RunLog:
         self._sink.write("times", {"epoch": epoch, "resolution": resolution, **times, **by_worker})
         self._noise.add_epoch(reports)
         speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
-        self._train_time_s, self._epoch = train_time_s, epoch
+        self._train_time_s, self._epochs_done = train_time_s, epoch + 1
         clocks = given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
-        record = {
-            "train/loss": total["loss"],
-            "train/learning_rate": learning_rate,
-            "train/resolution": resolution,
-            "train/images_per_s": speed,
-            **{f"time/{name.removesuffix('_time_s')}_s": value for name, value in clocks.items()},
-            **{f"time/{name.removesuffix('_time_s')}_s": value for name, value in times.items()},
-            **{f"plan/{name}": value for name, value in plan_totals(plan).items()},
+        training = {
+            "loss": total["loss"],
+            "learning_rate": learning_rate,
+            "resolution": resolution,
+            "images_per_s": speed,
         }
+        record = epoch_charts(training, clocks | times, plan)
         if evaluation is not None:
             self._evaluations.append(evaluation)
-            training = {"learning_rate": learning_rate, "train_resolution": resolution}
             found = given_values(asdict(evaluation))
-            found |= found.pop("more")
-            self._sink.write("eval", {"epoch": epoch} | found | clocks | training)
+            found |= found.pop("more") | clocks
+            found |= {"learning_rate": learning_rate, "train_resolution": resolution}
+            self._sink.write("eval", {"epoch": epoch} | found)
             record |= evaluation_charts(evaluation)
         if (scale := self._noise.estimate()) is not None:
             values = asdict(scale)
@@ -287,10 +289,13 @@ class RunLog:
             self._display.print(warning)
         self._display.pause()
 
-    def images(self, files: Mapping[str, Path]) -> None:
-        """Send picture files, by their names in the tracker, to the trackers that take any."""
+    def images(self, files: Mapping[str, Path], *, again: bool = True) -> None:
+        """Send picture files, by their names in the tracker, to the trackers that take any.
+
+        Not `again`: not to those that a session before has shown the run to.
+        """
         if self.enabled:
-            self._charts.images(files, self._epoch + 1 if self._train_time_s else 0)
+            self._charts.images(files, self._epochs_done, again=again)
 
     def is_best(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation that is not recorded yet is the best, on the main process."""

@@ -43,10 +43,6 @@ class Planned:
         """Return the plan of an epoch."""
         return self._plans[stage_at(self.stages, epoch).resolution]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each stage."""
-        return [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
-
     def change(self, epoch: int, plan: Plan) -> tuple[Plan, int] | None:
         """Take the plan of an epoch; return the one before, and the steps that the run gains.
 
@@ -64,13 +60,19 @@ class Planned:
         left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
         return before, left * (self._steps_of(plan) - self._steps_of(before))
 
-    def changed_rows(self, state: Mapping[str, Any], begin: int) -> list[dict[str, Any]]:
-        """Return rows of the stages ahead that are new, or of all with other workers."""
+    def new_rows(self, state: Mapping[str, Any] | None, begin: int) -> list[dict[str, Any]]:
+        """Return a row for each stage; of a resumed run for those ahead that are new.
+
+        With other workers all are. `begin` is the epoch that the run goes on with.
+        """
+        rows = [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
+        if state is None:
+            return rows
         other_workers = self._plans.keys() - self._resumed
         before = state.get("stages")  # none in checkpoints of before
         return [
             row | {"from_epoch": begin}
-            for stage, row in zip(self.stages, self.rows(), strict=True)
+            for stage, row in zip(self.stages, rows, strict=True)
             if other_workers
             or (before is not None and stage.end_epoch > begin and asdict(stage) not in before)
         ]
@@ -109,3 +111,8 @@ class Planned:
 
     def _steps_of(self, plan: Plan) -> int:
         return sum(plan.workers[worker].steps for worker in self._counted)
+
+
+def epochs_done(state: Mapping[str, Any] | None) -> int:
+    """Return the complete epochs of a log's state; None: of a run that begins."""
+    return state["epoch"] + 1 if state and state["train_time_s"] else 0

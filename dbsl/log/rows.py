@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from dbsl.run.evaluation import Evaluation
 
 MAX_PRINTED_WORKERS = 8
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
-_STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
+STEPS = "steps"  # group of the figures that workers give on the way
+WORKERS = "workers"  # group of those of whole epochs
+STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -154,6 +157,17 @@ def times_by_worker(workers: Mapping[int, Mapping[str, float]]) -> dict[str, dic
     }
 
 
+def epoch_charts(
+    training: Mapping[str, float], times_s: Mapping[str, float], plan: Plan
+) -> dict[str, float]:
+    """Return what trackers are given of an epoch, evaluated or not."""
+    return {
+        **{f"train/{name}": value for name, value in training.items()},
+        **{f"time/{name.removesuffix('_time_s')}_s": value for name, value in times_s.items()},
+        **{f"plan/{name}": value for name, value in plan_totals(plan).items()},
+    }
+
+
 def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
     """Return what trackers are given of an evaluation."""
     charts = {
@@ -170,7 +184,29 @@ def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
 
 def step_charts(line: StepLine) -> dict[str, float]:
     """Return what trackers are given of a step line."""
-    return {name: getattr(line, name) for name in _STEP_CHARTS}
+    return {name: getattr(line, name) for name in STEP_CHARTS}
+
+
+def figures_of_workers(
+    records: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, int, dict[str, float], float]]:
+    """Yield what records of metrics.jsonl say of workers: kind, worker, figures, and epochs.
+
+    An epoch that is not over is left out: it is recorded as a whole when it is.
+    """
+    over = {row["epoch"] for row in records if row["event"] == "times"}
+    reports: dict[int, list[RoundReport]] = defaultdict(list)
+    for row in records:
+        if row["event"] == "step":
+            own = {name: row[name] for name in STEP_CHARTS if row[name] is not None}
+            yield STEPS, row["worker"], own, row["epoch"] + row["progress"]
+        elif row["event"] == "round" and row["epoch"] in over:
+            reports[row["epoch"]].append(report_from_row(row))
+    for epoch, own in reports.items():
+        workers = of_workers(sorted(own, key=lambda report: report.worker))
+        add_shares(workers)
+        for worker, values in workers.items():
+            yield WORKERS, worker, values, epoch + 1
 
 
 def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:

@@ -10,11 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from accelerate import Accelerator
-
 from dbsl.base.errors import SaveError
 from dbsl.log.rows import first_epoch, for_people, strict_numbers
-from dbsl.log.trackers import tracker_id
 from dbsl.run.folder import check_metrics
 
 
@@ -25,15 +22,14 @@ class Sink:
 
     Args:
         folder: The run folder; it exists.
-        accelerator: Holds the trackers.
         keep_bytes: Bytes of metrics.jsonl to go on behind.
 
     Raises:
         ValueError: If the file is shorter than that.
     """
 
-    def __init__(self, folder: Path, accelerator: Accelerator, keep_bytes: int = 0) -> None:
-        self._folder, self._accelerator = folder, accelerator
+    def __init__(self, folder: Path, keep_bytes: int = 0) -> None:
+        self._folder = folder
         path = folder / "metrics.jsonl"
         self._file = _open_metrics(path, keep_bytes)
         with path.open(encoding="utf-8") as file:
@@ -44,11 +40,6 @@ class Sink:
         """Bytes of metrics.jsonl."""
         self._file.flush()
         return self._file.tell()
-
-    @property
-    def tracker_id(self) -> str | None:
-        """What a later session needs to go on in the same charts."""
-        return tracker_id(self._accelerator)
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a record, whose epochs count from 0 as in the code."""
@@ -63,7 +54,7 @@ class Sink:
             ) from error
 
     def close(self) -> None:
-        """Close the file; `Accelerator.end_training` closes the trackers."""
+        """Close the file."""
         with suppress(OSError):  # a full disk: it was said when the line was written
             self._file.close()
 

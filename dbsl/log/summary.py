@@ -13,8 +13,9 @@ from dbsl.base.lazy import lazy_import
 from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.log.hub import CARD, write_card
 from dbsl.log.log import RunLog
+from dbsl.log.planned import epochs_done
 from dbsl.log.rows import read_metrics
-from dbsl.log.trackers import start_trackers
+from dbsl.log.trackers import start_trackers, trackers_before
 from dbsl.profile.cache import device_name
 from dbsl.run.announce import print_run
 from dbsl.run.resolved import RESOLVED
@@ -34,7 +35,8 @@ def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
         folder,
         folder.name,
         {name: value for name, value in asdict(config).items() if name != RESOLVED},
-        resume_id=state["tracker"] if state else None,
+        resumed=trackers_before(state),
+        epochs=epochs_done(state),
     )
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
     slowed = config.slowdown or config.disturb
@@ -60,7 +62,7 @@ def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
 
         picture = folder / "plots/plan.png"
         plan_timeline(run.stages, run.plans, config.rounds_per_epoch, picture)
-        log.images({"plots/plan": picture})
+        log.images({"plots/plan": picture}, again=log.has_new_plans)
     return log
 
 

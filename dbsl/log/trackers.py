@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.tracking import filter_trackers, get_available_trackers
 from accelerate.utils import LoggerType
 
+from dbsl.log.charts import THOUSANDTHS
 from dbsl.log.workspace import how_to, make_first_view
 
 PROJECT = "dbsl"
@@ -58,7 +59,8 @@ def start_trackers(
     run_name: str,
     config: Mapping[str, Any],
     *,
-    resume_id: str | None = None,
+    resumed: Mapping[str, str] | None = None,
+    epochs: int = 0,
 ) -> None:
     """Start the accelerator's trackers, with their files in the run folder.
 
@@ -71,11 +73,12 @@ def start_trackers(
         folder: The run folder; it exists.
         run_name: Name of the run in the trackers.
         config: The run's settings.
-        resume_id: What `tracker_id` returned in the session before, whose charts go on.
+        resumed: What `tracker_ids` returned in the session before, whose charts go on.
+        epochs: Epochs that are complete.
     """
     if not accelerator.is_main_process:
         return
-    settings, started = dict(_flatten(config)), []
+    settings, started, resumed = dict(_flatten(config)), [], resumed or {}
     accelerator.project_configuration.logging_dir = str(folder)
     for name in tracker_names(report_to):
         # Not left to Accelerator(log_with=...): the run folder may be known only after that is
@@ -83,13 +86,15 @@ def start_trackers(
         accelerator.log_with = filter_trackers(name, str(folder))
         accelerator.trackers = []
         if name == "tensorboard":  # which uses the project's name for its sub-folder
-            accelerator.init_trackers("tensorboard", settings)
+            # What a session that was killed has shown after its checkpoint is shown no more.
+            own = {"purge_step": THOUSANDTHS * epochs + (name in resumed)}
+            accelerator.init_trackers("tensorboard", settings, {name: own})
         elif name == "trackio":
             own = {"name": run_name, "group": run_name}  # with its workers: see `dbsl.log.charts`
-            own |= {"resume": "allow"} if resume_id else {}
+            own |= {"resume": "allow"} if name in resumed else {}
             accelerator.init_trackers(PROJECT, settings, {name: own})
         elif name == "wandb":
-            _start_wandb(accelerator, folder, run_name, settings, resume_id)
+            _start_wandb(accelerator, folder, run_name, settings, resumed.get(name))
         else:
             own = {
                 "dvclive": {"dir": str(folder / "dvclive")},
@@ -101,12 +106,26 @@ def start_trackers(
     accelerator.trackers = started
 
 
-def tracker_id(accelerator: Accelerator) -> str | None:
-    """Return what a later session needs to go on in the same charts."""
-    names = {tracker.name: tracker for tracker in accelerator.trackers}
-    if "wandb" in names:
-        return names["wandb"].tracker.id
-    return next(iter(names), None)
+def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
+    """Return the trackers' names, with what a later session needs to go on in their charts."""
+    trackers = accelerator.trackers
+    return {own.name: own.tracker.id if own.name == "wandb" else "" for own in trackers}
+
+
+def trackers_before(state: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what `tracker_ids` returned in the session that saved this state of a log, if any."""
+    if state is None:
+        return {}
+    if "trackers" in state:
+        return dict(state["trackers"])
+    known = state["tracker"]  # older checkpoints have W&B's id alone, or a tracker's name
+    return (
+        {}
+        if known is None
+        else {known: ""}
+        if known in {*map(str, LoggerType)}
+        else {"wandb": known}
+    )
 
 
 def _start_wandb(

@@ -14,7 +14,8 @@ import threading
 from typing import Any
 
 from dbsl.base.errors import one_line_errors
-from dbsl.log.charts import OVERLAID, STEPS, WORKERS
+from dbsl.log.charts import OVERLAID
+from dbsl.log.rows import STEPS, WORKERS
 
 NAME = "dbsl: workers"
 _PACKAGE = "wandb_workspaces"

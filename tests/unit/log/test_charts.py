@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from dbsl.log import charts
-from dbsl.log.charts import STEPS, WORKERS, Charts
+from dbsl.log.charts import Charts
+from dbsl.log.rows import STEPS, WORKERS
 from dbsl.log.trackers import start_trackers
 
 
@@ -93,12 +94,61 @@ def test_a_resumed_run_keeps_the_lines_of_the_sessions_before_in_wandbs_charts()
     round_ = {"event": "round", "worker": 1, "epoch": 0, "round": 0, "resolution": 24}
     round_ |= {"local_batch_size": 8, "samples": 20, "steps": 3, "time_s": 1.0, "loss": None}
     round_ |= {"merge_weight": 1.0, "compute_time_s": 2.0, "virtual_time_s": 2.0}
-    shown.resume([{"event": "plan"}, line | nothing, round_])
+    times = {"event": "times", "epoch": 0}
+    begun = round_ | {"epoch": 1}  # is recorded as a whole when it is over
+    shown.resume([{"event": "plan"}, line | nothing, round_, times, begun])
     shown.close()
     (_, values), *_ = tracker.records
     assert values["all steps: loss"].table.data == [[0.5, "worker 1", 2.0]]
     assert values["all workers: local_batch_size"].table.data == [[1, "worker 1", 8]]
     assert values["all workers: share"].table.data == [[1, "worker 1", 1.0]]
+
+
+def test_a_table_and_pictures_go_once_to_the_trackers_of_a_resumed_run(tmp_path):
+    class Taker(Recorder):
+        def log_table(self, name, columns, data):
+            self.records.append(name)
+
+        def log_images(self, values, step=None):
+            self.records += values
+
+    Image.new("RGB", (30, 20)).save(tmp_path / "plan.png")
+    for again in (False, True):
+        before, new = Taker("clearml"), Taker("aim")
+        shown = Charts(SimpleNamespace(trackers=[before, new]), 2, "run", {"clearml"})
+        shown.table("plan/table", [{"worker": 0}], again=again)
+        shown.images({"plots/plan": tmp_path / "plan.png"}, 0, again=again)
+        assert new.records == ["plan/table", "plots/plan"]
+        assert before.records == (new.records if again else [])
+
+
+def test_tensorboard_forgets_what_a_killed_session_showed_after_its_checkpoint(
+    tmp_path, accelerator
+):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    line = dict.fromkeys(("learning_rate", "gradient_norm", "images_per_s", "memory_gib"))
+    line |= {"event": "step", "worker": 0, "epoch": 1, "progress": 0.25, "loss": 2.0}
+    for session in range(2):
+        before = {"tensorboard": ""} if session else {}
+        start_trackers(accelerator, "tensorboard", tmp_path, "run", {}, resumed=before, epochs=1)
+        shown = Charts(accelerator, 1, "run", before)
+        if session:
+            shown.resume([line])
+        for epochs, loss in ((1.25, 2.0), (1.75, 3.0))[session:]:
+            shown.workers(STEPS, {0: {"loss": loss + session}}, epochs)
+        for epochs in (1, 2)[session:]:
+            shown.record({"train/loss": epochs + session}, epochs)
+        shown.close()
+        accelerator.end_training()
+
+    def points(folder, tag):
+        found = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard" / folder)).Reload()
+        return [(point.step, point.value) for point in found.Scalars(tag)]
+
+    assert points("worker-0", "steps/loss") == [(1250, 2.0), (1750, 4.0)]
+    assert points("", "train/loss") == [(1000, 1.0), (2000, 3.0)]
 
 
 def test_trackio_has_a_run_for_each_worker_in_a_group_and_table_and_pictures(

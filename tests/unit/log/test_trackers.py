@@ -10,7 +10,13 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from accelerate.utils import LoggerType
 
 from dbsl.log import trackers
-from dbsl.log.trackers import check_tracker, start_trackers, tracker_names
+from dbsl.log.trackers import (
+    check_tracker,
+    start_trackers,
+    tracker_ids,
+    tracker_names,
+    trackers_before,
+)
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "none", "all", "wandb,tensorboard"])
@@ -164,3 +170,22 @@ def test_answers_gives_up_in_time_where_a_name_lookup_hangs(no_login, monkeypatc
     assert not trackers._answers("https://host.invalid", timeout_s=0.2)
     assert time.monotonic() - started < 5
     release.set()
+
+
+def test_each_tracker_of_a_resumed_run_goes_on_by_what_is_its_own(tmp_path, no_login, accelerator):
+    start_trackers(accelerator, "tensorboard,wandb", tmp_path, "run", {})
+    before = trackers_before({"trackers": tracker_ids(accelerator)})
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    assert before == {"tensorboard": "", "wandb": run.id}
+    accelerator.end_training()
+    start_trackers(accelerator, "wandb", tmp_path, "run", {}, resumed=before)
+    assert accelerator.get_tracker("wandb", unwrap=True).id == run.id
+    accelerator.end_training()
+    start_trackers(accelerator, "wandb", tmp_path, "run", {}, resumed={"tensorboard": ""})
+    assert accelerator.get_tracker("wandb", unwrap=True).id not in (run.id, "tensorboard")
+
+
+def test_checkpoints_of_before_name_wandbs_run_or_another_tracker():
+    assert trackers_before(None) == trackers_before({"tracker": None}) == {}
+    assert trackers_before({"tracker": "tensorboard"}) == {"tensorboard": ""}
+    assert trackers_before({"tracker": "x1y2z3"}) == {"wandb": "x1y2z3"}
