@@ -27,6 +27,7 @@ from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.files import write_text
 from dbsl.base.flags import POSITIONAL, REPEATED, parse_flags
+from dbsl.base.words import plural
 from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
 from dbsl.jobs import Launch, is_finished, launch_all
@@ -75,6 +76,13 @@ class CompareConfig:  # every field is a flag, its comment the help
             for setting in getattr(self, option):
                 if "=" not in setting:
                     raise ValueError(f"{option} must be of the form name=value, got {setting}")
+        given = [name for name, _ in _pairs((*self.set, *self.vary))]
+        if twice := [name for name in given if given.count(name) > 1]:
+            raise ValueError(f"set and vary must give a setting once, got {twice[0]} twice")
+        for name, value in _pairs(self.vary):
+            values = value.split(",")
+            if not all(values) or len(set(values)) < len(values):
+                raise ValueError(f"vary must have values that differ, got {name}={value}")
         names = [name + end for name in names for end, _ in _variations(self.vary)]
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
@@ -184,6 +192,9 @@ def _make(
     Rows of the tables in `output` count as finished runs where arm, seed and settings agree.
     """
     recorded = read_runs(output, name)
+    for arm in arms:
+        if other := sum(run.settings != arm.hash for run in recorded.get(arm.name, ())):
+            print(f"{arm.name}: {plural(other, 'run')} in {output} not counted: other settings")
     done = {
         (arm.name, run.seed): run
         for arm in arms
@@ -240,23 +251,30 @@ def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
     return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
 
 
+def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name=value settings as pairs, the names as in YAML files."""
+    pairs = (setting.split("=", 1) for setting in settings)
+    return [(name.replace("-", "_"), value) for name, value in pairs]
+
+
 def _shared(settings: Sequence[str]) -> dict[str, Any]:
     """Return name=value settings as a YAML file would have them."""
-    booleans = {"true": True, "false": False}
-    pairs = (setting.split("=", 1) for setting in settings)
-    return {name: booleans.get(value, value) for name, value in pairs}
+    return {name: _as_yaml(value) for name, value in _pairs(settings)}
 
 
-def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+def _as_yaml(value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value, value)
+
+
+def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return the end of an arm's name and the settings of each combination of varied values."""
-    names = [setting.split("=", 1)[0] for setting in vary]
-    values = [setting.split("=", 1)[1].split(",") for setting in vary]
+    varied = [[(name, v) for v in values.split(",")] for name, values in _pairs(vary)]
     return [
         (
-            "".join(f"-{name}{v}" for name, v in zip(names, chosen, strict=True)),
-            dict(zip(names, chosen, strict=True)),
+            "".join(f"-{name}{v.replace('/', '-')}" for name, v in chosen),
+            {name: _as_yaml(v) for name, v in chosen},
         )
-        for chosen in itertools.product(*values)
+        for chosen in itertools.product(*varied)
     ]
 
 
@@ -266,7 +284,14 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
         if name in settings or name in shared:
             raise ValueError(f"an arm must leave {name} to the comparison, got it in {path}")
     own = path.stem + end
-    dataset = str(settings.get("dataset") or Path(str(shared.get("dataset", "digits"))).stem)
+    named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
+    is_path = given != "digits" and Path(given).expanduser().exists()
+    if named is None:
+        dataset = Path(given).stem
+    elif is_path or "dataset" not in shared:  # a folder is taken for a copy of the one named
+        dataset = str(named)
+    else:
+        dataset = given
     return Arm(own, own, path, {**settings, **shared}, shared, dataset)
 
 

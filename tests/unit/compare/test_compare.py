@@ -362,7 +362,45 @@ def test_rows_of_another_machine_count_as_finished_runs_of_the_same_settings(arm
     assert "run 1" not in capfd.readouterr().out
     assert (tmp_path / "results/tiny/arms_runs.csv").read_text() == rows
     compare.main([*arms, "--seeds", "1", "--set", "eval_train=true", "--set", "lr=0.05"])
-    assert "run 2/2" in capfd.readouterr().out  # other settings are other runs
+    printed = capfd.readouterr().out
+    assert "run 2/2" in printed  # other settings are other runs
+    assert "1 run in results/tiny not counted: other settings" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vary", "lr=0.1,0.1"], "vary must have values that differ, got lr=0.1,0.1"),
+        (["--vary", "lr="], "vary must have values that differ, got lr="),
+        (["--vary", "lr=0.1", "--set", "lr=0.2"], "set and vary must give a setting once, got lr"),
+        (["--set", "eval-every=2", "--set", "eval_every=3"], "a setting once, got eval_every twic"),
+    ],
+)
+def test_settings_that_say_two_things_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        parse_flags(compare.CompareConfig, ["arm.yaml", *options])
+
+
+def test_varied_booleans_are_flags_that_train_knows(tmp_path):
+    (tmp_path / "arm.yaml").write_text(yaml.safe_dump(ARM))
+    ends = [end for end, _ in compare._variations(["save-best=true,false"])]
+    assert ends == ["-save_besttrue", "-save_bestfalse"]
+    for (end, values), expected in zip(
+        compare._variations(["save-best=true,false"]), (True, False), strict=True
+    ):
+        arm = compare._read_arm(tmp_path / "arm.yaml", end, values)
+        parsed = parse_config(train.Config, list(arm.flags(0, tmp_path / "none", 1)))
+        assert parsed.save_best is expected
+
+
+def test_another_dataset_is_another_setting_and_a_local_copy_is_not(tmp_path):
+    path = tmp_path / "arm.yaml"
+    path.write_text(yaml.safe_dump({**ARM, "dataset": "uoft-cs/cifar100"}))
+    own, copy, other = (
+        compare._read_arm(path, "", compare._shared(given)).hash
+        for given in ([], [f"dataset={tmp_path}"], ["dataset=uoft-cs/cifar10"])
+    )
+    assert own == copy != other
 
 
 @pytest.mark.usefixtures("forked")
