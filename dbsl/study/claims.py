@@ -17,6 +17,7 @@ from dbsl.study.files import is_written, read_trial
 from dbsl.study.scaling import reached_at
 
 _ATTEMPTS = 3  # processes that may die in a trial; after that the trial is to blame
+_PROBE_S = 0.1  # longest for which one that counts what others run may hold a lock
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Claims:
     def _take(self, study: str, trial_id: int) -> Claim | None:
         lock = self._lock(study, trial_id)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=_PROBE_S, poll_interval=_PROBE_S / 5)
         except Timeout:
             return None
         if is_written(self._studies[study], trial_id):  # since we looked
@@ -114,7 +115,7 @@ class Claims:
             lock.release()
             raise ValueError(
                 f"a trial must not end its process, got {begun} processes that died in trial "
-                f"{trial_id} of {study}"
+                f"{trial_id} of {study}; to try it again remove {attempts}"
             )
         attempts.write_text(str(begun + 1))
         return Claim(study, trial_id, lock, attempts)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock
 
 from dbsl.architecture import least_batch
 from dbsl.base.bounds import in_range
@@ -37,6 +38,7 @@ from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.evidence import dataset_name
+from dbsl.run.folder import LOCK
 from dbsl.run.parse import config_to_yaml
 from dbsl.run.stopping import Stopping
 from dbsl.study.claims import Claim, Claims
@@ -288,9 +290,10 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     text = config_to_yaml({n: value for n, value in settings.items() if n not in _MAY_CHANGE})
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / SETTINGS
-    if not path.exists():
-        write_text(path, text)
-        return
+    with FileLock(folder / LOCK):  # another process may begin a study here at the same time
+        if not path.exists():
+            write_text(path, text)
+            return
     # A setting that an older study does not name had its default, which is its default now.
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     before = yaml.safe_load(config_to_yaml({n: defaults[n] for n in settings if n in _SINCE}))
