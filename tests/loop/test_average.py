@@ -97,7 +97,7 @@ def test_without_batch_norm_no_image_is_read():
 
 def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them(tmp_path):
     settings = {
-        "train_samples": 200,
+        "train_samples": 80,
         "eval_samples": 60,
         "epochs": 4,
         "eval_every": 2,

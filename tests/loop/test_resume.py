@@ -29,6 +29,7 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.turns import LostWorker
 from dbsl.plan.types import CurrentPlan
+from dbsl.run.evaluation import Evaluation
 from dbsl.run.folder import RunFolder
 from dbsl.run.parse import parse_config
 from dbsl.run.resolved import with_resolved
@@ -363,7 +364,7 @@ def test_an_epoch_under_way_keeps_its_resolution_where_a_run_is_made_longer(tmp_
 def evaluating_to(monkeypatch, accuracies):
     """Have evaluations come to these accuracies, one after the other."""
     results = iter(accuracies)
-    monkeypatch.setattr("train.evaluate", lambda *_, **__: (next(results), 1.0, 20, None))
+    monkeypatch.setattr("train.evaluate", lambda *_: Evaluation(next(results), 1.0, 20, 16))
 
 
 def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypatch):
@@ -455,7 +456,7 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
             whole = [list(g) for _, g in itertools.groupby(merged, key=lambda e: e["round"])]
             seen -= sum(e["samples"] for g in whole if len(g) < 4 for e in g)
         if mode == "step" and epoch == min(e["epoch"] for e in after):
-            seen += state["progress"]["steps"] * 16  # of the round that was under way
+            seen += state["progress"]["steps"] * 15  # of the round that was under way
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
 

@@ -156,10 +156,10 @@ def test_equal_workers_with_a_step_a_round_equal_one_process_on_the_joined_batch
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_thousands_of_workers_are_scheduled_without_training(tiny_model):
+def test_a_thousand_workers_are_scheduled_without_training(tiny_model):
     cluster, server = make_cluster(
-        tiny_model, [1.0 + w / 7000 for w in range(3000)], sync="ssp", epochs=2
+        tiny_model, [1.0 + w / 7000 for w in range(1000)], sync="ssp", epochs=2
     )
     history = play(cluster)
-    assert len(rounds_of(history)) == 6000
+    assert len(rounds_of(history)) == 2000
     assert set(server.clocks) == {2}
