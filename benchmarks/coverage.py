@@ -37,7 +37,7 @@ from dbsl.plan.stages import make_stages
 from dbsl.plan.turns import EpochEnd
 from dbsl.plan.types import TimeModel
 from dbsl.run.cluster import connect
-from dbsl.run.plans import Planning
+from dbsl.run.plans import PlanMaker
 from dbsl.run.prepare import make_planner, rounds_of_epoch
 from dbsl.run.progress import make_reports
 from dbsl.run.run import Run
@@ -174,8 +174,8 @@ def prepare(case: Case) -> Run:
         limits=dict.fromkeys(resolutions),
         measured=True,
     )
-    planning = Planning(config, known, case.samples, case.least)
-    plans = {r: planning.first(r, lambda line: None) for r in resolutions}
+    maker = PlanMaker(config, known, case.samples, case.least)
+    plans = {r: maker.first(r, lambda line: None) for r in resolutions}
     rounds = rounds_of_epoch(plans, config)
     stages = make_stages(
         config.epochs,
@@ -194,7 +194,7 @@ def prepare(case: Case) -> Run:
         stages=tuple(stages),
         model=model,
         plans=plans,
-        planner=make_planner(config, planning, plans, stages, known.models, rounds, case.samples),
+        planner=make_planner(config, maker, plans, stages, known.models, rounds, case.samples),
         models=known.models,
         emulation=case.emulation,
         transforms={},

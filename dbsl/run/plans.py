@@ -19,7 +19,7 @@ from dbsl.run.workers import Workers
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 
 
-class Planning:
+class PlanMaker:
     """Makes a run's plans by its config: of rounds or of joint steps, first and anew.
 
     `least` is the least that a worker takes in a step, unless it takes nothing.

@@ -36,7 +36,7 @@ from dbsl.run.average import WeightAverage
 from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.notes import with_notes
 from dbsl.run.own import Own
-from dbsl.run.plans import Planning
+from dbsl.run.plans import PlanMaker
 from dbsl.run.run import Run, round_sampler, steps_of
 from dbsl.run.workers import Workers, know_workers
 
@@ -76,22 +76,20 @@ def prepare(
     _check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
     _check_micro_batches(known, least)
-    planning = Planning(config, known, len(data.train), least)
+    maker = PlanMaker(config, known, len(data.train), least)
     plans = {
         resolution: with_notes(plan, known, resolution)
-        for resolution, plan in _first_plans(config, planning, len(data.train), accelerator).items()
+        for resolution, plan in _first_plans(config, maker, len(data.train), accelerator).items()
     }
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
     return Run(
-        config=replace(config, small_batch_size=planning.small_batch_size()),
+        config=replace(config, small_batch_size=maker.small_batch_size()),
         data=data,
         stages=stages,
         model=model,
         plans=plans,
-        planner=make_planner(
-            config, planning, plans, stages, known.models, rounds, len(data.train)
-        ),
+        planner=make_planner(config, maker, plans, stages, known.models, rounds, len(data.train)),
         models=known.models,
         emulation=emulation,
         transforms={
@@ -160,15 +158,15 @@ def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
 
 
 def _first_plans(
-    config: RunConfig, planning: Planning, samples: int, accelerator: Accelerator
+    config: RunConfig, maker: PlanMaker, samples: int, accelerator: Accelerator
 ) -> dict[int, Plan]:
     """Return the plan that each resolution starts with."""
-    plans = {r: planning.first(r, accelerator.print) for r in config.resolutions}
+    plans = {r: maker.first(r, accelerator.print) for r in config.resolutions}
     if config.sync_batch_norm:
         for plan in plans.values():
             check_parts(
                 *(samples, plan.global_batch_size, config.workers),
-                least=planning.least,
+                least=maker.least,
                 drop_last=config.drop_last,
             )
     return plans
@@ -290,7 +288,7 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
 
 def make_planner(
     config: RunConfig,
-    planning: Planning,
+    maker: PlanMaker,
     plans: Mapping[int, Plan],
     stages: Sequence[Stage],
     models: Mapping[int, Sequence[TimeModel]],
@@ -302,12 +300,12 @@ def make_planner(
     def split_at(segment: CurrentPlan, round_: int) -> int:
         if segment.plan.global_batch_size is not None:
             return 0  # a joint step has the same samples with any plan
-        sampler = round_sampler(segment, rounds, samples, config.seed, planning.least)
+        sampler = round_sampler(segment, rounds, samples, config.seed, maker.least)
         return sampler.start_of(round_)
 
     def samples_of(segment: CurrentPlan, epoch: int, worker: int, round_: int) -> int:
         turn = Round((worker,), epoch, round_)
-        steps = steps_of(segment, turn, config, rounds, samples, planning.least)
+        steps = steps_of(segment, turn, config, rounds, samples, maker.least)
         return sum(len(part.indices) for step in steps for part in step.parts)
 
     return Planner(
@@ -317,10 +315,10 @@ def make_planner(
         balance=config.balance,
         every=config.balance_every or rounds,
         rounds_per_epoch=rounds,
-        replan=planning.replan,
-        resize=planning.resize,
+        replan=maker.replan,
+        resize=maker.resize,
         split_at=split_at,
-        without=planning.without,
+        without=maker.without,
         samples_of=samples_of,
     )
 
