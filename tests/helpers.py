@@ -10,8 +10,10 @@ import time
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
+from PIL import Image
 
 from dbsl.base.errors import one_line_errors
 from dbsl.log.meter import MEASURED
@@ -32,6 +34,28 @@ TINY = {
     "cpu_threads": 1,
     "report_to": "none",
 }
+
+
+SHARDED = 96, 16, 8  # images to train on and to evaluate on, and those of a row group
+
+
+def write_shards(folder):
+    """Write three shards of noise, and one to evaluate on; an image begins with its number."""
+    import datasets  # slow, and few tests need it
+
+    train, evaluation, group = SHARDED
+    noise = np.random.default_rng(0).integers(0, 256, (256, 16, 16, 3), dtype=np.uint8)
+    noise[:, 0, 0] = np.arange(256)[:, None]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list("abc"))}
+    each = train // 3
+    files = {f"train-{n:05d}-of-00003": range(n * each, n * each + each) for n in range(3)}
+    files["test-00000-of-00001"] = range(200, 200 + evaluation)
+    for name, numbers in files.items():
+        images = [Image.fromarray(noise[n]) for n in numbers]
+        columns = {"image": images, "label": [n % 3 for n in numbers]}
+        table = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+        table.to_parquet(folder / f"{name}.parquet", batch_size=group)
+    return folder
 
 
 def run(folder, **settings):

@@ -29,11 +29,15 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written."""
 
 
+class ReadError(RuntimeError):
+    """Data could not be read."""
+
+
 class DivergedError(RuntimeError):
     """The run came to its end, but its weights are of no use."""
 
 
-_OWN = (ValueError, SyncError, SaveError, DivergedError)
+_OWN = (ValueError, SyncError, SaveError, ReadError, DivergedError)
 
 
 class RunStopped(Exception):
@@ -44,11 +48,12 @@ class RunStopped(Exception):
 def one_line_errors() -> Iterator[None]:
     """End the process with one line and a status where this project has something to say.
 
-    Status 2: it refused what it was given, a process was lost, or a checkpoint could not be
-    written. Status 3: the run diverged. Status 75: the run was asked to stop, and can be resumed.
-    Status 130: Ctrl-C outside of training, or twice in it. An error raised by any other code keeps
-    its traceback: that is a fault, not bad input. Either way a process among several ends at once:
-    it would else wait for the others on its way out, and they for it.
+    Status 2: it refused what it was given, a process was lost, data could not be read, or a
+    checkpoint could not be written. Status 3: the run diverged. Status 75: the run was asked to
+    stop, and can be resumed. Status 130: Ctrl-C outside of training, or twice in it. An error
+    raised by any other code keeps its traceback: that is a fault, not bad input. Either way a
+    process among several ends at once: it would else wait for the others on its way out, and they
+    for it.
     """
     try:
         yield

@@ -62,6 +62,8 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
         check_length(found.manifest, config.epochs)
         if config.epochs > changed["epochs"][0]:
             free.add("epochs")  # a run may always be made longer
+    if None not in changed.get("cache_gib", (None,)):
+        free.add("cache_gib")  # without a cache, the order is another
     sources = set(changed)
     if found.manifest.processes != processes:
         sources.add(PROCESSES)

@@ -10,6 +10,8 @@ from dbsl.data.augment import CropMode, EraseMode, Erasing, Pipeline, TrainInter
 from dbsl.data.mixing import MixupMode
 from dbsl.data.transforms import Augment, Interpolation
 
+SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
+
 
 @dataclass(frozen=True)
 class ImageConfig:
@@ -31,6 +33,12 @@ class ImageConfig:
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[int | None, Within(0)] = None
+    # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
+    # by row group into a cache of that size; unset: the whole data set is on the disk
+    cache_gib: Annotated[float | None, Within(0, open_low=True)] = None
+    # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
+    # larger cache
+    shuffle_block: Annotated[int, Within(1)] = SHUFFLE_BLOCK
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: Annotated[int, Within(0)] = 16
     # --- timm's augmentation
@@ -109,6 +117,8 @@ def check_images(config: ImageConfig) -> None:
             f"{given} must go with augment timm, whose setting it is, got augment {config.augment}"
         )
     pipeline.check()
+    if config.cache_gib is None and config.shuffle_block != SHUFFLE_BLOCK:
+        raise ValueError(f"shuffle_block must go with cache_gib, got {config.shuffle_block} alone")
     if config.reprob and config.augment == "none":
         raise ValueError(f"reprob must be 0 with augment none, got {config.reprob:g}")
     if not config.reprob and (config.remode != "const" or config.recount != 1):

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 
 from dbsl.base.cores import cores_of_process
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import generator
 from dbsl.data.augment import Erasing, Pipeline
-from dbsl.data.config import ImageConfig
+from dbsl.data.config import SHUFFLE_BLOCK, ImageConfig
 from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
 from dbsl.data.pixel_cache import Decoded, decode_cached
 from dbsl.data.sources import Batch, image_batch
+from dbsl.data.streaming import Streams
 from dbsl.data.tables import open_labelled
 from dbsl.data.transforms import EVAL_CROP, Augment, Interpolation, Transform
 from dbsl.plan.dual_batch import largest_remainder
@@ -120,6 +122,8 @@ def load_configured(config: ImageConfig, seed: int, device: torch.device) -> Dat
         device=device,
         max_bad_images=config.max_bad_images,
         augment_on_host=config.augmentation == "timm",
+        cache_gib=config.cache_gib,
+        shuffle_block=config.shuffle_block,
     )
     given = {"crop_pct": config.crop_pct, "interpolation": config.interpolation}
     return replace(
@@ -144,6 +148,8 @@ def load_data(
     max_bad_images: int = 0,
     augment_on_host: bool = False,
     max_store_bytes: int = 2 * 2**30,
+    cache_gib: float | None = None,
+    shuffle_block: int = SHUFFLE_BLOCK,
 ) -> Data:
     """Open a dataset and make its training and evaluation samples readable by number.
 
@@ -166,13 +172,17 @@ def load_data(
         max_bad_images: Most images of a split that may be left out since they cannot be decoded.
         augment_on_host: Whether training images are augmented in loader processes.
         max_store_bytes: Most bytes of decoded pixels to keep.
+        cache_gib: GiB of disk for images that come by row group; None: all lie on the disk.
+        shuffle_block: Images that are then shuffled together.
 
     Raises:
         ValueError: If the dataset, a column, a label or a number of samples is not to be had.
     """
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    train, evaluation, class_names = open_labelled(dataset, image_column, label_column)
+    streams = None if cache_gib is None else Streams(cache_gib, shuffle_block)
+    open_ = streams.open if streams else open_labelled
+    train, evaluation, class_names = open_(dataset, image_column, label_column)
     eval_split = evaluation.name if evaluation else "a fifth of train"
     if holdout is not None:
         evaluation, eval_split = None, f"{holdout:.3g} of train, held out"
@@ -183,15 +193,21 @@ def load_data(
     evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
     splits = (train, evaluation)
 
-    side = _common_side(splits)
-    decoded = _decode_splits(splits, side, max_store_bytes, max_bad_images)
+    look = streams.first_images if streams else _spaced_images
+    side, decoded = _common_side(look(split, _PROBES) for split in splits), None
+    if not streams:
+        decoded = _decode_splits(splits, side, max_store_bytes, max_bad_images)
     if decoded:
         mean, std = _channel_statistics(decoded[0][0])
     else:
         mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
     workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
     open_source = partial(
-        _open_source, device=torch.device(device), workers=workers, max_bad=max_bad_images
+        _open_source,
+        device=torch.device(device),
+        workers=workers,
+        max_bad=max_bad_images,
+        loader=streams.source if streams else ImageLoader,
     )
     return Data(
         *map(open_source, splits, decoded or (None, None), (not augment_on_host, True)),
@@ -204,7 +220,7 @@ def load_data(
         image_column=train.image_column,
         label_column=train.label_column,
         eval_split=eval_split,
-        crop_pct=1.0 if decoded else EVAL_CROP,
+        crop_pct=1.0 if decoded or (streams and (side or 99) <= _STORE_UP_TO) else EVAL_CROP,
     )
 
 
@@ -216,10 +232,11 @@ def _open_source(
     device: torch.device,
     workers: int,
     max_bad: int,
+    loader: Callable[..., ImageSource],
 ) -> ImageSource:
     """Return what reads a split: its pixels, if they are decoded and to be kept, or loaders."""
     if decoded is None:
-        return ImageLoader(split, device, workers, max_bad)
+        return loader(split, device, workers, max_bad)
     pixels, good, bad = decoded
     if keeps:
         return PixelStore(pixels, split.labels[good], device, bad)
@@ -261,12 +278,15 @@ def _subset(
     return split.select(stratified_subset(split.labels, size, rng))
 
 
-def _common_side(splits: Iterable[ImageSplit]) -> int | None:
-    """Return the side that the images looked at have in common, if they are squares."""
+def _spaced_images(split: ImageSplit, most: int) -> Iterator[Image.Image | str]:
+    """Yield images of a split, evenly spaced, or why one cannot be decoded."""
+    return split.decode(np.unique(np.linspace(0, len(split) - 1, most).astype(np.int64)))
+
+
+def _common_side(splits: Iterable[Iterable[Image.Image | str]]) -> int | None:
+    """Return the side that images of the splits have in common, if they are squares."""
     sizes = set()
-    for split in splits:
-        probes = np.unique(np.linspace(0, len(split) - 1, _PROBES).astype(np.int64))
-        images = split.decode(probes)
+    for images in splits:
         sizes.update(image.size for image in images if not isinstance(image, str))
     if len(sizes) != 1:
         return None

@@ -25,6 +25,7 @@ from dbsl.base.lazy import lazy_import
 from dbsl.data.crops import cut, upright
 from dbsl.data.loader_processes import end_with_parent, process_context, start_server
 from dbsl.data.transforms import Transform, to_device
+from dbsl.plan.blocks import Blocks
 
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
@@ -42,7 +43,10 @@ class ImageSource(ABC):
         labels: Class of each sample, int64 [N], on the host.
         device: Where batches are made.
         bad: Images that could not be decoded: their rows in the split, and why.
+        blocks: Draws the order of an epoch; None: any order is as good as another.
     """
+
+    blocks: Blocks | None = None
 
     def __init__(
         self, labels: np.ndarray, device: torch.device, bad: Mapping[int, str] | None = None
@@ -100,6 +104,7 @@ class ImageLoader(ImageSource):
         loader_workers: Processes; 0: this one.
         max_bad: Most images that may fail to be decoded before that is an error.
         bad: Those that have failed, and are not in the split.
+        requests: Empty; what is iterated over for the batches of each call.
     """
 
     def __init__(
@@ -109,12 +114,13 @@ class ImageLoader(ImageSource):
         loader_workers: int,
         max_bad: int = 0,
         bad: Mapping[int, str] | None = None,
+        requests: list[_Request] | None = None,
     ) -> None:
         super().__init__(split.labels, device, bad)
         self._split = split
         self._max_bad = max_bad
         self._calls = 0  # calls of `batches`
-        self._requests: list[_Request] = []  # those of the latest call
+        self._requests = [] if requests is None else requests  # those of the latest call
         self._loader = DataLoader(
             split,
             batch_size=None,  # a request is a whole batch, of any size
@@ -144,9 +150,10 @@ class ImageLoader(ImageSource):
     def _read(
         self, call: int, requests: Sequence[_Request], loaded: Iterator[Any]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for (wanted, transform, epoch), (images, decoded, errors) in zip(
-            requests, loaded, strict=True
+        for number, ((wanted, transform, epoch), (images, decoded, errors)) in enumerate(
+            zip(requests, loaded, strict=True)
         ):
+            self._received(number)
             samples = wanted[decoded.numpy()]
             if errors:
                 self._note_bad(errors)
@@ -156,6 +163,9 @@ class ImageLoader(ImageSource):
             yield images, to_device(self.labels[samples % len(self)], self.device)
             if call != self._calls:
                 raise RuntimeError("a later call of batches() took over the loader processes")
+
+    def _received(self, number: int) -> None:
+        """Take note that a batch of the latest call has been decoded."""
 
     def _note_bad(self, errors: Mapping[int, str]) -> None:
         for row, reason in errors.items():

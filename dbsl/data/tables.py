@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,10 @@ from dbsl.data.images import ImageSplit
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
-_EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
+EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _LABEL_COLUMNS = ("labels", "target", "class")  # names to try once there is no "label"
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
-_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
 
 
 def open_labelled(
@@ -35,14 +36,9 @@ def open_labelled(
         raise ValueError(f"dataset must have a split 'train' or only one, got {list(tables)}")
     if is_image_folder(dataset, tables):
         tables = read_class_folders(dataset, tables, train_name)
-    features = tables[train_name].features
-    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
-        raise ValueError(
-            f"dataset must have a column of images, got columns {_columns(features)}"
-            f"{hint_on_tables(dataset)}"
-        )
-    image_column = _choose_image_column(features, image_column)
-    label_column = _choose_label_column(features, label_column)
+    image_column, label_column = choose_columns(
+        dataset, tables[train_name].features, image_column, label_column
+    )
 
     def split(name: str, labels: np.ndarray) -> ImageSplit:
         table = tables[name].select_columns([image_column])
@@ -50,20 +46,53 @@ def open_labelled(
         rows = np.arange(len(table))
         return ImageSplit(table, rows, labels, image_column, label_column, dataset, name)
 
+    return label_splits(dataset, tables, train_name, label_column, split)
+
+
+def choose_columns(
+    dataset: str, features: datasets.Features, image_column: str | None, label_column: str | None
+) -> tuple[str, str]:
+    """Return the columns of the images and of the labels."""
+    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
+        raise ValueError(
+            f"dataset must have a column of images, got columns {_columns(features)}"
+            f"{hint_on_tables(dataset)}"
+        )
+    return _choose_image_column(features, image_column), _choose_label_column(
+        features, label_column
+    )
+
+
+def label_splits(
+    dataset: str,
+    tables: Mapping[str, datasets.Dataset],
+    train_name: str,
+    label_column: str,
+    split: Callable[[str, np.ndarray], ImageSplit],
+) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]:
+    """Return train, the evaluation split if one has labels, and the names of the classes.
+
+    Args:
+        dataset: Its name, for messages.
+        tables: The splits; of these, their label column is read.
+        train_name: Name of the training split.
+        label_column: The column.
+        split: Makes a split of its name and the class of each row, int64 [N].
+    """
     values = _read_labels(tables[train_name], label_column)
     if values is None:
         raise ValueError(
             f"label_column must have a label in every row, got {label_column!r} with null or -1 "
             f"in split {train_name!r}"
         )
-    feature = features[label_column]
+    feature = tables[train_name].features[label_column]
     is_encoded = isinstance(feature, datasets.ClassLabel)
     classes = np.arange(feature.num_classes) if is_encoded else np.unique(values)
     class_names = feature.names if is_encoded else [str(value) for value in classes]
     train = split(train_name, encode_labels(values, classes, train_name))
     if unused := set(class_names) - {class_names[label] for label in np.unique(train.labels)}:
         logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
-    for name in _EVAL_SPLITS:
+    for name in EVAL_SPLITS:
         if name == train_name or name not in tables:
             continue
         values = _read_labels(tables[name], label_column)
@@ -89,7 +118,7 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
     path = Path(dataset).expanduser()
     kind = "file" if path.suffix == ".parquet" else "folder"
     try:
-        if not path.exists() and (kind == "file" or not _HUB_ID.fullmatch(dataset)):
+        if not path.exists() and (kind == "file" or not HUB_ID.fullmatch(dataset)):
             raise FileNotFoundError(f"the {kind} does not exist")
         if kind == "file":
             found = datasets.load_dataset("parquet", data_files=str(path))

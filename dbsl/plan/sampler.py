@@ -1,10 +1,10 @@
 """Which samples each worker takes, step by step; over all workers an epoch covers each one once.
 
-Pure. An epoch is one seeded permutation. For rounds it is cut into rounds, each round into the
-workers' parts and each part into batches; for joint steps into global batches, each into the
-workers' parts. Where a round or a step begins is known without the ones before it, so a sampler's
-state is three integers (seed, epoch, position), shares may change between rounds, and a process
-holds one permutation however many workers live in it.
+Pure. An epoch is one seeded permutation, or one that `Blocks` draws. For rounds it is cut into
+rounds, each round into the workers' parts and each part into batches; for joint steps into global
+batches, each into the workers' parts. Where a round or a step begins is known without the ones
+before it, so a sampler's state is three integers (seed, epoch, position), shares may change between
+rounds, and a process holds one permutation however many workers live in it.
 
 With `repeats`, an epoch of n samples has the first of its permutation only, each so often in a row
 (arXiv 1902.05509). Copy c of sample i is number ``c * n + i``; each number is met at most once.
@@ -20,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from dbsl.base.seeds import generator
+from dbsl.plan.blocks import Blocks
 from dbsl.plan.split import split_batch
 
 _EVALUATED = 256  # samples at once, where many are not faster
@@ -50,8 +51,11 @@ class Step:
 
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
-def _permutation(samples: int, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
-    order = generator(seed, "shuffle", epoch).permutation(samples)
+def _permutation(
+    samples: int, seed: int, epoch: int, repeats: int = 1, blocks: Blocks | None = None
+) -> np.ndarray:
+    rng = generator(seed, "shuffle", epoch)
+    order = blocks.order(rng) if blocks else rng.permutation(samples)
     if repeats > 1:  # the first images of the order, each so often in a row
         places = np.arange(samples)
         order = order[places // repeats] + places % repeats * samples
@@ -75,6 +79,8 @@ class EpochSampler:
         start: Samples of the epoch that they took.
         least: Samples of a batch at least: 2 where a model cannot train on one.
         left: Remainder of the epoch, as places in its order, if that is not all from `start` on.
+        repeats: Copies of each sample in an epoch.
+        blocks: Draws the epoch's order; None: any order is as likely as another.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class EpochSampler:
         least: int = 1,
         left: Sequence[tuple[int, int]] = (),
         repeats: int = 1,
+        blocks: Blocks | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         smallest = self._shares[self._shares > 0].min()  # a worker that was lost has none
@@ -95,7 +102,7 @@ class EpochSampler:
             raise ValueError(
                 f"rounds must be at most the smallest share ({smallest}), got {rounds}"
             )
-        self._left, self._repeats = tuple(left), repeats
+        self._left, self._repeats, self._blocks = tuple(left), repeats, blocks
         self.samples = start + int(self._shares.sum())
         self.rounds = rounds
         self.first_round = first_round
@@ -112,7 +119,7 @@ class EpochSampler:
         before = self._before(round_)
         taken = self._before(round_ + 1) - before
         first = int(before.sum()) + int(taken[:worker].sum())
-        order = _permutation(self.samples, self._seed, epoch, self._repeats)
+        order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
         if self._left:
             rest = np.concatenate([order[begin:end] for begin, end in self._left])
         else:
@@ -161,6 +168,7 @@ class StepSampler:
         drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
         least: Samples that a part has at least, unless it is empty.
         repeats: Copies of each sample in an epoch.
+        blocks: Draws the epoch's order; None: any order is as likely as another.
     """
 
     def __init__(
@@ -172,8 +180,9 @@ class StepSampler:
         drop_last: bool = False,
         least: int = 1,
         repeats: int = 1,
+        blocks: Blocks | None = None,
     ) -> None:
-        self.samples, self._repeats = samples, repeats
+        self.samples, self._repeats, self._blocks = samples, repeats, blocks
         self.steps_per_epoch = steps_of_epoch(
             samples, global_batch_size, drop_last=drop_last, least=least
         )
@@ -192,7 +201,8 @@ class StepSampler:
         Parts of all workers are in proportion to `sizes`, which sum to B.
         """
         begin, end = (k * self._size + max(0, k - self._first_larger) for k in (number, number + 1))
-        batch = _permutation(self.samples, self._seed, epoch, self._repeats)[begin:end]
+        order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
+        batch = order[begin:end]
         ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
         parts = tuple(
             Part(w, batch[ends[w] : ends[w + 1]].copy(), (ends[w + 1] - ends[w]) / len(batch))

@@ -7,6 +7,7 @@ give other activations, so their statistics are measured anew wherever they are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.images import ImageSource
 from dbsl.data.transforms import Transform
+from dbsl.plan.blocks import Blocks
 
 _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
 
@@ -48,7 +50,13 @@ class WeightAverage:
 
 
 def statistics_batches(
-    samples: int, batch_size: int, *, seed: int, rank: int = 0, world_size: int = 1
+    samples: int,
+    batch_size: int,
+    *,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    blocks: Blocks | None = None,
 ) -> list[np.ndarray]:
     """Return this rank's index batches of training images to measure batch norm's statistics on.
 
@@ -61,8 +69,10 @@ def statistics_batches(
         seed: The run's seed.
         rank: This rank.
         world_size: Ranks that share the images.
+        blocks: Draws the images; None: any are as likely as others.
     """
-    order = generator(seed, "batch statistics").permutation(samples)[:_STATISTICS_SAMPLES]
+    rng = generator(seed, "batch statistics")
+    order = (blocks.order(rng) if blocks else rng.permutation(samples))[:_STATISTICS_SAMPLES]
     size = min(max(batch_size, 2), len(order))
     each = -(-len(order) // (size * world_size))  # batches of a rank, equally many for a collective
     return list(np.resize(order, (each * world_size, size))[rank::world_size])
@@ -99,7 +109,8 @@ def recompute_statistics(
     if not any(norm.track_running_stats for norm in norms):
         return
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    share = {"rank": rank, "world_size": world_size} if together else {}
+    share: dict[str, Any] = {"rank": rank, "world_size": world_size} if together else {}
+    share["blocks"] = getattr(images, "blocks", None)
     batches = statistics_batches(len(images), batch_size, seed=seed, **share)
     device = weights.vector.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -83,7 +83,7 @@ def prepare(
     }
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
-    return Run(
+    run = Run(
         config=replace(config, small_batch_size=maker.small_batch_size()),
         data=data,
         stages=stages,
@@ -115,6 +115,12 @@ def prepare(
         default_workers=by_default,
         nodes=nodes_of(accelerator),
     )
+    if config.cache_gib is not None:
+        in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
+        batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
+        data.train.check_room(batch, in_order=in_order)
+        data.evaluation.check_room(1, in_order=run.evaluation_batch)
+    return run
 
 
 def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
+from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
 from dbsl.plan.link import Link
@@ -87,15 +88,19 @@ class Run:
         return self.data.transform(self.config.resolutions[-1], "none", self.config.seed)
 
     @property
-    def evaluation_batch(self) -> int:
-        """Images of an evaluation that are on the device at once."""
-        largest = max(
+    def largest_batch(self) -> int:
+        """Images of a worker that are on the device at once, at the start."""
+        return max(
             min(worker.local_batch_size, self._at_once(resolution, number) or math.inf)
             for resolution, plan in self.plans.items()
             for number, worker in enumerate(plan.workers)
         )
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Images of an evaluation that are on the device at once."""
         device = next(self.model.parameters()).device.type
-        return evaluation_batch_size(self.config.eval_batch_size, device, largest)
+        return evaluation_batch_size(self.config.eval_batch_size, device, self.largest_batch)
 
     @property
     def statistics_batch(self) -> int:
@@ -108,7 +113,13 @@ class Run:
 
     def steps(self, segment: CurrentPlan, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn: whose samples, in which batches."""
-        return steps_of(segment, turn, self.config, self.rounds, len(self.data.train), self.least)
+        samples, blocks = len(self.data.train), self.blocks
+        return steps_of(segment, turn, self.config, self.rounds, samples, self.least, blocks)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What draws an epoch's order where data are read in groups."""
+        return getattr(self.data.train, "blocks", None)  # data of one's own may not know of it
 
     def micro_parts(self, step: Step, resolution: int) -> Iterator[Part]:
         """Yield what is computed at once of a step: its parts, or their micro-batches."""
@@ -213,13 +224,21 @@ class Run:
 
 
 def steps_of(
-    segment: CurrentPlan, turn: Round, config: RunConfig, rounds: int, samples: int, least: int
+    segment: CurrentPlan,
+    turn: Round,
+    config: RunConfig,
+    rounds: int,
+    samples: int,
+    least: int,
+    blocks: Blocks | None = None,
 ) -> list[Step]:
     """Return the optimizer steps of a turn: whose samples, in which batches."""
     plan, sizes = segment.plan, [w.local_batch_size for w in segment.plan.workers]
     if plan.global_batch_size is None:
         (worker,) = turn.workers
-        sampler = round_sampler(segment, rounds, samples, config.seed, least, config.aug_repeats)
+        sampler = round_sampler(
+            segment, rounds, samples, config.seed, least, config.aug_repeats, blocks
+        )
         return sampler.steps(worker, turn.epoch, turn.round, sizes[worker])
     sampler = StepSampler(
         samples,
@@ -228,6 +247,7 @@ def steps_of(
         drop_last=config.drop_last,
         least=least,
         repeats=config.aug_repeats,
+        blocks=blocks,
     )
     count = sampler.steps_per_epoch
     if config.push == "gradients":
@@ -238,7 +258,13 @@ def steps_of(
 
 
 def round_sampler(
-    segment: CurrentPlan, rounds: int, samples: int, seed: int, least: int = 1, repeats: int = 1
+    segment: CurrentPlan,
+    rounds: int,
+    samples: int,
+    seed: int,
+    least: int = 1,
+    repeats: int = 1,
+    blocks: Blocks | None = None,
 ) -> EpochSampler:
     """Return the sampler of a plan of rounds, from the round on in which it came into force."""
     shares = np.array([worker.samples for worker in segment.plan.workers])
@@ -259,4 +285,5 @@ def round_sampler(
         least=least,
         left=segment.left,
         repeats=repeats,
+        blocks=blocks,
     )

@@ -161,7 +161,12 @@ class ImageTask:
             [0],
         )
         self._sampler = StepSampler(
-            len(images.data.train), batch_size, seed=seed, drop_last=True, least=1
+            len(images.data.train),
+            batch_size,
+            seed=seed,
+            drop_last=True,
+            least=1,
+            blocks=images.data.train.blocks,
         )
         self._batch_size = batch_size
         self._transform = replace(images.transform, seed=seed)

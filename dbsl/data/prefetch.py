@@ -1,0 +1,173 @@
+"""Row groups on their way: in the cache before a batch needs them, and held until it has them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from dbsl.base.errors import ReadError
+from dbsl.data.group_cache import GroupCache
+from dbsl.data.sharded import ShardedSplit
+
+_THREADS = 4  # row groups that are read at a time
+_PATIENCE_S = 600.0  # without a row group, when one is waited for
+_LOOK_S = 0.5  # after which a thread that waits for room looks whether anybody still needs it
+
+
+class Prefetch:
+    """Brings the row groups of batches into the cache, in the order of the batches.
+
+    As many are on their way, or held, as this process may hold. A row group is let go with the last
+    batch that needs it.
+
+    Args:
+        cache: Where they come to.
+        split: Whose row groups.
+        batches: Sample numbers of each batch, int64 [B].
+        ahead: Batches that may be waited for before the first of them is through.
+
+    Raises:
+        ValueError: If the process may not hold what it needs at a time.
+    """
+
+    def __init__(
+        self, cache: GroupCache, split: ShardedSplit, batches: Sequence[np.ndarray], ahead: int
+    ) -> None:
+        self._cache, self._split = cache, split
+        samples = np.concatenate([np.empty(0, np.int64), *batches]).astype(np.int64)
+        places = split.places_of(samples)
+        number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+        self._first, self._last = np.full((2, len(split.groups)), -1)
+        self._first[places[::-1]] = number[::-1]  # of equal places, the one assigned last counts
+        self._last[places] = number
+        used = np.flatnonzero(self._last >= 0)
+        self._queue = used[np.argsort(self._first[used], kind="stable")]
+        self._by_last = used[np.argsort(self._last[used], kind="stable")]
+        self._lasts = self._last[self._by_last]
+        self._check_room(len(batches), ahead)
+        self._needed = np.searchsorted(
+            self._first[self._queue], np.arange(len(batches)), side="right"
+        )
+        self._there = np.zeros(len(self._queue), dtype=bool)
+        self._whole = self._holding = self._taken = self._released = self._bytes = 0
+        self._changed, self._deciding = threading.Condition(), threading.Lock()
+        self._error: Exception | None = None
+        self.stopped = False
+        for _ in range(min(_THREADS, len(self._queue))):
+            threading.Thread(target=self._work).start()
+
+    def wait(self, batch: int) -> None:
+        """Return when all row groups of a batch, and of those before it, are in the cache.
+
+        Raises:
+            ReadError: If one cannot be read.
+        """
+        with self._changed:
+            while self._whole < self._needed[batch]:
+                if self._error is not None:
+                    raise self._error
+                if self.stopped:
+                    raise RuntimeError("a later call of batches() took over the cache")
+                so_far = self._there.sum()
+                if not self._changed.wait(_PATIENCE_S) and self._there.sum() == so_far:
+                    raise ReadError(f"no row group came within {_PATIENCE_S:.0f} s")
+
+    def through(self, batch: int) -> None:
+        """Let go of what no batch after this one needs."""
+        done = int(np.searchsorted(self._lasts, batch, side="right"))
+        gone = self._by_last[self._released : done]
+        if not len(gone) or self.stopped:
+            return
+        self._cache.release(*(self._split.names[place] for place in gone))
+        with self._changed:
+            self._released = done
+            self._bytes -= int(self._split.weights[gone].sum())
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Bring no more, and let go of everything."""
+        with self._changed:
+            if self.stopped:
+                return
+            self.stopped = True
+            self._changed.notify_all()
+        held = set(self._queue[: self._holding]) - set(self._by_last[: self._released])
+        self._cache.release(*(self._split.names[place] for place in held))
+
+    def _check_room(self, batches: int, ahead: int) -> None:
+        """Raise ``ValueError`` unless what batches need at a time may be held."""
+        change = np.zeros(batches + ahead + 2, np.int64)
+        np.add.at(change, self._first[self._queue], self._split.weights[self._queue])
+        np.add.at(change, self._last[self._queue] + ahead + 1, -self._split.weights[self._queue])
+        needed = int(np.cumsum(change)[:batches].max(initial=0))
+        if needed > self._cache.share:
+            raise too_small(needed, self._cache)
+
+    def _work(self) -> None:
+        """Bring one row group after the other."""
+        try:
+            while (number := self._next()) is not None:
+                place = int(self._queue[number])
+                self._cache.fetch(
+                    self._split.names[place],
+                    lambda path, place=place: self._split.write(place, path),
+                    self._split.shards.named(int(self._split.groups[place])),
+                )
+                with self._changed:
+                    self._there[number] = True
+                    while self._whole < len(self._there) and self._there[self._whole]:
+                        self._whole += 1
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        """Return the next row group's place in the queue, once there is room; None: no more."""
+        with self._deciding:
+            while True:
+                with self._changed:
+                    if self._over():
+                        return None
+                    if self._taken < self._holding:
+                        self._taken += 1
+                        return self._taken - 1
+                    room = self._cache.share - self._bytes
+                    weights = self._split.weights[self._queue[self._holding :]]
+                    fits = int(np.searchsorted(np.cumsum(weights), room, side="right"))
+                    if not fits:
+                        self._changed.wait(_LOOK_S)
+                        continue
+                self._hold(fits)
+
+    def _over(self) -> bool:
+        # At its end the interpreter waits for threads.
+        gone = self.stopped or self._error or not threading.main_thread().is_alive()
+        return bool(gone) or self._taken == len(self._queue)
+
+    def _hold(self, count: int) -> None:
+        """Hold the next row groups of the queue."""
+        split, end = self._split, self._holding + count
+        new, rest = self._queue[self._holding : end], self._queue[end:]
+        self._cache.hold(
+            {split.names[place]: int(split.weights[place]) for place in new},
+            {split.names[place]: int(self._first[place]) for place in rest},
+        )
+        with self._changed:
+            self._holding = end
+            self._bytes += int(split.weights[new].sum())
+            stopped = self.stopped
+        if stopped:  # meanwhile
+            self._cache.release(*(split.names[place] for place in new))
+
+
+def too_small(needed: int, cache: GroupCache, why: str = "") -> ValueError:
+    """Return what to say of a cache in which a process may hold less than it needs, bytes."""
+    least, given = needed * cache.processes / 2**30, cache.limit / 2**30
+    digits = 2 - int(np.floor(np.log10(least)))
+    least = np.ceil(least * 10.0**digits) / 10.0**digits  # rounded up: it is enough
+    shares = f", a part for each of {cache.processes} processes" if cache.processes > 1 else ""
+    return ValueError(f"cache_gib must be at least {least:.3g}{why}{shares}, got {given:.3g}")

@@ -1,0 +1,349 @@
+import gc
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import datasets
+import fsspec
+import huggingface_hub
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from filelock import FileLock
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from dbsl.base.errors import ReadError
+from dbsl.data import group_cache
+from dbsl.data.dataset import load_data
+from dbsl.data.group_cache import GroupCache
+from dbsl.data.shards import Shards
+from dbsl.data.transforms import Transform
+from dbsl.plan.sampler import EpochSampler
+from tests.helpers import SHARDED, wait_until, write_shards
+
+TRAIN, EVALUATION, GROUP = SHARDED
+LITTLE = 50e3 / 2**30  # GiB: of fourteen row groups of 8 kB
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "hf_cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setattr(group_cache, "PAUSES_S", (0, 0))
+    yield folder / "dbsl/row-groups"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+def load(dataset, gib=1.0, block=16, **settings):
+    return load_data(
+        str(dataset), cache_gib=gib, shuffle_block=block, **{"loader_workers": 0, **settings}
+    )
+
+
+def plain(augment="none"):
+    return Transform(16, augment, False, (0.0,) * 3, (1 / 255,) * 3, 0, crop_pct=1.0)
+
+
+def read(source, batches, transform=None):
+    images, labels = zip(*source.batches(batches, transform or plain()), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def numbers_of(images):
+    return images[:, 0, 0, 0].round().int().tolist()
+
+
+def epoch_of(data, rounds=1, shares=(60, 36), epoch=0, size=7):
+    sampler = EpochSampler(shares, rounds=rounds, seed=4, blocks=data.train.blocks)
+    return [
+        [step.parts[0].indices for step in sampler.steps(worker, epoch, round_, size)]
+        for round_ in range(rounds)
+        for worker in range(len(shares))
+    ]
+
+
+def on_disk(cache):
+    return sum(file.stat().st_size for file in cache.glob("*.arrow*"))
+
+
+def test_images_are_those_that_are_read_without_a_cache(shards):
+    streamed, stored = load(shards), load_data(str(shards))
+    for name, count in (("train", TRAIN), ("evaluation", EVALUATION)):
+        ours, theirs = getattr(streamed, name), getattr(stored, name)
+        np.testing.assert_array_equal(ours.labels, theirs.labels)
+        batches = np.array_split(np.arange(count), 5)
+        for got, wanted in zip(read(ours, batches), read(theirs, batches), strict=True):
+            assert torch.equal(got, wanted)
+    assert (streamed.image_side, streamed.class_names, streamed.eval_split, streamed.crop_pct) == (
+        stored.image_side,
+        stored.class_names,
+        stored.eval_split,
+        stored.crop_pct,
+    )
+    assert stored.train.blocks is None
+
+
+def test_opening_reads_labels_and_one_row_group_of_each_split(shards, monkeypatch):
+    written = count_writes(monkeypatch)
+    data = load(shards, holdout=None, train_samples=60)
+    assert written == [0, 0]
+    assert np.bincount(data.train.labels).tolist() == [20, 20, 20]
+
+
+def count_writes(monkeypatch):
+    """Return the row groups that are read from shards from now on."""
+    written, write = [], Shards.write
+
+    def counted(self, group, *more):
+        written.append(group)
+        write(self, group, *more)
+
+    monkeypatch.setattr(Shards, "write", counted)
+    return written
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cache_that_holds_little_gives_the_bits_of_one_that_holds_all(shards, cache, workers):
+    results = []
+    for gib in (1.0, LITTLE):
+        data, most, seen = load(shards, gib, loader_workers=workers), 0, []
+        for epoch in range(1 if workers else 2):
+            for batches in epoch_of(data, epoch=epoch, size=3):
+                for images, labels in data.train.batches(batches, plain("crop"), epoch):
+                    most = max(most, on_disk(cache))
+                    seen.append((images, labels))
+        results.append(seen)
+    assert most <= LITTLE * 2**30
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 95), st.integers(1, 4), st.integers(1, 12), st.integers(1, 30), st.data())
+def test_uneven_shares_meet_each_image_once_through_a_little_cache(
+    shards, first, rounds, size, block, draw
+):
+    shares = [first, TRAIN - first]
+    rounds = min(rounds, *shares)
+    data = load(shards, LITTLE * 2, block)
+    rest = epoch_of(data, rounds, shares, size=size)
+    order = draw.draw(st.permutations(range(len(rest))))  # workers take turns in any order
+    met = [n for turn in order for n in numbers_of(read(data.train, rest[turn])[0])]
+    assert sorted(met) == list(range(TRAIN))
+
+
+def test_what_is_held_out_or_left_out_takes_no_room(shards, cache):
+    data = load(shards, train_samples=24, eval_samples=3)
+    assert sorted(read(data.train, [np.arange(24)])[1].tolist()) == [0] * 8 + [1] * 8 + [2] * 8
+    few = on_disk(cache)
+    shutil.rmtree(cache)
+    data = load(shards)
+    read(data.train, [np.arange(TRAIN)])
+    assert few < 0.6 * on_disk(cache)  # a third of the images, and what a file has beside them
+
+
+def test_row_groups_that_are_there_are_not_read_again(shards, monkeypatch):
+    read(load(shards).train, [np.arange(TRAIN)])
+    written = count_writes(monkeypatch)
+    data = load(shards)
+    read(data.train, [np.arange(TRAIN)])
+    assert written == []
+    assert load(shards, seed=3).train._split.names == data.train._split.names
+
+
+def test_loader_processes_read_what_only_the_main_process_can_reach(shards, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    for file in shards.iterdir():
+        memory.pipe(f"/bucket/{file.name}", file.read_bytes())
+    memory.pipe("/bucket/README.md", b"# no shard")
+    data = load("memory://bucket", LITTLE, loader_workers=1)
+    batches = np.array_split(np.arange(TRAIN), 8)
+    assert numbers_of(read(data.train, batches)[0]) == list(range(TRAIN))
+    one = load("memory://bucket/train-00000-of-00003.parquet", holdout=0.25)
+    assert (len(one.train), len(one.evaluation)) == (24, 8)
+
+
+def test_a_hub_id_is_read_from_the_files_that_the_hub_names(shards, monkeypatch):
+    patterns = {"train": [f"{shards}/train-*"], "validation": [f"{shards}/test-*"]}
+    files = datasets.data_files.DataFilesDict.from_patterns(patterns)
+    builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
+    monkeypatch.setattr(datasets, "load_dataset_builder", {"user/name": builder}.get)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dbsl.base.network._hub_answers", lambda: True)
+    data = load("user/name")
+    assert (len(data.train), data.eval_split) == (TRAIN, "validation")
+
+
+def test_a_row_group_that_fails_is_tried_again(shards, monkeypatch):
+    fail_often(monkeypatch, 2)
+    data = load(shards)
+    assert numbers_of(read(data.train, [np.arange(TRAIN)])[0]) == list(range(TRAIN))
+
+
+def test_a_row_group_that_always_fails_is_named_in_one_line(shards, monkeypatch):
+    data = load(shards)
+    fail_often(monkeypatch, 99)
+    line = r"row group \d of .*train-0.*.parquet cannot be read, tried 3 times \(no route\)"
+    with pytest.raises(ReadError, match=line):
+        read(data.train, [np.arange(TRAIN)])
+
+
+def fail_often(monkeypatch, times):
+    """Let each row group fail so often, with a part of its file written."""
+    failed, write = {}, Shards.write
+
+    def failing(self, group, rows, path):
+        failed[group, path.stem] = failed.get((group, path.stem), 0) + 1
+        if failed[group, path.stem] <= times:
+            path.write_bytes(b"ARROW1")
+            raise OSError("no route")
+        write(self, group, rows, path)
+
+    monkeypatch.setattr(Shards, "write", failing)
+
+
+def test_half_of_a_file_is_never_taken_for_whole(shards, cache):
+    data = load(shards)
+    name = data.train._split.names[3]
+    read(data.train, [np.arange(TRAIN)])
+    whole = (cache / name).read_bytes()
+    (cache / name).write_bytes(whole[: len(whole) // 2])
+    assert numbers_of(read(load(shards).train, [np.arange(TRAIN)])[0]) == list(range(TRAIN))
+    assert (cache / name).read_bytes() == whole
+
+
+def test_what_a_killed_process_left_is_used_or_removed(shards, cache):
+    gone = "0" * 32
+    load(shards)
+    half = cache / f"{'a' * 32}.arrow.{gone}"
+    for left in (half, cache / f"{gone}.alive", cache / f"{gone}.held"):
+        left.write_text("{}")
+    (cache / f"{gone}.held").write_text('{"%s.arrow": 1000000000}' % ("b" * 32))
+    data = load(shards, LITTLE)
+    assert not half.exists()
+    assert not list(cache.glob(f"{gone}*"))
+    assert len(read(data.train, [np.arange(8)])[1]) == 8
+
+
+def test_files_that_another_process_holds_stay_and_the_rest_goes_by_its_use(tmp_path):
+    cache, other = (GroupCache(tmp_path, 10_000, 2) for _ in range(2))
+    names = [f"{number:032x}.arrow" for number in range(8)]
+    for number, name in enumerate(names[:5]):
+        owner = cache if number else other
+        owner.hold({name: 1000})
+        owner.fetch(name, lambda path: _arrow(path, 600), "it")
+        if number:
+            owner.release(name)
+        os.utime(tmp_path / name, (number, number))
+    cache.knows(*names[2:5])
+    size = (tmp_path / names[0]).stat().st_size
+    weights, gone = [10_000 - 5 * size + 1, size, size], []  # each is a byte too much
+    for name, weight in zip(names[5:], weights, strict=True):
+        before = {file.name for file in tmp_path.glob("*.arrow")}
+        cache.hold({name: weight}, {names[4]: 7})
+        gone.append(before - {file.name for file in tmp_path.glob("*.arrow")})
+    # Other data first, then what was used last; not what a later batch needs, nor what is held.
+    assert gone == [{names[1]}, {names[3]}, {names[2]}]
+
+
+def _arrow(path, size):
+    batch = pyarrow.record_batch({"image": [b"x" * size]})
+    with pyarrow.ipc.new_file(str(path), batch.schema) as file:
+        file.write(batch)
+
+
+def test_one_process_of_a_machine_writes_what_several_need(tmp_path):
+    cache, other = (GroupCache(tmp_path, 10_000, 2) for _ in range(2))
+    name, written = f"{1:032x}.arrow", []
+
+    def write(path):
+        written.append(path)
+        with pytest.raises(group_cache.Timeout):  # what the other would wait for
+            FileLock(tmp_path / "writing-0.lock").acquire(timeout=0)
+        _arrow(path, 10)
+
+    for owner in (cache, other):
+        owner.hold({name: 100})
+        owner.fetch(name, write, "it")
+    assert len(written) == 1
+
+
+def test_a_cache_that_is_too_small_is_refused_with_the_least_that_is_enough(shards):
+    data = load(shards, 12e3 / 2**30, block=16)
+    with pytest.raises(ValueError, match=r"cache_gib must be at least .* blocks of 16") as found:
+        data.train.check_room(7)
+    least = float(re.search(r"at least ([\d.e-]+)", str(found.value))[1])
+    with pytest.raises(ValueError, match="cache_gib must be at least"):
+        read(load(shards, 12e3 / 2**30).train, [np.arange(TRAIN)])
+    data = load(shards, least, block=16)
+    data.train.check_room(7)
+    for epoch in range(6):
+        for batches in epoch_of(data, epoch=epoch):
+            read(data.train, batches)
+
+
+def test_a_later_call_ends_an_earlier_one(shards):
+    data = load(shards, LITTLE)
+    batches = epoch_of(data)[0]
+    first = data.train.batches(batches, plain())
+    next(first)
+    second = data.train.batches(batches, plain())
+    assert len(list(second)) == len(batches)
+    with pytest.raises(RuntimeError, match="a later call"):
+        list(first)
+
+
+def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards, tmp_path, caplog):
+    secret = tmp_path / "secret.png"
+    Image.new("RGB", (12, 12)).save(secret)
+    file = shards / "train-00000-of-00003.parquet"
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    rows[2]["image"] = {"bytes": b"no image", "path": None}
+    rows[9]["image"] = {"bytes": None, "path": str(secret)}
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    schema = pyarrow.parquet.read_schema(file)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows, schema), folder / "train.parquet", row_group_size=GROUP
+    )
+    data = load(folder, holdout=0.25, max_bad_images=2)
+    for source in (data.train, data.evaluation):
+        read(source, [np.arange(len(source))])
+    bad = data.train.bad | data.evaluation.bad
+    assert sorted(bad) == [2, 9]
+    assert bad[9] == "its bytes must lie in the shard"
+    assert "row group 1 of" in caplog.text
+
+
+@pytest.mark.parametrize("dataset", ["digits", "nowhere/at-all", "no such folder", "memory://none"])
+def test_data_that_are_no_shards_are_refused(dataset):
+    with pytest.raises(ValueError, match="dataset must be parquet shards with cache_gib"):
+        load(dataset)
+
+
+def test_the_line_of_a_run_tells_how_well_it_is_shuffled(shards):
+    line = load(shards, block=16).train.described(0)
+    found = re.fullmatch(
+        r"12 row groups through a cache of 1 GiB, shuffled in 6 blocks: of two images of a block "
+        r"(.*) % are of one row group \(7.4 % of any two\), (.*) % of one class \(33 %\)",
+        line,
+    )
+    assert float(found[1]) == 47  # (8 - 1) / (16 - 1)
+
+
+def test_nothing_is_left_running_once_data_are_gone(shards, cache):
+    data = load(shards, LITTLE)
+    next(data.train.batches(epoch_of(data)[0], plain()))
+    del data
+    wait_until(lambda: gc.collect() < 0 or not list(cache.glob("*.alive")), 10)

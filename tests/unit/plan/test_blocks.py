@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsl.plan.blocks import Blocks
+from dbsl.plan.sampler import EpochSampler, StepSampler
+from dbsl.run.average import statistics_batches
+
+GROUPS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
+
+
+def blocks_of(sizes, block):
+    return Blocks(np.array(sizes), block)
+
+
+@given(GROUPS, st.integers(1, 80), st.integers(0, 99))
+def test_an_order_in_blocks_has_each_sample_once_and_a_group_within_one_block(sizes, block, seed):
+    blocks = blocks_of(sizes, block)
+    order = blocks.order(np.random.default_rng(seed))
+    assert sorted(order) == list(range(sum(sizes)))
+    groups, cut = blocks._cut(np.random.default_rng(seed))
+    assert sorted(groups) == list(range(len(sizes)))
+    assert cut.max() < blocks.count
+    begin = 0
+    for number in range(blocks.count):
+        of_block = groups[cut == number]
+        end = begin + blocks.sizes[of_block].sum()
+        held = np.repeat(np.arange(len(sizes)), sizes)[order[begin:end]]
+        assert set(held) == set(of_block)
+        assert not end - begin or end - begin >= blocks.smallest or blocks.smallest == 1
+        begin = end
+
+
+@given(
+    GROUPS,
+    st.integers(1, 40),
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
+def test_uneven_workers_cover_blocks_once_also_with_other_shares_in_the_middle(
+    sizes, block, parts, rounds, seed
+):
+    samples = sum(sizes)
+    shares = np.maximum(np.array(parts) * samples // sum(parts), rounds)
+    shares[-1] += samples - shares.sum()
+    if shares.min() < rounds:
+        return
+    blocks, whole = blocks_of(sizes, block), {"seed": seed, "blocks": blocks_of(sizes, block)}
+    sampler = EpochSampler(shares, rounds=rounds, seed=seed, blocks=blocks)
+    workers, stop = range(len(shares)), rounds // 2
+    seen = [sampler.indices(w, 3, r) for r in range(stop) for w in workers]
+    start = sampler.start_of(stop)
+    left = samples - start
+    rest = EpochSampler([left], rounds=1, first_round=stop, start=start, **whole)
+    seen.append(rest.indices(0, 3, stop))
+    assert sorted(np.concatenate(seen)) == list(range(samples))
+    size = min(7, samples)
+    joint = StepSampler(samples, size, **whole)
+    steps = [joint.step(3, n, (size,)) for n in range(joint.steps_per_epoch)]
+    met = np.concatenate([part.indices for step in steps for part in step.parts])
+    np.testing.assert_array_equal(met, blocks.order(_shuffle(seed, 3)))
+
+
+def _shuffle(seed, epoch):
+    from dbsl.base.seeds import generator
+
+    return generator(seed, "shuffle", epoch)
+
+
+def test_epochs_in_blocks_are_shuffled_anew_and_repeat_with_the_seed():
+    blocks = blocks_of([5] * 20, 25)
+    first, again, other = (EpochSampler([100], seed=1, blocks=blocks) for _ in range(3))
+    np.testing.assert_array_equal(first.indices(0, 0, 0), again.indices(0, 0, 0))
+    assert first.indices(0, 0, 0).tolist() != other.indices(0, 1, 0).tolist()
+
+
+def test_pair_shares_are_those_of_the_pairs_of_an_epoch():
+    sizes, labels = [3, 4, 5, 4, 4], np.arange(20) % 3
+    blocks, seed = blocks_of(sizes, 7), 5
+    groups, cut = blocks._cut(np.random.default_rng(seed))
+    group_of = np.repeat(np.arange(5), sizes)
+    block_of = np.array([cut[list(groups).index(group)] for group in group_of])
+    met = [(a, b) for a in range(20) for b in range(a) if block_of[a] == block_of[b]]
+    shares = blocks.pair_shares(labels, np.random.default_rng(seed))
+    assert shares["group"] == pytest.approx(np.mean([group_of[a] == group_of[b] for a, b in met]))
+    assert shares["class"] == pytest.approx(np.mean([labels[a] == labels[b] for a, b in met]))
+    whole = blocks_of(sizes, 20).pair_shares(labels, np.random.default_rng(seed))
+    assert whole["group"] == whole["group_of_all"] == shares["group_of_all"]
+    assert whole["class"] == whole["class_of_all"] == shares["class_of_all"]
+
+
+@given(GROUPS, st.integers(1, 80), st.integers(0, 99))
+def test_no_block_of_any_epoch_is_heavier_than_the_bound(sizes, block, seed):
+    blocks, rng = blocks_of(sizes, block), np.random.default_rng(seed)
+    weights = rng.integers(1, 1000, len(sizes))
+    groups, cut = blocks._cut(rng)
+    assert np.bincount(cut, weights[groups]).max() <= blocks.largest(weights)
+
+
+def test_batch_norms_statistics_are_of_few_groups():
+    blocks = blocks_of([100] * 300, 5000)
+    batches = statistics_batches(30_000, 256, seed=0, blocks=blocks)
+    assert len({sample // 100 for batch in batches for sample in batch}) <= 2 * 51
