@@ -192,6 +192,8 @@ def train(session: Session) -> None:
             log.round(report, virtual_time_s=cluster.time_s)
         for worker in cluster.lost():  # its process died, and the others go on
             log.lost(worker)
+        for worker in cluster.joined():  # its process was launched again
+            log.joined(worker)
         if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
             end_epoch(session, turn)
             session.checkpointer.after_epoch(turn)

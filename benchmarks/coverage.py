@@ -1,12 +1,13 @@
 """Every sample once an epoch, in every combination: ``python -m benchmarks.coverage``.
 
 Random runs of the simulated cluster, without training: the model is one number. Sync, balance,
-rounds, pushes, uneven and noisy machines, stops and lost workers are drawn by hypothesis. The
-server, planner and sampler are those that train.py uses. What must hold:
+rounds, pushes, uneven and noisy machines, stops, lost and joining workers are drawn by hypothesis.
+The server, planner and sampler are those that train.py uses. What must hold:
 
 - nobody trains on a sample twice in an epoch;
 - without a loss every sample is trained on, and after losses those that are missing are exactly as
   many as were counted, none of them in an epoch that nobody had begun;
+- a worker that joins trains in the epoch that it has joined for;
 - with `ssp` nobody is further ahead than `staleness` allows;
 - where gradients are pushed, each push reaches the weights once.
 
@@ -19,6 +20,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +32,13 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.resume import with_lost_workers
+from dbsl.cluster.membership import Change, leave_out
 from dbsl.plan.emulate import Emulation, parse_disturb
 from dbsl.plan.stages import make_stages
-from dbsl.plan.turns import EpochEnd
+from dbsl.plan.turns import EpochEnd, Round
 from dbsl.plan.types import TimeModel
 from dbsl.run.cluster import connect
 from dbsl.run.plans import PlanMaker
@@ -60,7 +64,8 @@ class Case:
         large: Largest batch of each worker.
         least: Samples of a batch at least.
         emulation: Factors on the workers' times.
-        losses: When workers are lost, in turns of the cluster, and which of those that are left.
+        changes: Workers that are lost and that join, at virtual times.
+        absent: Workers that are not there when the run begins.
         stops: Turns inside which the run is stopped and resumed.
     """
 
@@ -70,7 +75,8 @@ class Case:
     large: list[int]
     least: int
     emulation: Emulation
-    losses: tuple[tuple[int, int], ...] = ()
+    changes: tuple[Change, ...] = ()
+    absent: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
 
 
@@ -81,6 +87,7 @@ class Played:
     turns: int = 0
     changes: int = 0  # of plans, by measured times
     lost_workers: int = 0
+    joined_workers: int = 0
     lost: int = 0  # samples that the planner counted
     expected: int = 0
     trained: int = 0
@@ -88,6 +95,7 @@ class Played:
     ahead: int = 0  # rounds, the most that a worker that began one was before the slowest
     pushed: float = 0.0  # samples in the server's weights, where gradients are pushed
     whole: bool = True  # epochs that nobody had begun when the last worker was lost
+    idle: int = 0  # workers without a sample in an epoch that they joined for
     ended: bool = False  # those that were left could not carry the plan
     epochs: list[int] = field(default_factory=list)  # that ended, in order
 
@@ -101,7 +109,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
         "weights" if sync == "step" else draw(st.sampled_from(("weights", "weights", "gradients")))
     )
     joint, alone = sync == "step" or push == "gradients", sync in ("ssp", "asp")
-    workers, epochs = draw(st.integers(2, 5)), draw(st.integers(2, 4))
+    workers, epochs = draw(st.integers(2, 5)), draw(st.integers(2, 6 if alone else 4))
     least = draw(st.sampled_from((1, 1, 2)))
     rounds = 1 if push == "gradients" else draw(st.integers(1, 4))
     samples = draw(st.integers(workers * rounds * least * 3, 120))
@@ -140,7 +148,14 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
         seed=options["seed"],
     )
     turns = epochs * workers * rounds
-    losses = st.tuples(st.integers(0, turns), st.integers(0, workers - 1))
+    # About the time of the run, were all as fast as the fastest: most changes come while it lasts.
+    epoch_s = samples / workers * model.slope + rounds * model.intercept
+    moment = st.integers(0, 99).map(lambda part: part / 66 * epochs * epoch_s)
+    change = st.builds(Change, moment, st.integers(0, workers - 1), st.booleans())
+    many = 4 * workers if alone and draw(st.booleans()) else 0
+    changes = draw(st.lists(change, min_size=many // 2, max_size=many))
+    missing = st.sets(st.integers(0, workers - 1), min_size=1, max_size=workers - 1)
+    absent = draw(missing) if alone and draw(st.booleans()) else ()
     return Case(
         options,
         samples,
@@ -148,7 +163,8 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
         large if draw(st.booleans()) else [large[0]] * workers,
         least,
         emulation,
-        tuple(sorted(draw(st.lists(losses, max_size=workers - 1)))) if alone else (),
+        tuple(sorted(changes)),
+        tuple(absent),
         tuple(sorted(draw(st.sets(st.integers(0, turns), max_size=2)))),
     )
 
@@ -216,14 +232,19 @@ def play(case: Case) -> Played:
     """
     run = prepare(case)
     cluster, stepper = connect(run, _ACCELERATOR)
+    cluster.changes = list(case.changes)
+    if case.absent:
+        leave_out(cluster.server, run.planner, case.absent)
     played, epochs = Played(), run.config.epochs
-    last, server = epochs * run.rounds, cluster.server
+    server = cluster.server
     counts = np.zeros((epochs, case.samples), dtype=np.int64)
-    losses, stops, untouched = list(case.losses), list(case.stops), 0
+    stops, untouched = list(case.stops), 0
+    joined: set[tuple[int, int]] = set()  # workers, and the epochs that they joined for
     going = True
     while going:
         going = False
-        for turn in cluster.turns():
+        for turn in _until_lost(cluster, played):
+            untouched = max(untouched, _note_changes(cluster, played, joined))
             if isinstance(turn, EpochEnd):
                 cluster.load(turn)
                 played.epochs.append(turn.epoch)
@@ -232,7 +253,9 @@ def play(case: Case) -> Played:
             if stops and stops[0] <= played.turns:  # inside the round, whose plan is known
                 stops.pop(0)
                 played.changes += run.planner.changes
+                changes = cluster.changes
                 run, cluster, stepper = _resumed(case, run, cluster)
+                cluster.changes = changes
                 server, going = cluster.server, True
                 run.planner.changes = 0
                 break
@@ -242,6 +265,7 @@ def play(case: Case) -> Played:
             for part in (part for step in steps for part in step.parts):
                 np.add.at(counts[turn.epoch], part.indices, 1)
                 own[part.worker] += len(part.indices)
+                joined.discard((part.worker, turn.epoch))
             if server is not None:
                 (worker,) = turn.workers
                 lead = server.clocks[worker] - server.slowest()
@@ -261,31 +285,45 @@ def play(case: Case) -> Played:
                 )
             )
             list(cluster.reports())
-            while losses and losses[0][0] <= played.turns:
-                _, which = losses.pop(0)
-                lost = sorted(server.active)[which % len(server.active)]
-                if len(server.active) == 1 or server.clocks[lost] >= last:
-                    continue
-                clocks = dict(enumerate(server.clocks))
-                server.drop(lost)
-                untouched = max(clocks.values()) // run.rounds + 1
-                try:
-                    played.lost += run.planner.drop(lost, clocks, server.active, last)
-                except ValueError:  # as in real processes, the run ends
-                    played.ended = True
-                    break
-                played.lost_workers += 1
-            if played.ended:
-                break
+    untouched = max(untouched, _note_changes(cluster, played, joined))
+    played.idle = len(joined)
     played.changes += run.planner.changes
     of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in range(epochs)]
     played.expected, played.trained = sum(of_epoch), int(counts.sum())
     played.twice = int((counts > 1).sum())
-    if played.lost_workers:
+    if untouched:
         played.whole = counts[untouched:].sum(1).tolist() == of_epoch[untouched:]
     if case.options["push"] == "gradients":
         played.pushed = float(server.snapshot()[0])  # the rest is padding
     return played
+
+
+def _until_lost(cluster: Any, played: Played) -> Iterator[Round | EpochEnd]:
+    """Yield a cluster's turns; where no plan is left after a loss, the run ends."""
+    try:
+        yield from cluster.turns()
+    except SyncError:
+        played.ended = True
+
+
+def _note_changes(cluster: Any, played: Played, joined: set[tuple[int, int]]) -> int:
+    """Count who was lost and who has joined; after a loss, return an epoch that nobody has begun.
+
+    Args:
+        cluster: That has changed.
+        played: Where it is counted.
+        joined: Workers and the epochs that they have joined for, without a sample of them so far.
+    """
+    server, untouched = cluster.server, 0
+    for loss in cluster.lost():
+        played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
+        untouched = max(server.clocks) // server.rounds_per_epoch + 1
+        joined -= {(worker, epoch) for worker, epoch in joined if worker == loss.worker}
+    for worker in cluster.joined():
+        played.joined_workers += 1
+        if worker.worker in server.active:
+            joined.add((worker.worker, worker.epoch))
+    return untouched
 
 
 def check(case: Case) -> Played:
@@ -299,6 +337,9 @@ def check(case: Case) -> Played:
     if not played.ended:
         missed = played.expected - played.trained
         assert missed == played.lost, f"{missed} samples missed, {played.lost} counted as lost"
+        assert played.idle == 0 or case.options["push"] == "gradients", (
+            "a worker joined for nothing"
+        )
         assert played.whole, "samples missed in an epoch that nobody had begun"
         assert played.epochs == list(range(case.options["epochs"]))
     return played
@@ -338,14 +379,24 @@ def measure(sync: str, balance: str, number: int, start: int) -> dict[str, objec
         except ValueError:
             assume(False)
         total["cases"] += 1
-        for name in ("turns", "changes", "lost_workers", "lost", "expected", "trained", "ended"):
+        for name in (
+            "turns",
+            "changes",
+            "lost_workers",
+            "joined_workers",
+            "lost",
+            "expected",
+            "trained",
+            "ended",
+        ):
             total[name] += getattr(played, name)
         total["stops"] += len(case.stops)
 
     property_()
     row = {"sync": sync, "balance": balance, "cases": total["cases"]}
     row |= {"rounds": total["turns"], "plan_changes": total["changes"], "stops": total["stops"]}
-    row |= {"workers_lost": total["lost_workers"], "ended_by_loss": total["ended"]}
+    row |= {"workers_lost": total["lost_workers"], "workers_joined": total["joined_workers"]}
+    row |= {"ended_by_loss": total["ended"]}
     row |= {"samples": total["expected"], "trained": total["trained"]}
     row |= {"counted_as_lost": total["lost"], "twice": 0, "miscounted": 0}
     return row | {"seconds": round(time.perf_counter() - began, 1)}

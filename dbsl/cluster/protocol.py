@@ -14,7 +14,15 @@ from dbsl.cluster.messages import NOTHING_ANNOUNCED
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import Action, EpochEnd, LostWorker, Restart, Round, RoundReport
+from dbsl.plan.turns import (
+    Action,
+    EpochEnd,
+    JoinedWorker,
+    LostWorker,
+    Restart,
+    Round,
+    RoundReport,
+)
 from dbsl.plan.types import CurrentPlan
 
 
@@ -129,6 +137,10 @@ class Cluster(ABC):
 
     def lost(self) -> Iterator[LostWorker]:
         """Yield the workers that were lost since the last call."""
+        yield from ()
+
+    def joined(self) -> Iterator[JoinedWorker]:
+        """Yield the workers that have joined since the last call."""
         yield from ()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:

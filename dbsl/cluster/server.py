@@ -85,6 +85,7 @@ class Server:
         self._observe = observe
         self.clocks = [0] * workers
         self.active = set(range(workers))  # without lost workers
+        self.newcomers: set[int] = set()  # have joined, and have not begun a round
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
@@ -99,7 +100,15 @@ class Server:
         self._epochs_ended = 0
 
     def may_start(self, worker: int) -> bool:
-        """Whether the worker may start its next round now."""
+        """Whether the worker may start its next round now.
+
+        A newcomer waits until another worker has come as far: it would else lead from its first
+        round on.
+        """
+        if worker in self.newcomers and len(self.active) > 1:
+            leader = max(self.clocks[other] for other in self.active - {worker})
+            if self.clocks[worker] > leader:
+                return False
         return self.staleness is None or self.clocks[worker] <= self.latest_start()
 
     def latest_start(self) -> float:
@@ -114,12 +123,24 @@ class Server:
         """Go on without a worker: nobody waits for it any more."""
         round_ = self.slowest()
         self.active.discard(worker)
+        self.newcomers.discard(worker)
         if self._collected and self.slowest() > round_:  # the barrier waited for it alone
             self._merge_collected()
         self._end_epochs()
 
+    def join(self, worker: int, clock: int) -> None:
+        """Go on with one more worker, which has so many rounds behind it as any other or more."""
+        self.clocks[worker] = clock
+        self.active.add(worker)
+        self.newcomers.add(worker)
+
+    def begin(self, worker: int) -> None:
+        """Note that a worker has begun its next round."""
+        self.newcomers.discard(worker)
+
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
+        self.begin(worker)
         self._pulled_version[worker] = self.version
         return self.snapshot()
 
@@ -160,6 +181,7 @@ class Server:
             "version": self.version,
             "clocks": list(self.clocks),
             "active": sorted(self.active),
+            "newcomers": sorted(self.newcomers),
             "pulled_version": list(self._pulled_version),
             "sum": self._sum,
             "sum_weight": self._sum_weight,
@@ -179,6 +201,8 @@ class Server:
         self.version, self._collected, self._epochs_ended, self.refused = as_counts(single, 4)
         self.clocks = as_counts(state["clocks"], workers)
         self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
+        newcomers = state.get("newcomers", [])  # older checkpoints lack it
+        self.newcomers = set(as_counts(newcomers, len(newcomers), workers - 1))
         self._pulled_version = as_counts(state["pulled_version"], workers)
         self._writable().copy_(state["weights"])
         self._sum = None

@@ -17,6 +17,7 @@ from torch import Tensor
 from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.heartbeats import Pulse
+from dbsl.cluster.membership import lose_worker
 from dbsl.cluster.messages import (
     CPU,
     Kind,
@@ -325,13 +326,12 @@ class ServingCluster(Cluster):
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return
-        clocks, planner = dict(enumerate(self.server.clocks)), self._plans.planner
-        self.server.drop(worker)
+        clock = self.server.clocks[worker]
         try:
-            samples = planner.drop(worker, clocks, self.server.active, self._rounds)
+            samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
             return
-        self._lost.append(LostWorker(rank, worker, clocks[worker], samples, reason))
+        self._lost.append(LostWorker(rank, worker, clock, samples, reason))

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts, as_numbers
+from dbsl.cluster.membership import Change, join_worker, lose_worker
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import EpochEnd, Restart, Round, RoundReport
+from dbsl.plan.turns import EpochEnd, JoinedWorker, LostWorker, Restart, Round, RoundReport
 
 
 class SimulatedCluster(Cluster):
@@ -33,6 +36,9 @@ class SimulatedCluster(Cluster):
         duration: Virtual seconds that a worker computes in a round, from (worker, epoch, round).
         exchange: Virtual seconds that its push and pull then take, from the same.
         outgoing: As for `Cluster`.
+
+    Attributes:
+        changes: Workers that are lost and that join at virtual times, which are still to come.
     """
 
     holds_weights = False  # the next turn pulls others
@@ -65,6 +71,9 @@ class SimulatedCluster(Cluster):
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []
         self._turn: int | None = None  # the worker whose turn it is
+        self.changes: list[Change] = []
+        self._lost: list[LostWorker] = []  # until they are told of
+        self._joined: list[JoinedWorker] = []
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
@@ -76,12 +85,67 @@ class SimulatedCluster(Cluster):
                     self._start(worker)
                 if not self._queue:
                     return
+                if self._change_before(self._queue[0][0]):
+                    continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
-                if self._turn not in self.server.active:  # it was lost inside its round
-                    self._turn = None
-                    continue
             yield Round((self._turn,), *self._place(self._turn))
             self._turn = None
+
+    def lose(self, worker: int) -> None:
+        """Go on without a worker, if there is another and it has something left to do.
+
+        Raises:
+            SyncError: If there is no plan without it.
+        """
+        server, clock = self.server, self.server.clocks[worker]
+        if worker not in server.active or server.active == {worker} or clock >= self._rounds:
+            return
+        self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
+        heapq.heapify(self._queue)
+        if worker in self._pulled:
+            server.release(self._pulled.pop(worker))
+        try:
+            samples = lose_worker(server, self._plans.planner, worker, self._rounds)
+        except ValueError as error:
+            raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
+        self._lost.append(LostWorker(worker, worker, clock, samples, "simulated"))
+
+    def join(self, worker: int) -> None:
+        """Go on with one more worker, unless it is there or the run has nothing left for it.
+
+        Raises:
+            ValueError: If there is no plan with it; then all is as it was.
+        """
+        if worker in self.server.active:
+            return
+        clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
+        if clock < self._rounds:
+            self._ended[worker] = self.time_s
+            self._joined.append(JoinedWorker(worker, worker, clock, self._place(worker)[0]))
+
+    def lost(self) -> Iterator[LostWorker]:
+        """Yield the workers that were lost since the last call."""
+        while self._lost:
+            yield self._lost.pop(0)
+
+    def joined(self) -> Iterator[JoinedWorker]:
+        """Yield the workers that have joined since the last call."""
+        while self._joined:
+            yield self._joined.pop(0)
+
+    def _change_before(self, time_s: float) -> bool:
+        """Make the next change, if it comes before this time; say whether it did."""
+        if not self.changes or min(self.changes).time_s >= time_s:
+            return False
+        change = min(self.changes)
+        self.changes.remove(change)
+        self.time_s = max(self.time_s, change.time_s)
+        if not change.joins:
+            self.lose(change.worker)
+        else:
+            with suppress(ValueError):  # no plan with it: it stays away
+                self.join(change.worker)
+        return True
 
     def pull(self, turn: Round) -> None:
         """Load the weights that the worker's round started from into the model."""
@@ -153,6 +217,7 @@ class SimulatedCluster(Cluster):
             and clock <= latest
             and worker not in inside
             and worker in self.server.active
+            and (worker not in self.server.newcomers or self.server.may_start(worker))
         ]
 
     def _place(self, worker: int) -> tuple[int, int]:
@@ -160,7 +225,7 @@ class SimulatedCluster(Cluster):
         return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
 
     def _start(self, worker: int) -> None:
-        self._pulled[worker] = self.server.pull(worker)
+        self._pulled[worker] = self.server.pull(worker)  # which a newcomer begins with
         duration = self._duration(worker, *self._place(worker))
         self._durations[worker] = duration
         self._waits[worker] = self.time_s - self._ended[worker]

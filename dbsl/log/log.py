@@ -50,7 +50,7 @@ from dbsl.log.rows import (
 from dbsl.log.sink import Sink
 from dbsl.log.trackers import tracker_ids, trackers_before
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.turns import LostWorker, RoundReport, StepLine, report_from_plain
+from dbsl.plan.turns import JoinedWorker, LostWorker, RoundReport, StepLine, report_from_plain
 from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.evaluation import Evaluation
@@ -209,6 +209,16 @@ class RunLog:
             f"warning: rank {loss.rank} (worker {loss.worker}) was lost after "
             f"{plural(loss.rounds, 'round')} ({loss.reason}); the others share its "
             f"samples from their next round on{missed}"
+        )
+
+    def joined(self, worker: JoinedWorker) -> None:
+        """Record that a worker has come, and that the others share with it."""
+        if not self.enabled:
+            return
+        self._sink.write("joined", asdict(worker))
+        self._display.print(
+            f"rank {worker.rank} (worker {worker.worker}) has joined; it has a share from epoch "
+            f"{worker.epoch + 1} on"
         )
 
     def plan(self, epoch: int, plan: Plan) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dbsl.base.numbers import as_counts
+from dbsl.plan.members import Members
 from dbsl.plan.speeds import SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.plan.turns import RoundReport, report_from_plain
 from dbsl.plan.types import (
@@ -82,9 +83,12 @@ class Planner:
         self._split_at = split_at
         self._without = without
         self._samples_of = samples_of
-        self.fixed: dict[int, list[CurrentPlan]] = {}  # by epoch; they change no more
+        self.fixed: dict[
+            int, list[CurrentPlan]
+        ] = {}  # by epoch; measured times change them no more
         self._segments: dict[int, list[CurrentPlan]] = {}  # by epoch; they may grow
         self._asked: dict[int, int] = {}  # by epoch: the last round whose plan is decided
+        self._first = dict(plans)
         self._planned = dict(plans)  # for the planned time models, without lost workers
         self._active = set(range(len(next(iter(plans.values())).workers)))  # but for lost workers
         self._begun = 0  # rounds of the run that a loss left as they were planned
@@ -138,18 +142,59 @@ class Planner:
             report.compute_time_s / report.steps,
         )
 
-    def drop(
-        self, worker: int, clocks: Mapping[int, int], active: Collection[int], last: int
-    ) -> int:
+    def leave_out(self, workers: Collection[int]) -> None:
+        """Plan without workers that are not there when the run begins.
+
+        Raises:
+            ValueError: If there is no plan without them.
+        """
+        active = self._active - set(workers)
+        self._plan_for(active, self._plans_of(active))
+
+    def join(self, worker: int, members: Members) -> int:
+        """Plan with one more worker from the first epoch on that nobody has begun.
+
+        Epochs before that one keep their plans to their end.
+
+        Args:
+            worker: The one that joins. It was lost, or was not there when the run began.
+            members: The workers without it.
+
+        Returns:
+            The rounds that it has behind it. At `members.last` no epoch is left for it, and nothing
+            has changed.
+
+        Raises:
+            ValueError: If there is no plan with it; then nothing has changed.
+        """
+        if not 0 <= worker < len(self._speeds) or worker in members.active:
+            raise ValueError(
+                f"a worker that joins must be one of {len(self._speeds)} and not there, "
+                f"got worker {worker}"
+            )
+        rounds, begun = self._rounds, max(self._begun, members.begun)
+        kept = [epoch for epoch, rows in self.fixed.items() if any(row.left for row in rows)]
+        first = max(-(-begun // rounds), max(kept, default=-1) + 1)
+        if first * rounds >= members.last:
+            return members.last
+        active = {*members.active, worker}
+        plans = self._plans_of(active)
+        under_way = range(members.slowest // rounds, first)
+        whole = {e: [CurrentPlan(self.current[self._resolution_at(e)])] for e in under_way}
+        known = whole | self._segments | self.fixed
+        self.fixed = {epoch: known[epoch] for epoch in under_way}
+        self._epochs[worker] = first
+        self._plan_for(active, plans)
+        return first * rounds
+
+    def drop(self, worker: int, members: Members) -> int:
         """Plan without a worker from the first round on that nobody has begun.
 
         An epoch that other workers had begun before this run's keeps its plan to its end.
 
         Args:
             worker: The one that was lost.
-            clocks: Rounds that each worker had pushed.
-            active: Those that are left.
-            last: Rounds of the whole run.
+            members: The workers as they were, the lost one included.
 
         Returns:
             The samples, counted once in each epoch, that nobody will train on because it was lost:
@@ -158,12 +203,13 @@ class Planner:
         Raises:
             ValueError: If there is no plan without it.
         """
-        others = {r: self._without(r, active) for r in self.current}
+        left, clock = members.without(worker), members.clocks[worker]
+        others = self._plans_of(left.active)
         rounds, lost = self._rounds, 0
         # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
-        ahead = max(max(clocks[w] for w in active) + 1, clocks[worker])
-        begun = self._begun = max(self._begun, min(ahead, last))
-        first_epoch = min(clocks[w] for w in (*active, worker)) // rounds
+        ahead = 0 if worker in members.newcomers else min(clock, members.last)
+        begun = self._begun = max(self._begun, left.begun, ahead)
+        first_epoch = min(clock, left.slowest) // rounds
         epochs = range(first_epoch, -(-begun // rounds))
         later = [epoch for epoch in self.fixed if epoch >= epochs.stop]  # left by other workers
         for epoch in (*epochs, *later):
@@ -171,7 +217,7 @@ class Planner:
             segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)
             *before, end = segments
             first = rounds if end.left else min(max(begun - epoch * rounds, 0), rounds)
-            for round_ in range(max(clocks[worker] - epoch * rounds, 0), first):
+            for round_ in range(max(clock - epoch * rounds, 0), first):
                 segment = next(s for s in reversed(segments) if s.first_round <= round_)
                 lost += self._samples_of(segment, epoch, worker, round_)
             if first < rounds:
@@ -179,11 +225,7 @@ class Planner:
                 kept = segments if end.first_round < first else before
                 segments = [*kept, CurrentPlan(plan, first, self._split_at(end, first))]
             self.fixed[epoch] = segments
-        self._segments.clear()  # nobody has begun the later epochs that were planned
-        self._asked.clear()
-        self.current, self._planned = others, dict(others)
-        self._active = set(active)
-        self._since.clear()
+        self._plan_for(left.active, others)
         return lost
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,6 +275,24 @@ class Planner:
         """Return the workers' time models at a resolution, as estimated so far."""
         planned = self._models[resolution]
         return [s.model(m) for s, m in zip(self._speeds, planned, strict=True)]
+
+    def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
+        """Return each resolution's plan for these workers and the planned time models."""
+        try:
+            plans = {r: self._without(r, active) for r in self.current}
+        except ValueError:
+            for resolution in self.current:  # what makes plans remembers for whom
+                self._without(resolution, self._active)
+            raise
+        return dict(self._first) if len(active) == len(self._speeds) else plans
+
+    def _plan_for(self, active: Collection[int], plans: Mapping[int, Plan]) -> None:
+        """Use these plans from the first epoch on that is not fixed; nobody has begun it."""
+        self._segments.clear()
+        self._asked.clear()
+        self.current, self._planned = dict(plans), dict(plans)
+        self._active = set(active)
+        self._since.clear()
 
     def _renewed(self, resolution: int, clock: int, plan: Plan) -> Plan:
         """Return a plan, or the one that takes its place from this round of the run on."""

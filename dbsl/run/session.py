@@ -214,6 +214,8 @@ class Work:
         progress.learning_rate = learning_rate
         for worker in session.cluster.lost():  # said at once, and before the next save has the log
             session.log.lost(worker)
+        for worker in session.cluster.joined():
+            session.log.joined(worker)
 
     def forget(self) -> None:
         """Clear the optimizer state of the turn's workers."""

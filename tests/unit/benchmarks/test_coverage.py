@@ -3,11 +3,22 @@
 from hypothesis import HealthCheck, assume, given, settings
 
 from benchmarks.coverage import cases, check
+from tests.helpers import slow
 
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_every_sample_is_trained_on_once_or_counted_as_lost(case):
+    try:
+        check(case)
+    except ValueError:  # there is no such plan
+        assume(False)
+
+
+@slow
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(cases("asp") | cases("ssp"))
+def test_workers_that_come_and_go_leave_no_sample_out_that_is_not_counted(case):
     try:
         check(case)
     except ValueError:  # there is no such plan

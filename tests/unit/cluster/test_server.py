@@ -199,6 +199,34 @@ def test_epochs_end_without_a_worker_that_was_dropped():
     assert [end.epoch for end in s.finished] == [0, 1]
 
 
+def test_a_worker_that_joins_begins_when_another_has_come_as_far():
+    s = server("ratio", workers=3, staleness=None)
+    s.drop(2)
+    s.push(torch.zeros(2), report(0))
+    s.join(2, 2)
+    assert not s.may_start(2)
+    s.drop(1)
+    s.push(torch.zeros(2), report(0))
+    assert s.may_start(2)
+    s.begin(2)
+    s.push(torch.zeros(2), report(2))
+    assert s.may_start(2)  # from its first round on as any other
+    assert [end.epoch for end in s.finished] == [0, 1]  # the epochs before it end without it
+
+
+def test_newcomers_never_wait_for_each_other():
+    s = server("ratio", workers=3, staleness=1)
+    for worker, clock in ((1, 2), (2, 3)):
+        s.drop(worker)
+        s.join(worker, clock)
+    s.drop(0)
+    assert s.may_start(1)
+    assert not s.may_start(2)
+    s.begin(1)
+    s.push(torch.zeros(2), report(1))
+    assert s.may_start(2)
+
+
 def test_state_goes_through_json_and_goes_on_alike():
     one, two = (server("mean", workers=2, staleness=0, rounds_per_epoch=2) for _ in range(2))
     one.push(torch.tensor([3.0, 3.0]), report(0, 0.5))  # collected, not merged yet

@@ -10,6 +10,7 @@ from dbsl.base.serialize import pack, unpack
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
+from dbsl.plan.members import Members
 from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.speeds import SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.plan.turns import RoundReport, StepLine
@@ -319,7 +320,7 @@ def test_without_a_lost_worker_the_others_cover_every_round_that_nobody_had_begu
         ),
     )
     active = set(range(workers)) - {lost}
-    missed = planner.drop(lost, clocks, active, 4 * rounds)
+    missed = planner.drop(lost, Members(clocks, {*active, lost}, 4 * rounds))
     trained = 0
     for epoch in range(4):
         seen = []

@@ -1,0 +1,43 @@
+"""Which workers are there, and how far each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Members:
+    """The workers at a moment.
+
+    Attributes:
+        clocks: Rounds that each worker has pushed, those that are not there included.
+        active: Workers that are there.
+        last: Rounds of the whole run.
+        newcomers: Workers of `active` that have joined and have not begun a round.
+    """
+
+    clocks: Mapping[int, int]
+    active: Collection[int]
+    last: int
+    newcomers: Collection[int] = ()
+
+    @property
+    def slowest(self) -> int:
+        """Rounds that every worker that is there has pushed."""
+        return min(self.clocks[worker] for worker in self.active)
+
+    @property
+    def begun(self) -> int:
+        """Rounds of the run that any worker that is there may have begun."""
+        begun = [self.clocks[worker] + (worker not in self.newcomers) for worker in self.active]
+        return min(max(begun), self.last)
+
+    def without(self, worker: int) -> Members:
+        """Return the others."""
+        return Members(
+            self.clocks,
+            set(self.active) - {worker},
+            self.last,
+            set(self.newcomers) - {worker},
+        )

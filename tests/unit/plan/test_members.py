@@ -1,0 +1,121 @@
+"""Workers that come and go: who has which samples of which epoch, and from when on."""
+
+import pytest
+
+from benchmarks.coverage import Case, check, play, prepare
+from dbsl.cluster.membership import Change
+from dbsl.plan.emulate import Emulation
+from dbsl.plan.members import Members
+from dbsl.plan.types import TimeModel
+
+
+def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):
+    options |= {"sync": sync, "workers": workers, "rounds_per_epoch": rounds, "epochs": epochs}
+    options |= {
+        "push": "weights",
+        "small_workers": 0,
+        "resolutions": (8,),
+        "min_batch_size": 1,
+        "staleness": 2,
+    }
+    emulation = Emulation(slowdown=slow or {}, disturbance=None, noise=0.0, seed=0)
+    model = TimeModel(0.001, 0.01)
+    changes = tuple(Change(*change) for change in changes)
+    return Case(options, 90, [model] * workers, [5] * workers, 1, emulation, changes, absent)
+
+
+def samples_of(run, epoch):
+    """Return the samples of each worker in an epoch."""
+    return [row.samples for row in run.planner.at(epoch).plan.workers]
+
+
+def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobody_has_begun():
+    run = prepare(case())
+    planner = run.planner
+    clocks = {0: 1, 1: 2, 2: 1}
+    assert planner.drop(2, Members(clocks, {0, 1, 2}, 8)) == 60  # of epochs 2 and 3, begun
+    assert samples_of(run, 3) == [45, 45, 0]
+    assert planner.join(2, Members({0: 2, 1: 3, 2: 1}, {0, 1}, 8)) == 4
+    assert [samples_of(run, epoch) for epoch in (2, 3, 4)] == [[30] * 3, [45, 45, 0], [30] * 3]
+
+
+def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
+    run = prepare(case())
+    run.planner.leave_out([1, 2])
+    assert samples_of(run, 0) == [90, 0, 0]
+    assert run.planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0}, 8)) == 1
+    assert [samples_of(run, epoch) for epoch in (0, 1)] == [[90, 0, 0], [45, 0, 45]]
+
+
+@pytest.mark.parametrize("worker", [1, 3, -1])
+def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
+    planner = prepare(case()).planner
+    planner.leave_out([2])
+    with pytest.raises(ValueError, match=f"one of 3 and not there, got worker {worker}"):
+        planner.join(worker, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8))
+
+
+def test_where_no_epoch_is_left_for_a_worker_nothing_changes():
+    run = prepare(case(rounds=2))
+    run.planner.leave_out([2])
+    before = run.planner.state_dict()
+    assert run.planner.join(2, Members({0: 14, 1: 3, 2: 0}, {0, 1}, 16)) == 16
+    assert run.planner.state_dict() == before
+
+
+def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
+    run = prepare(case())
+    planner = run.planner
+    planner.leave_out([2])
+    before, without = planner.state_dict(), planner._without
+
+    def refuse(resolution, active):
+        if len(active) == 3:
+            raise ValueError("no such plan")
+        return without(resolution, active)
+
+    monkeypatch.setattr(planner, "_without", refuse)
+    with pytest.raises(ValueError, match="no such plan"):
+        planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8))
+    assert planner.state_dict() == before
+    assert samples_of(run, 3) == [45, 45, 0]
+
+
+def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
+    run = prepare(case(rounds=3))
+    planner = run.planner
+    planner.leave_out([2])
+    assert planner.join(2, Members({0: 1, 1: 1, 2: 0}, {0, 1}, 24)) == 3
+    clocks = {0: 1, 1: 2, 2: 3}
+    assert planner.drop(2, Members(clocks, {0, 1, 2}, 24, newcomers={2})) == 0
+    assert samples_of(run, 1) == [45, 45, 0]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("balance", ["none", "dynamic", "dbs"])
+@pytest.mark.parametrize("sync", ["asp", "ssp"])
+def test_simulated_workers_that_come_and_go_cover_what_is_not_counted_as_lost(
+    sync, balance, rounds
+):
+    changes = [(0.05, 1, False), (0.1, 1, True), (0.3, 2, False), (0.31, 2, True), (0.5, 1, False)]
+    played = check(
+        case(
+            *changes,
+            sync=sync,
+            balance=balance,
+            rounds=rounds,
+            slow={0: 1.7},
+            absent=(3,),
+            workers=4,
+        )
+    )
+    assert played.lost_workers == 3
+    assert played.joined_workers == 2
+    assert 0 < played.lost < 0.5 * played.expected
+
+
+def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_round_back():
+    played = play(case((0.01, 1, False), (0.011, 1, True), workers=2, epochs=3))
+    assert (played.lost_workers, played.joined_workers) == (1, 1)
+    assert played.expected - played.trained == played.lost == 45
+    assert played.twice == 0
