@@ -22,8 +22,8 @@ from dbsl.checkpoint.on_disk import prune, reading_checkpoint
 from dbsl.checkpoint.resume import Resumed
 from dbsl.checkpoint.writer import Copy, Writer
 from dbsl.cluster.messages import SERVER_RANK
-from dbsl.cluster.steps import load_optimizer
 from dbsl.model import copy_model_state
+from dbsl.optimizer import load_optimizer
 from dbsl.plan.turns import Action, EpochEnd, Restart
 from dbsl.run.config import CHECKPOINTS, parse_interval
 from dbsl.run.session import Session

@@ -16,7 +16,7 @@ from dbsl.log.log import RunLog
 from dbsl.log.planned import epochs_done
 from dbsl.log.rows import read_metrics
 from dbsl.log.trackers import start_trackers, trackers_before
-from dbsl.profile.cache import device_name
+from dbsl.profile.setup import device_name
 from dbsl.run.announce import print_run
 from dbsl.run.resolved import RESOLVED
 from dbsl.run.session import Session

@@ -14,10 +14,11 @@ from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.flags import parse_flags
 from dbsl.model import build_model
-from dbsl.optimizer import check_optimizer
+from dbsl.optimizer import ClipMode, check_optimizer
 from dbsl.plan.stages import check_resolutions
-from dbsl.profile.cache import Profiler, Setup, write_profiles
+from dbsl.profile.cache import Profiler, write_profiles
 from dbsl.profile.memory import GIB
+from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import NO_OPTIMIZER
 from dbsl.run.accelerator import Precision, start_accelerator
 
@@ -38,6 +39,9 @@ class _Arguments:
     momentum: float = 0.9
     # weight decay of the optimizer; only whether it is 0 changes the step
     weight_decay: float = 5e-4
+    clip_mode: ClipMode | None = None  # measure steps that clip gradients so; unset: they do not
+    # samples that are computed at once at most; unset: whole batches
+    micro_batch_size: int | None = None
     held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
     # precision of forward passes; auto: bf16 where the device computes it natively, else no
     mixed_precision: Precision = "auto"
@@ -56,6 +60,8 @@ class _Arguments:
         in_range("profile_seconds", self.profile_seconds, 0, open_low=True)
         if self.optimizer != NO_OPTIMIZER:
             check_optimizer(self.optimizer)
+        if self.micro_batch_size is not None:
+            in_range("micro_batch_size", self.micro_batch_size, 2)
         if self.memory_limit is not None:
             in_range("memory_limit", self.memory_limit, 0, open_low=True)
         for size in self.held_out:
@@ -80,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             momentum=arguments.momentum,
             weight_decay=arguments.weight_decay,
             compiled=arguments.compile,
+            clip=arguments.clip_mode,
+            micro_batch=arguments.micro_batch_size,
         )
         profiler = Profiler(
             setup,

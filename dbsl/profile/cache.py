@@ -7,10 +7,9 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.base.cores import local_processes
 from dbsl.base.files import write_text
-from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
-from dbsl.optimizer import ClipMode
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.noise_probe import LossOf
+from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import (
     Example,
     StepProfile,
@@ -34,84 +31,11 @@ from dbsl.profile.step_time import (
     profile_steps,
 )
 
-timm = lazy_import("timm")
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
 _MEMORY_UP_TO = 64  # samples: enough to see the line, and no more than fits anywhere
 _CUDA_MEMORY_UP_TO = 1024
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that a step's time depends on, but its resolution and its batch size.
-
-    The loss function is not in it: measure steps anew after changing the loss.
-    """
-
-    device: str  # name of the device
-    model: str
-    parameters: int
-    trained: int  # parameters that are not frozen
-    num_classes: int
-    precision: str
-    optimizer: str
-    momentum: bool  # whether the optimizer has momentum
-    weight_decay: bool  # whether the optimizer decays weights
-    compile: bool
-    cpu_threads: int
-    local_processes: int  # processes that run on the machine at the same time
-    torch: str
-    timm: str
-    clip: ClipMode | None = None  # how gradients are clipped
-    micro_batch: int | None = None  # samples that are computed at once
-
-    @staticmethod
-    def of(
-        name: str,
-        model: nn.Module,
-        num_classes: int,
-        accelerator: Accelerator,
-        *,
-        optimizer: str = "sgd",
-        momentum: float = 0.9,
-        weight_decay: float = 5e-4,
-        compiled: bool = False,
-        clip: ClipMode | None = None,
-        micro_batch: int | None = None,
-    ) -> Setup:
-        """Return the setup of this process."""
-        return Setup(
-            device=device_name(accelerator.device),
-            model=name,
-            parameters=sum(p.numel() for p in model.parameters()),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            num_classes=num_classes,
-            precision=str(accelerator.mixed_precision),
-            optimizer=optimizer,
-            momentum=momentum > 0,
-            weight_decay=weight_decay > 0,
-            compile=compiled,
-            cpu_threads=torch.get_num_threads(),
-            local_processes=local_processes(),
-            torch=torch.__version__,
-            timm=timm.__version__,
-            clip=clip,
-            micro_batch=micro_batch,
-        )
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a device's hardware."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine() or "cpu"
 
 
 class Profiler:
@@ -128,6 +52,8 @@ class Profiler:
         refresh: Measure even what the cache has.
         file: Take the profiles from this file instead.
         loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
+        optimizer_settings: What the optimizer takes beside its name, momentum and weight decay.
+            The setup's name of the model tells setups apart that differ in them.
         example: Batch of a size at a resolution, on the device; unset: random images.
         reserve: Bytes that a run needs beside one worker's training, from those of an optimizer's
             state.
@@ -146,6 +72,7 @@ class Profiler:
         refresh: bool = False,
         file: Path | None = None,
         loss_of: LossOf | None = None,
+        optimizer_settings: Mapping[str, Any] | None = None,
         example: Example | None = None,
         reserve: Callable[[float], float] = lambda state_bytes: 0.0,
     ) -> None:
@@ -156,6 +83,7 @@ class Profiler:
         self._accelerator = accelerator
         self._seconds = seconds
         self._loss_of = loss_of
+        self._optimizer_settings = optimizer_settings
         self._example = example
         self._reserve = reserve
         self._refresh = refresh
@@ -265,6 +193,7 @@ class Profiler:
             optimizer=self.setup.optimizer,
             momentum=self.setup.momentum,
             weight_decay=self.setup.weight_decay,
+            optimizer_settings=self._optimizer_settings,
             compiled=self.setup.compile,
             clip=self.setup.clip,
             micro_batch=self.setup.micro_batch,

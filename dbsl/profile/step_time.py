@@ -14,8 +14,9 @@ import copy
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,6 +108,7 @@ class TrainingStep:
         optimizer: Name of the optimizer, or `NO_OPTIMIZER`.
         momentum: Whether it has momentum.
         weight_decay: Whether it has weight decay.
+        optimizer_settings: What else it takes, as `build_optimizer` does.
         compiled: Whether the copy is compiled.
         micro_batch: Samples at most that are computed at once; None: all.
         clip: How gradients are clipped; None: they are not.
@@ -124,6 +126,7 @@ class TrainingStep:
         optimizer: str = "sgd",
         momentum: bool = True,
         weight_decay: bool = True,
+        optimizer_settings: Mapping[str, Any] | None = None,
         compiled: bool = False,
         micro_batch: int | None = None,
         clip: ClipMode | None = None,
@@ -141,7 +144,12 @@ class TrainingStep:
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer != NO_OPTIMIZER:
             self._optimizer = build_optimizer(
-                optimizer, self._model, _LR, 0.9 * momentum, 1e-4 * weight_decay
+                optimizer,
+                self._model,
+                _LR,
+                0.9 * momentum,
+                1e-4 * weight_decay,
+                **optimizer_settings or {},
             )
         self._clip = make_clip(self._model, clip and 1.0, clip or "norm")
         self._images: torch.Tensor | None = None

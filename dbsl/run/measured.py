@@ -13,9 +13,10 @@ from torch import nn
 from dbsl.base.words import px
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
-from dbsl.profile.cache import Profiler, Setup
+from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
 from dbsl.profile.noise_probe import LossOf
+from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
 from dbsl.run.config import RunConfig, for_workers, takes_joint_steps
 
@@ -107,6 +108,7 @@ def make_profiler(
         refresh=config.profile_refresh,
         file=Path(config.profile) if config.profile else None,
         loss_of=loss_of,
+        optimizer_settings=config.optimizer_settings,
         example=data.example,
         reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
     )

@@ -14,9 +14,10 @@ from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
 from dbsl.profile import __main__ as command
 from dbsl.profile import step_time as profile
-from dbsl.profile.cache import Profiler, Setup, cache_file, write_profiles
+from dbsl.profile.cache import Profiler, cache_file, write_profiles
 from dbsl.profile.fit import fit_time_model
 from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
+from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import (
     NO_OPTIMIZER,
     StepProfile,
@@ -206,6 +207,10 @@ def test_a_measured_step_has_the_optimizer_the_loss_and_the_frozen_layers_of_tra
     assert 2 * weights <= sizes["adamw"] < 2.01 * weights
     assert sizes[NO_OPTIMIZER] == 0
     assert TrainingStep(model, 16, 3, accelerator, momentum=False).state_bytes == 0
+    more = {"optimizer": "adamw", "optimizer_settings": {"amsgrad": True}}
+    amsgrad = TrainingStep(model, 16, 3, accelerator, loss_of=loss_of, **more)
+    amsgrad(2)
+    assert amsgrad.state_bytes == pytest.approx(1.5 * sizes["adamw"], rel=0.01)
     before = Setup.of("test_resnet", model, 3, accelerator)
     model.requires_grad_(False)
     model.fc.requires_grad_(True)
@@ -485,13 +490,16 @@ def test_profile_from_the_shell(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = ["--model", "test_resnet", "--resolutions", "16,32", "--large-batch-size", "8"]
     arguments += ["--profile-seconds", "0.2", "--output", str(tmp_path / "profile.json")]
+    arguments += ["--clip-mode", "norm", "--micro-batch-size", "4"]
     threads = torch.get_num_threads()
     assert command.main(arguments) == 0
     torch.set_num_threads(threads)
     out = capsys.readouterr().out
     assert "16 px: a step with x samples takes" in out
     assert "32 px: a step with x samples takes" in out
-    assert set(json.loads((tmp_path / "profile.json").read_text())["profiles"]) == {"16", "32"}
+    written = json.loads((tmp_path / "profile.json").read_text())
+    assert set(written["profiles"]) == {"16", "32"}
+    assert (written["setup"]["clip"], written["setup"]["micro_batch"]) == ("norm", 4)
 
 
 @pytest.mark.parametrize(
