@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -33,6 +34,13 @@ _WRITTEN_WITHIN_S = 600.0  # by another process that writes the same file, or on
 _FILE, _HELD, _ALIVE = ".arrow", ".held", ".alive"
 
 
+class Bringing(Protocol):
+    """What brings files into a cache; `dbsl.data.prefetch.Prefetch` is such."""
+
+    def stop(self) -> None:
+        """Bring no more, and let go of everything."""
+
+
 class GroupCache:
     """The files in a folder, and which of them this process holds.
 
@@ -41,6 +49,7 @@ class GroupCache:
         limit: Bytes that all files may take.
         processes: Processes of this machine that share them.
         share: Bytes that this process may hold at a time.
+        bringing: What brings files that this process needs, or brought them.
 
     Args:
         folder: Made if it is not there.
@@ -53,6 +62,7 @@ class GroupCache:
         self.share = limit // processes
         self._name, self._known, self._whole = uuid.uuid4().hex, set[str](), set[str]()
         self._held: dict[str, int] = {}
+        self.bringing: Bringing | None = None
         self._mutex = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         alive = FileLock(folder / f"{self._name}{_ALIVE}", thread_local=False)
@@ -109,7 +119,8 @@ class GroupCache:
                 self._write(path, write)
                 return path
             except Exception as error:  # of any library that reads from anywhere
-                if isinstance(error, OSError) and error.errno in _DISK:
+                refused = type(error) is ValueError  # not pyarrow's, which is a kind of it
+                if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
                 if pause is None:
                     reason = " ".join(str(error).split())[:200] or type(error).__name__

@@ -20,7 +20,7 @@ class Prefetch:
     """Brings the row groups of batches into the cache, in the order of the batches.
 
     As many are on their way, or held, as this process may hold. A row group is let go with the last
-    batch that needs it.
+    batch that needs it. What an earlier one of the same cache still brings is ended.
 
     Args:
         cache: Where they come to.
@@ -55,6 +55,9 @@ class Prefetch:
         self._changed, self._deciding = threading.Condition(), threading.Lock()
         self._error: Exception | None = None
         self.stopped = False
+        if cache.bringing is not None:
+            cache.bringing.stop()
+        cache.bringing = self
         for _ in range(min(_THREADS, len(self._queue))):
             threading.Thread(target=self._work).start()
 
@@ -65,10 +68,10 @@ class Prefetch:
             ReadError: If one cannot be read.
         """
         with self._changed:
-            while self._whole < self._needed[batch]:
+            while self.stopped or self._whole < self._needed[batch]:
                 if self._error is not None:
                     raise self._error
-                if self.stopped:
+                if self.stopped:  # what was there may be gone
                     raise RuntimeError("a later call of batches() took over the cache")
                 so_far = self._there.sum()
                 if not self._changed.wait(_PATIENCE_S) and self._there.sum() == so_far:

@@ -65,7 +65,6 @@ class StreamLoader(ImageLoader):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """See `ImageLoader.batches`; waits for the row groups of the first batches."""
         index_batches = list(index_batches)
-        self._awaited.stop()
         self._awaited.on_its_way = Prefetch(self._cache, self._split, index_batches, self._ahead)
         return super().batches(index_batches, transform, epoch)
 

@@ -54,8 +54,9 @@ _OPTIMIZERS = ("sgd", "momentum", "nesterov")
 _PARENT = "DBSL_STUDY_PARENT"
 # Settings that may change from one launch to the next: none changes a trial.
 _MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
-_SINCE = ("reprob", "remode", "recount")  # settings with a value that older studies do not have
 _MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
+# Settings with a value that older studies do not have.
+_SINCE = ("reprob", "remode", "recount", "shuffle_block")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
 
 

@@ -199,6 +199,15 @@ def test_a_row_group_that_always_fails_is_named_in_one_line(shards, monkeypatch)
         read(data.train, [np.arange(TRAIN)])
 
 
+def test_shards_that_are_not_alike_are_refused_at_once(shards, tmp_path, monkeypatch):
+    shutil.copytree(shards, tmp_path / "unlike")
+    (other,) = tmp_path.glob("unlike/train-00001*")
+    pyarrow.parquet.write_table(pyarrow.table({"image": [b""]}), other)
+    monkeypatch.setattr(group_cache, "PAUSES_S", (1000,))
+    with pytest.raises(ValueError, match=r"in all shards, got .*train-00001.* without 'label'"):
+        load(tmp_path / "unlike")
+
+
 def fail_often(monkeypatch, times):
     """Let each row group fail so often, with a part of its file written."""
     failed, write = {}, Shards.write
@@ -296,12 +305,12 @@ def test_a_cache_that_is_too_small_is_refused_with_the_least_that_is_enough(shar
 def test_a_later_call_ends_an_earlier_one(shards):
     data = load(shards, LITTLE)
     batches = epoch_of(data)[0]
-    first = data.train.batches(batches, plain())
-    next(first)
-    second = data.train.batches(batches, plain())
-    assert len(list(second)) == len(batches)
-    with pytest.raises(RuntimeError, match="a later call"):
-        list(first)
+    for later in (data.train, data.evaluation):
+        first = data.train.batches(batches, plain())
+        next(first)
+        assert len(list(later.batches([np.arange(4)] * 3, plain()))) == 3
+        with pytest.raises(RuntimeError, match="a later call"):
+            list(first)
 
 
 def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards, tmp_path, caplog):
