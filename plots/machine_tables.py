@@ -79,6 +79,37 @@ def demo_slow_link(up: str) -> list[str]:
     return lines
 
 
+def link_costs(up: str) -> list[str]:
+    """Return planned seconds of an epoch by the rate of the link."""
+    rows = read(RESULTS / "link_costs.csv")
+    links = ("no cost", "10 Gb/s", "1 Gb/s", "0.1 Gb/s")
+    return [
+        f"| s/epoch, four workers ([CSV]({up}results/link_costs.csv)) | {' | '.join(links)} |",
+        "|---|" + "---|" * len(links),
+        *(
+            f"| {row['model']}, {row['arm']} | {' | '.join(row[link] for link in links)} |"
+            for row in rows
+        ),
+    ]
+
+
+def link_check(up: str) -> list[str]:
+    """Return predicted over real seconds of an epoch on a shaped link."""
+    rows = read(RESULTS / "demos/link_check.csv")
+    rates = list(dict.fromkeys(row["megabits"] for row in rows))
+    ratios = {(row["sync"], row["megabits"]): row["predicted_over_real"] for row in rows}
+    return [
+        f"| predicted over real s/epoch ([CSV]({up}results/demos/link_check.csv)) | "
+        + " | ".join(f"{float(rate):,.0f} Mb/s" for rate in rates)
+        + " |",
+        "|---|" + "---|" * len(rates),
+        *(
+            f"| {sync} | {' | '.join(fixed(ratios[sync, rate], 2) for rate in rates)} |"
+            for sync in dict.fromkeys(row["sync"] for row in rows)
+        ),
+    ]
+
+
 def studies(up: str) -> list[str]:
     """Return what the batch-size studies and the noise scale say."""
     lines = [

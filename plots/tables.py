@@ -31,6 +31,8 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         accuracy_tables.vit,
         machine_tables.demo_uneven,
         machine_tables.demo_slow_link,
+        machine_tables.link_costs,
+        machine_tables.link_check,
         machine_tables.studies,
         machine_tables.uneven,
         machine_tables.speed,
