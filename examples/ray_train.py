@@ -1,0 +1,74 @@
+"""Ray Train runs train.py's loop: it places the workers, and starts them again when one is lost.
+
+    pip install "ray[train]"
+    python -m examples.ray_train --output-dir runs/ray --ray-workers 2 --small-ratio 0.5
+    python -m examples.ray_train --output-dir runs/ray --ray-workers 1-4 --gpu --sync step
+
+All other flags are train.py's. `1-4` takes as many workers as the cluster has room for. When a
+worker dies, Ray starts all anew, and they go on from the newest checkpoint in the run folder: with
+the same number of workers, or with another one. All nodes must see that folder, and this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+import train
+from dbsl.base.errors import EXIT_STOPPED, RunStopped
+from dbsl.run.parse import parse_config
+
+ROOT = Path(train.__file__).resolve().parent
+
+
+def train_worker(settings: dict[str, Any]) -> str | None:
+    """Train on one worker, in the process group that Ray has made; say why it was stopped."""
+    os.chdir(settings["folder"])  # Ray's workers have folders of their own
+    try:
+        train.main(parse_config(train.Config, settings["flags"]))
+    except RunStopped as stopped:  # --max-minutes: no failure, so that Ray does not start it again
+        return str(stopped)
+    return None
+
+
+def main() -> None:
+    """Train on Ray's workers; exit with status 75 where the run was stopped, to be run again."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--output-dir", required=True, help="run folder, which all nodes see")
+    parser.add_argument("--ray-workers", default="2", help="number of workers, or as in 1-4")
+    parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
+    parser.add_argument("--max-failures", type=int, default=3, help="restarts after lost workers")
+    arguments, others = parser.parse_known_args()
+    folder = Path(arguments.output_dir).resolve()
+    flags = ["--resume", "auto", "--output-dir", str(folder), *others]
+    parse_config(train.Config, flags)  # a wrong flag ends it here, not in each worker's restarts
+    numbers = tuple(int(number) for number in arguments.ray_workers.split("-"))
+    environment = {"PYTHONPATH": str(ROOT)}  # where the workers find train.py
+    ray.init(runtime_env={"env_vars": environment}, ignore_reinit_error=True)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"flags": flags, "folder": os.getcwd()},
+        scaling_config=ScalingConfig(
+            num_workers=numbers[0] if len(numbers) == 1 else numbers, use_gpu=arguments.gpu
+        ),
+        # Ray's own records; the checkpoints are train.py's, in its run folder.
+        run_config=RunConfig(
+            name=folder.name,
+            storage_path=str(folder.parent / "ray"),
+            failure_config=FailureConfig(max_failures=arguments.max_failures),
+        ),
+    )
+    stopped = trainer.fit().return_value
+    if stopped:
+        print(stopped)
+        raise SystemExit(EXIT_STOPPED)
+
+
+if __name__ == "__main__":
+    main()
