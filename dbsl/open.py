@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.checkpoint.mirror import Mirror, open_mirror, pulled
 from dbsl.checkpoint.on_disk import newest, reading_checkpoint
 from dbsl.checkpoint.resume import (
     Resumed,
@@ -90,10 +91,13 @@ def open_session(
     # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
     found_out = {"mixed_precision": accelerator.mixed_precision}
     config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
+    config = pulled(config, accelerator)
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")
         check_hub(config, accelerator)
+        with open_mirror(config, found.run_folder, found, accelerator):
+            pass  # what could not be mirrored at its end is now
         _end(config, found.run_folder, accelerator)
         yield None
         return
@@ -115,22 +119,24 @@ def open_session(
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
     with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
+        mirror = open_mirror(config, folder.path, found, accelerator)
         run = prepare(config, accelerator, loss_of, own)
         resolved = found_by(given, run.config, accelerator.num_processes)
         run = replace(run, config=replace(run.config, resolved=resolved))
         with Stopping(deadline) as stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            session = _start(run, folder.path, accelerator, stopping, merge, resumed)
+            session = _start(run, folder.path, accelerator, stopping, mirror, merge, resumed)
             if found:  # all has been read, and fits: from here on the folder is written
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans)
             with reading_checkpoint(resumed and resumed.folder):
                 session.log = start_log(session, resumed and resumed.log)
-            with session.log:
+            with session.log, mirror:
                 with session.cluster, session.checkpointer:
                     yield session
                     session.checkpointer.finish()
                     session.cluster.close()
+                mirror.wait()  # the summary counts what failed
                 sum_up(session)
                 session.checkpointer.clean_up()
     _end(run.config, folder.path, accelerator)
@@ -168,6 +174,7 @@ def _start(
     folder: Path,
     accelerator: Accelerator,
     stopping: Stopping,
+    mirror: Mirror,
     merge: MergeRule | None,
     resumed: Resumed | None,
 ) -> Session:
@@ -175,7 +182,7 @@ def _start(
     cluster, stepper = connect(run, accelerator, merge)
     meter = StepMeter(run.config.log_every)
     meter.attach(cluster.workers, stepper, accelerator)
-    session = Session(run, folder, accelerator, cluster, stepper, stopping, meter)
+    session = Session(run, folder, accelerator, cluster, stepper, stopping, meter, mirror)
     session.checkpointer = Checkpointer(session, resumed)
     return session
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 
 import psutil
 
@@ -15,6 +17,12 @@ def cores_of_process() -> int:
     can_tell = hasattr(os, "sched_getaffinity")  # Linux
     cores = len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1
     return max(1, cores // local_processes())
+
+
+def lower_priority() -> None:
+    """Have this thread give way to the others, on Linux; elsewhere it would be the process."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def threads_of_process(jobs: int = 1) -> int:

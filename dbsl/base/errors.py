@@ -101,6 +101,14 @@ def _say(text: str, printed: bool) -> None:
         print("(the line above counts; the launcher adds a traceback)", file=sys.stderr, flush=True)
 
 
+def in_line(error: BaseException) -> str:
+    """Return what an error and its cause say, in one line; of a missing library how to get it."""
+    said = [error, error.__cause__] if error.__cause__ else [error]
+    text = "; ".join(" ".join(str(one).split()) or type(one).__name__ for one in said)
+    missing = next((one.name for one in said if isinstance(one, ModuleNotFoundError)), None)
+    return f"{text}: pip install {missing.partition('.')[0]}" if missing else text
+
+
 def one_of_several() -> bool:
     """Whether other processes train with this one; a launcher may also have started it alone."""
     return dist.is_initialized() and dist.get_world_size() > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import os
 import shutil
@@ -57,6 +58,15 @@ def link_or_copy(source: Path, target: Path) -> None:
         put_in_place(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)  # two names of one file: renaming leaves both
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return a file's length and checksum."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _sync(path: Path) -> None:

@@ -22,7 +22,7 @@ _FREE = {
     *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
     *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
     "log_every",
-    *("profile", "profile_seconds", "profile_refresh", "push_to_hub"),
+    *("profile", "profile_seconds", "profile_refresh", "push_to_hub", "mirror"),
 }
 # What follows from the number of workers, which may change as well.
 _WORKERS = {"workers", "small_workers", "slope", "intercept", "floor", "dedicated_server"}
@@ -81,7 +81,7 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
         follows.add("cpu_threads")
     mathematics = {n: change for n, change in changed.items() if n not in free | follows}
     for name, (old, new) in changed.items():
-        if name not in ("resume", "output_dir", "allow_config_change"):
+        if name not in ("resume", "output_dir", "allow_config_change", "mirror"):
             why = f" (not given: it follows {_first(sources, name)})" if name in follows else ""
             say(f"changed since the checkpoint: {name} {_show(old)} -> {_show(new)}{why}")
     if mathematics and not config.allow_config_change:

@@ -114,9 +114,9 @@ class Checkpointer:
         self._writer.wait()
 
     def clean_up(self) -> None:
-        """Remove the checkpoints of a run that is finished, if none are to be kept."""
-        if self._rank == SERVER_RANK and not self._keeps_last:
-            prune(self._folder, 0)
+        """Remove the checkpoints of a run that is finished which are not to be kept."""
+        if self._rank == SERVER_RANK:
+            prune(self._folder, self._run.config.keep_checkpoints)
 
     @property
     def _keeps_last(self) -> bool:

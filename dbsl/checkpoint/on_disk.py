@@ -7,7 +7,6 @@ in the manifest before a byte of it is used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dbsl.base.files import write_text, write_with
+from dbsl.base.files import describe, write_text, write_with
 from dbsl.base.serialize import unpack
 from dbsl.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from dbsl.run.config import CHECKPOINTS
@@ -51,16 +50,27 @@ def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, dict[str, Any]]
 
     It may be written before or after the manifest.
     """
-    write_text(folder / f"rank-{rank:05d}.sums.json", json.dumps(files))
+    write_text(folder / sums_name(rank), json.dumps(files))
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return a file's length and checksum."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+def sums_name(rank: int) -> str:
+    """Return the name of the file that makes a shard count which the manifest lacks."""
+    return f"rank-{rank:05d}.sums.json"
+
+
+def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[str, Any]]:
+    """Return length and checksum of a process's files, by name.
+
+    Raises:
+        CheckpointError: If it has saved none.
+    """
+    files, names = manifest.files, shard_names(rank)
+    try:
+        if any(name not in files for name in names):
+            files = json.loads((folder / sums_name(rank)).read_text(encoding="utf-8"))
+        return {name: files[name] for name in names}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{folder} has no shard of process {rank}") from None
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -79,15 +89,8 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
     Raises:
         CheckpointError: If it is not there, or not as it was written.
     """
-    names = shard_names(rank)
-    files = manifest.files
-    if any(name not in files for name in names):
-        try:
-            sums = folder / f"rank-{rank:05d}.sums.json"
-            files = {name: json.loads(sums.read_text(encoding="utf-8"))[name] for name in names}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            raise CheckpointError(f"{folder} has no shard of process {rank}") from None
-    text, weights = (_check_file(folder, files, name) for name in names)
+    files = shard_files(folder, manifest, rank)
+    text, weights = (_check_file(folder, files, name) for name in files)
     try:
         tree = json.loads(text.read_text(encoding="utf-8"))
         # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of other
@@ -137,13 +140,14 @@ def reading_checkpoint(folder: Path | None) -> Iterator[None]:
         raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
 
 
-def prune(run_folder: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the newest `keep`.
+def prune(run_folder: Path, keep: int, spare: str | None = None) -> None:
+    """Remove all complete checkpoints but the newest `keep` and the one of the name `spare`.
 
     Incomplete ones stay: other processes may be writing the next.
     """
     for folder in checkpoints_in(run_folder)[keep:]:
-        remove(folder)
+        if folder.name != spare:
+            remove(folder)
 
 
 def remove_incomplete(run_folder: Path) -> None:

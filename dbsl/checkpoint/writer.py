@@ -5,11 +5,9 @@ Every process writes its own shard; rank 0 writes the manifest once all shards a
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsl.base.cores import lower_priority
 from dbsl.base.errors import SaveError
-from dbsl.base.files import link_or_copy
+from dbsl.base.files import describe, link_or_copy
 from dbsl.checkpoint.manifest import Manifest, write_manifest
 from dbsl.checkpoint.on_disk import (
-    describe,
     prune,
     remove,
     shard_names,
@@ -62,6 +60,7 @@ class Writer:
     """
 
     def __init__(self, session: Session, last_good: str | None) -> None:
+        self._session = session
         self._run, self._folder = session.run, session.folder
         self._processes = session.accelerator.num_processes
         self._rank = session.accelerator.process_index
@@ -130,8 +129,7 @@ class Writer:
     def write(self, copy: Copy) -> None:
         """Write this process's shard and, on rank 0, what makes it a checkpoint."""
         target, began = self._folder / CHECKPOINTS / copy.name, time.perf_counter()
-        with suppress(OSError, AttributeError):  # Linux: of this thread alone; training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        lower_priority()  # training goes first
         try:
             files = self._write_files(target, copy)
             if self._control is not None:
@@ -150,7 +148,10 @@ class Writer:
                     seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
                 )
                 write_manifest(target, manifest)
-                prune(self._folder, max(1, self._run.config.keep_checkpoints))
+                mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
+                prune(self._folder, max(1, keep), mirror.uploading)
+                first = int(self._run.config.dedicated_server)  # the rank of worker 0
+                mirror.wake({first + worker for worker in self._session.log.lost_workers})
             self.last_good = copy.name
         except Exception as error:
             if self.late and not target.exists():

@@ -10,20 +10,19 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from dbsl.base.errors import in_line
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
 from dbsl.cluster.collectives import share_text
 from dbsl.plan.types import Plan
 from dbsl.run.config import RunConfig
+from dbsl.run.folder import RESULTS
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 
 CARD = "README.md"
-# Files of a run folder; checkpoints and trackers' files stay here.
-_UPLOADED = [CARD, "model*.safetensors", "plots/*.png"]
-_UPLOADED += ["config.json", "config.yaml", "plan.json", "summary.json", "metrics.jsonl"]
 _LOAD = """To read the model (up to 64 px a ResNet has a 3x3 stem, which `load_model` knows of; \
 else `timm.create_model('local-dir:{name}', pretrained=True)` does, too):
 
@@ -65,7 +64,7 @@ def check_hub(config: RunConfig, accelerator: Accelerator) -> None:
         except Exception as reason:  # network, hub or name: many types
             error = (
                 f"push_to_hub must be a repository that can be made, got {repo_id} "
-                f"({_in_line(reason)})"
+                f"({in_line(reason)})"
             )
     if error := share_text(error, accelerator):
         raise ValueError(error)
@@ -84,12 +83,12 @@ def push_run(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
         done = huggingface_hub.HfApi().upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            allow_patterns=_UPLOADED,
+            allow_patterns=list(RESULTS),
             commit_message=f"Run {folder.name}",
         )
     except Exception as reason:
         raise ValueError(
-            f"push_to_hub failed for {repo_id} ({_in_line(reason)}); the run is whole in {folder}; "
+            f"push_to_hub failed for {repo_id} ({in_line(reason)}); the run is whole in {folder}; "
             f"to try again: --resume {folder} --push-to-hub {repo_id}"
         ) from reason
     accelerator.print(f"pushed: {done.commit_url}")
@@ -190,8 +189,3 @@ this file.
 def _batches(plan: Plan) -> str:
     counts = Counter(worker.local_batch_size for worker in plan.workers)
     return ", ".join(f"{count} x {size}" for size, count in counts.items())
-
-
-def _in_line(error: BaseException) -> str:
-    said = [error, error.__cause__] if error.__cause__ else [error]
-    return "; ".join(" ".join(str(one).split()) or type(one).__name__ for one in said)

@@ -110,5 +110,6 @@ def _mishaps(session: Session) -> dict[str, Any]:
         "refused_rounds": session.cluster.refused,
         "lost_workers": session.log.lost_workers,
         "bad_images": bad,
+        "mirror_failures": session.mirror.failures,
     }
     return {name: value for name, value in found.items() if value}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 from dbsl.base.bounds import Within, check_bounds
 from dbsl.cluster.config import SyncConfig
@@ -64,8 +65,12 @@ class RunConfig(
     checkpoint_every: int | str = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
     keep_checkpoints: Annotated[int, Within(0)] = 2
-    # run folder or checkpoint to go on from; auto: --output-dir, if it has a run
+    # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
+    # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
     resume: str | None = None
+    # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
+    # run goes on; a run that is resumed keeps it; none: not this time
+    mirror: str | None = None
     allow_config_change: bool = False  # allow --resume with settings that change what is trained
     plan_only: bool = False  # print the plan and its timeline, then stop
     # evaluate the weights of --model or --resume, print one line, and write nothing
@@ -98,6 +103,11 @@ class RunConfig(
         check_mixing(self)
         check_curve(self)
         _check_together(self)
+
+
+def is_url(text: str | None) -> bool:
+    """Whether a setting names something by URL, not by path."""
+    return text is not None and "://" in text
 
 
 def _check_together(config: RunConfig) -> None:
@@ -136,6 +146,16 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.eval_only and config.output_dir and config.resume != "auto":
         raise ValueError(f"output_dir must be left out with eval_only, got {config.output_dir}")
+    for name in ("mirror", "resume"):
+        if is_url(url := getattr(config, name)) and urlsplit(url).password is not None:
+            raise ValueError(f"{name} must have no password in it, which fsspec has settings for")
+    if config.mirror not in (None, "none") and not is_url(config.mirror):
+        raise ValueError(
+            f"mirror must be a URL such as s3://bucket/runs/x, or none, got {config.mirror}"
+        )
+    if is_url(config.resume) and (config.eval_only or config.plan_only):
+        what = "eval_only" if config.eval_only else "plan_only"
+        raise ValueError(f"resume must be a run folder with {what}, got {config.resume}")
     if config.push == "gradients" and config.mixed_precision == "fp16":
         raise ValueError(
             "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
@@ -217,7 +237,7 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
         yield not falls, name, without, "but with lr_schedule cosine or poly"
     yield not falls, "warmup_prefix", True, "but with lr_schedule cosine or poly"
     yield config.lr_schedule != "poly", "lr_power", 1, "but with lr_schedule poly"
-    for name, without in (("plan_only", False), ("push_to_hub", None)):
+    for name, without in (("plan_only", False), ("push_to_hub", None), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
     yield config.link_gbps is None, "link_ms", 0.0, "but with link_gbps"
     linked = config.link_gbps is not None and step

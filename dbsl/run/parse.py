@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -17,7 +18,8 @@ import yaml
 from dbsl.base.flags import build, read_flags
 from dbsl.cluster.launch import recall
 from dbsl.run.accelerator import launched_precision
-from dbsl.run.config import CHECKPOINTS
+from dbsl.run.bucket import pull_config, url_to_pull
+from dbsl.run.config import CHECKPOINTS, is_url
 from dbsl.run.resolved import PROCESSES, RESOLVED, check_names, still_true
 
 T = TypeVar("T")
@@ -52,13 +54,13 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     sources = [_Source.read(said.pop("config"))] if "config" in said else []
     settings = (sources[0].settings if sources else {}) | said
     resume, output_dir = settings.get("resume"), settings.get("output_dir")
-    if resume is None and (unfinished := recall(RUN_FOLDER)):
+    if (resume is None or is_url(resume)) and (unfinished := recall(RUN_FOLDER)):
         resume, output_dir = "auto", unfinished
         said |= {"resume": resume, "output_dir": output_dir}
-    if resume is not None:
-        folder = run_folder_of(str(resume), output_dir)
-        if (folder / "config.yaml").is_file():
-            sources.insert(0, _Source.read(folder / "config.yaml"))
+    with tempfile.TemporaryDirectory() as scratch:
+        own = _own_settings(resume, output_dir, settings.get("mirror"), Path(scratch))
+        if own is not None and own.is_file():
+            sources.insert(0, _Source.read(own))
     given = [flag for source in sources for flag in yaml_to_argv(source.settings)]
     with _naming_source(sources, said):
         config = build(cls, read_flags(cls, given) | said)
@@ -96,6 +98,18 @@ def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterato
         if not paths or name in said:
             raise
         raise ValueError(f"{error} ({paths[-1]} sets {name}; a flag wins over it)") from None
+
+
+def _own_settings(
+    resume: str | None, output_dir: str | None, mirror: str | None, scratch: Path
+) -> Path | None:
+    """Return where a resumed run's own settings are, if it is one; of a URL they are downloaded."""
+    if url := url_to_pull(resume, output_dir, mirror):
+        own = pull_config(url, "resume" if url == resume else "mirror", scratch)
+        if own is None and url == resume:
+            raise ValueError(f"resume must be a URL with a complete checkpoint, got {url}")
+        return own
+    return None if resume is None else run_folder_of(str(resume), output_dir) / "config.yaml"
 
 
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:

@@ -43,6 +43,7 @@ class Session:
         progress: How far this process is in its round.
         stopwatch: The run's seconds.
         meter: Lines of `log_every`; `dbsl.log.meter`.
+        mirror: Copies the run folder to a URL, if it is to; `dbsl.checkpoint.mirror`.
         log: Metrics, lines, trackers; `dbsl.log.log`.
         checkpointer: Saves; `dbsl.checkpoint.checkpointer`.
     """
@@ -54,6 +55,7 @@ class Session:
     stepper: Stepper
     stopping: Stopping
     meter: Any
+    mirror: Any
     progress: Progress = field(default_factory=Progress)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     log: Any = None
