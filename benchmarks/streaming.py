@@ -290,7 +290,7 @@ def work(folder: Path, gib: float, block: int, rank: int) -> None:
                 "read": read[0] / 2**20,
             }
         )
-    (folder / f"notes-{rank}.json").write_text(json.dumps(notes))
+        (folder / f"notes-{rank}.json").write_text(json.dumps(notes))
 
 
 class _Watch:
@@ -332,7 +332,7 @@ def shuffle_rows(count: int, bytes_: int) -> Iterator[Row]:
         pairs = len(batches) * BATCH * (BATCH - 1)
         moved = np.abs(order - np.arange(count)).mean() / count
         name = "all images" if block is None else f"blocks of {block}"
-        needed = "" if block is None else f"{2 * block * bytes_ / count / 2**30:.2f} GiB"
+        needed = "" if block is None else f"{2 * block * bytes_ / count / 2**30:.2f} GiB for two"
         yield _row(
             "shuffle",
             f"{name}: pairs of a batch of one row group",

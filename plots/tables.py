@@ -40,6 +40,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.operators,
         machine_tables.gpu,
         machine_tables.timm_options,
+        machine_tables.streaming,
     )
 }
 
