@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.mirror import Mirror, open_mirror, pulled
+from dbsl.checkpoint.mirror import Mirror, open_mirror
 from dbsl.checkpoint.on_disk import newest, reading_checkpoint
+from dbsl.checkpoint.pull import pulled
 from dbsl.checkpoint.resume import (
     Resumed,
     adapt_to_processes,

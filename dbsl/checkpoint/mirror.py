@@ -8,12 +8,11 @@ files lies what its run needs to go on from it.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -36,24 +35,21 @@ from dbsl.checkpoint.on_disk import (
     sums_name,
 )
 from dbsl.cluster.collectives import share_text
-from dbsl.cluster.launch import connect_store, remember, restarts
+from dbsl.cluster.launch import connect_store, restarts
 from dbsl.run.bucket import (
     LISTING,
     RUN,
     Bucket,
-    DamagedError,
     Listing,
     pause_s,
     refusing,
     tried,
-    url_to_pull,
 )
 from dbsl.run.config import CHECKPOINTS, RunConfig
-from dbsl.run.folder import RESULTS, default_folder
-from dbsl.run.parse import RUN_FOLDER
+from dbsl.run.folder import RESULTS
 
-_OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself
-_NEEDED = ("config.yaml", "metrics.jsonl")  # of a run folder, to go on from a checkpoint
+OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself
+NEEDED = ("config.yaml", "metrics.jsonl")  # of a run folder, to go on from a checkpoint
 _PATIENCE_S = 600.0  # for the last upload, at the run's end and at a stop
 _LAST_PATIENCE_S = 20.0  # the same where the run fails
 _TRIES = 5  # that may fail one after the other, then
@@ -97,7 +93,7 @@ class Mirror:
 
     def __enter__(self) -> Mirror:
         if self._bucket is not None:
-            _remember_mirror(self._folder, self._bucket, self._own)
+            remember_mirror(self._folder, self._bucket, self._own)
             threading.Thread(target=self._work, name="mirror", daemon=True).start()
             self.wake()
         return self
@@ -202,7 +198,7 @@ class Mirror:
             listed = manifest.files | self._late_shards(folder, manifest, began)
             files = {name: folder / name for name in (*listed, MANIFEST)}
             with tempfile.TemporaryDirectory() as scratch:
-                for name in _NEEDED:  # they may change meanwhile
+                for name in NEEDED:  # they may change meanwhile
                     files[f"{RUN}/{name}"] = Path(shutil.copy(self._folder / name, scratch))
                 listed |= {name: describe(files[name]) for name in files.keys() - listed}
                 self._bucket.forget(there)  # another of that name, of before the run went back
@@ -261,7 +257,7 @@ def open_mirror(
     """
     kept: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        kept = json.loads((folder / _OWN_FILE).read_text(encoding="utf-8"))
+        kept = json.loads((folder / OWN_FILE).read_text(encoding="utf-8"))
     url = config.mirror or kept.get("mirror", "none")
     if url == "none":
         return Mirror(folder, accelerator)
@@ -306,88 +302,7 @@ def _claim(
     return bucket
 
 
-def _remember_mirror(folder: Path, bucket: Bucket, listing: Listing, passed_over: int = 0) -> None:
+def remember_mirror(folder: Path, bucket: Bucket, listing: Listing, passed_over: int = 0) -> None:
+    """Note in a run folder where it is mirrored, and as which run."""
     kept = {"mirror": bucket.url, "run": listing.run, "passed_over": passed_over}
-    write_text(folder / _OWN_FILE, json.dumps(kept, indent=2))
-
-
-def pulled(config: RunConfig, accelerator: Accelerator) -> RunConfig:
-    """Bring a run that is at a URL into a new folder; return the config that goes on in there.
-
-    Raises:
-        ValueError: On every process, if the URL cannot be read or has no whole checkpoint, or the
-            folder is there already.
-    """
-    url = url_to_pull(config.resume, config.output_dir, config.mirror)
-    if url is None or config.plan_only:
-        return config
-    path, error = "", ""
-    if accelerator.is_main_process:
-        try:
-            path = _pull(url, config, accelerator.print)
-        except ValueError as reason:
-            error = str(reason)
-    if error := share_text(error, accelerator):
-        raise ValueError(error)
-    if not (path := share_text(path, accelerator)):
-        return config  # auto, at the first start
-    path = remember(RUN_FOLDER, path)  # restarted processes go on in there
-    return replace(config, resume=path, output_dir=path)
-
-
-def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
-    """Return the folder that a run was pulled into; "": there is nothing to be pulled yet."""
-    path = Path(config.output_dir or default_folder(config))
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"output_dir must be a new folder, got {path}, which exists")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-")
-    except OSError as error:
-        raise ValueError(
-            f"output_dir must be a folder that can be written, got {path} ({error})"
-        ) from error
-    setting = "mirror" if config.resume == "auto" else "resume"
-    passed_over = 0
-    with scratch, refusing(setting, url, "read"):
-        bucket = Bucket(url)
-        for name, listing in tried(bucket.checkpoints).items():
-            into = Path(scratch.name) / name
-            try:
-                if listing is None:
-                    raise DamagedError(f"{url}/{CHECKPOINTS}/{name} is incomplete: no {LISTING}")
-                tried(_get_checkpoint, bucket, name, listing, into)
-            except DamagedError as error:
-                say(f"warning: passed over: {error}")
-                passed_over = max(passed_over, listing.sequence if listing else 0)
-                continue
-            tried(_get_results, bucket, listing.run, into / RUN)
-            _remember_mirror(into / RUN, bucket, listing, passed_over)
-            os.replace(into / RUN, path)
-            say(f"pulled {name} of {url} into {path}")
-            return str(path)
-    if setting == "resume":
-        raise ValueError(f"resume must be a URL with a complete checkpoint, got {url}")
-    return ""
-
-
-def _get_checkpoint(bucket: Bucket, name: str, listing: Listing, into: Path) -> None:
-    """Download a checkpoint to where it belongs below `into`'s run folder."""
-    needed = {MANIFEST, *(f"{RUN}/{file}" for file in _NEEDED)}
-    bucket.get(f"{CHECKPOINTS}/{name}", listing, {*listing.files} | needed, into / name)
-    os.replace(into / name / RUN, into / RUN)
-    (into / RUN / CHECKPOINTS).mkdir()
-    os.replace(into / name, into / RUN / CHECKPOINTS / name)
-
-
-def _get_results(bucket: Bucket, run: str, folder: Path) -> None:
-    """Download what else is whole of the run's own files."""
-    own = bucket.listing()
-    if own is None or own.run != run:
-        return
-    for name in own.files:
-        if name not in _NEEDED:
-            try:
-                bucket.get("", own, [name], folder)
-            except DamagedError:
-                (folder / name).unlink(missing_ok=True)
+    write_text(folder / OWN_FILE, json.dumps(kept, indent=2))

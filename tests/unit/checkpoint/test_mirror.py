@@ -14,8 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.checkpoint import mirror as mirroring
 from dbsl.checkpoint.manifest import read_manifest, write_manifest
-from dbsl.checkpoint.mirror import open_mirror, pulled
+from dbsl.checkpoint.mirror import open_mirror
 from dbsl.checkpoint.on_disk import Found, check_files, prune, remove, vouch_for_shard, write_shard
+from dbsl.checkpoint.pull import pulled
 from dbsl.run.parse import parse_config
 from tests.unit.checkpoint.test_checkpoint import write
 from train import Config
