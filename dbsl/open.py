@@ -12,6 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
+from dbsl.base.errors import NothingLeft, SyncError, join_the_others
+from dbsl.checkpoint.changes import check_joining
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
 from dbsl.checkpoint.on_disk import newest, reading_checkpoint
@@ -24,6 +26,7 @@ from dbsl.checkpoint.resume import (
     read_resumed,
     take_over_folder,
 )
+from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.server import MergeRule
 from dbsl.data.sources import TrainingData
 from dbsl.log.divergence import check_result
@@ -32,7 +35,7 @@ from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
 from dbsl.log.trackers import check_tracker
 from dbsl.optimizer import check_optimizer, default_learning_rate
-from dbsl.run.accelerator import common_threads, start_accelerator
+from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
 from dbsl.run.announce import print_run
 from dbsl.run.cluster import connect
 from dbsl.run.config import CHECKPOINTS, RunConfig, check_effects
@@ -87,6 +90,11 @@ def open_session(
         session = _prepare_evaluation(config, own)
         yield session
         session.accelerator.end_training()
+        return
+    alone = config.sync not in ("ssp", "asp") or config.plan_only
+    if not alone and (job := find_running_job()):
+        with _join_session(config, job, loss_function, own, merge, deadline) as session:
+            yield session
         return
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
     # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
@@ -143,6 +151,53 @@ def open_session(
     _end(run.config, folder.path, accelerator)
 
 
+@contextmanager
+def _join_session(
+    config: RunConfig,
+    job: RunningJob,
+    loss_function: LossFunction,
+    own: Own,
+    merge: MergeRule | None,
+    deadline: float | None,
+) -> Iterator[Session | None]:
+    """Open the run of a job under way for one more worker. Nothing is written but its checkpoints.
+
+    Raises:
+        SyncError: If the process cannot join: a setting is another one, or rank 0 refuses.
+    """
+    join_the_others()
+    try:
+        if config.resume is None:
+            raise ValueError("resume must be auto to join a running job, got unset")
+        folder = run_folder_of(config.resume, config.output_dir)
+        precision = job.settings["mixed_precision"]
+        accelerator = start_joining_accelerator(job.rank, job.processes, precision)
+        threads = job.settings["cpu_threads"]
+        config = replace(config, mixed_precision=precision, cpu_threads=threads)
+
+        def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+            with accelerator.autocast():
+                return loss_function(model(images), labels, config)
+
+        run = prepare(config, accelerator, loss_of, own)
+        check_joining(job.settings, run.config)
+    except ValueError as error:  # every process of a launch meets it, and this one is alone
+        raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
+    with Stopping(deadline) as stopping:
+        try:
+            session = _start(run, folder, accelerator, stopping, merge, None, job)
+        except NothingLeft as reason:
+            print(reason, flush=True)
+            yield None
+            return
+        session.log = start_log(session, None)
+        with session.log, session.cluster, session.checkpointer:
+            yield session
+            session.checkpointer.finish()
+            session.cluster.close()
+    accelerator.end_training()
+
+
 def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
     """Load the data, and the weights of `resume`, a run or a checkpoint, else of `model`."""
     folder = None
@@ -178,9 +233,10 @@ def _start(
     mirror: Mirror,
     merge: MergeRule | None,
     resumed: Resumed | None,
+    job: RunningJob | None = None,
 ) -> Session:
     """Build the cluster and the stepper, and bring them to where a resumed run was."""
-    cluster, stepper = connect(run, accelerator, merge)
+    cluster, stepper = connect(run, accelerator, merge, job)
     meter = StepMeter(run.config.log_every)
     meter.attach(cluster.workers, stepper, accelerator)
     session = Session(run, folder, accelerator, cluster, stepper, stopping, meter, mirror)

@@ -183,15 +183,18 @@ class Forked:
 
 def start_ranks(flags, ranks):
     """Start `ranks` processes of one run, as a launcher does, and return them without waiting."""
-    together = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
-    return [
-        Forked(
-            lambda: main(parse_config(Config, flags)),
-            MASTER_ADDR="127.0.0.1",
-            **{k: str(v) for k, v in {**together, "RANK": rank, "LOCAL_RANK": rank}.items()},
-        )
-        for rank in range(ranks)
-    ]
+    port = free_port()
+    return [start_rank(flags, rank, ranks, port) for rank in range(ranks)]
+
+
+def start_rank(flags, rank, ranks, port):
+    """Start one process of a run of `ranks`, which meet at a port."""
+    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return Forked(
+        lambda: main(parse_config(Config, flags)),
+        MASTER_ADDR="127.0.0.1",
+        **{k: str(v) for k, v in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()},
+    )
 
 
 def wait_all(processes, timeout_s=90):

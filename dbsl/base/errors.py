@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
+_joined = threading.Event()
+
 EXIT_DIVERGED = 3
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
 EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
@@ -23,6 +26,10 @@ EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
 
 class SyncError(RuntimeError):
     """A worker or the server was lost, or stayed silent for longer than the timeout."""
+
+
+class NothingLeft(Exception):
+    """A process was launched into a running job that has no round left for it."""
 
 
 class SaveError(RuntimeError):
@@ -111,7 +118,12 @@ def in_line(error: BaseException) -> str:
 
 def one_of_several() -> bool:
     """Whether other processes train with this one; a launcher may also have started it alone."""
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return _joined.is_set() or (dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def join_the_others() -> None:
+    """Note that this process trains with others, though it has no process group with them all."""
+    _joined.set()
 
 
 def _raised_here(error: BaseException) -> bool:

@@ -91,6 +91,23 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
         )
 
 
+def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
+    """Raise ``ValueError`` unless a process that joins a running job trains as the job does.
+
+    Args:
+        job: The settings that the job trains with.
+        now: Those of the process.
+    """
+    changed = changed_settings(job, now)
+    listed = [
+        f"{name} {_show(job)} there, {_show(own)} here"
+        for name, (job, own) in changed.items()
+        if name not in _FREE
+    ]
+    if listed:
+        raise ValueError(f"settings must be those of the job, got {', '.join(listed)}")
+
+
 def check_length(manifest: Manifest, epochs: int) -> None:
     """Raise ``ValueError`` if a run is to have no more epochs than it has trained."""
     if epochs <= manifest.epoch:

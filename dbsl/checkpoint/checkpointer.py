@@ -48,7 +48,8 @@ class Checkpointer:
         self._progress = session.progress
         self._rank = session.accelerator.process_index
         self._interval = parse_interval(self._run.config.checkpoint_every)
-        self._sequence = resumed.sequence if resumed else 0  # number of the last save
+        # Number of the last save; a process that has joined takes no part in those before.
+        self._sequence = resumed.sequence if resumed else session.cluster.announced
         self._epochs_done = 0
         self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.launch import STORE_PATIENCE, connect_store, restarts
+from dbsl.cluster.transfer import irecv, isend
 
 _BEAT_S = 0.4
 _LOST = "lost"
@@ -244,11 +245,11 @@ class Pulse:
 
     def _say(self, last: float) -> None:
         self._beat.fill_(last)
-        work = dist.isend(self._beat, self._peer, group=self._pair, tag=self._TAG)
+        work = isend(self._beat, self._pair, self._TAG)
         work.wait(timedelta(seconds=self._timeout_s))
 
     def _hear(self, timeout_s: float) -> bool:
-        work = dist.irecv(self._beat, self._peer, group=self._pair, tag=self._TAG)
+        work = irecv(self._beat, self._pair, self._TAG)
         work.wait(timedelta(seconds=timeout_s))
         return bool(self._beat.item())
 

@@ -22,6 +22,7 @@ from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Pulse
+from dbsl.cluster.joining import Admission, Door
 from dbsl.cluster.messages import (
     CPU,
     SERVER_RANK,
@@ -52,6 +53,8 @@ def through_server(
     timeout_s: float,
     outgoing: Tensor | None = None,
     wire: torch.dtype | None = None,
+    door: Door | None = None,
+    admission: Admission | None = None,
     **common: Any,
 ) -> Cluster:
     """Return this process's side of stale synchronous or asynchronous rounds (a collective).
@@ -67,16 +70,24 @@ def through_server(
         outgoing: As for `Cluster`.
         wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
             rounded to it, and of weights their change since the pull.
+        door: On rank 0, where processes that are launched again ask to join.
+        admission: Of a process that joins: then this is no collective.
         **common: The rest of what a `Cluster` takes.
     """
-    pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
+    if admission is None:
+        pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
+    else:
+        pairs = {SERVER_RANK: admission.pair}
     narrow = wire if wire != weights.vector.dtype else None
     # Weights lose less as their change, which both sides then count from what was pulled.
     common |= {"outgoing": outgoing, "narrow": narrow, "timeout_s": timeout_s}
     common["sends_changes"] = narrow is not None and outgoing is None
     if server is not None:
-        return ServingCluster(weights, server, pairs=pairs, **common)
-    return ServedCluster(weights, pair=pairs[SERVER_RANK], **common)
+        return ServingCluster(weights, server, pairs=pairs, door=door, **common)
+    cluster = ServedCluster(weights, pair=pairs[SERVER_RANK], **common)
+    if admission is not None:
+        cluster.begin_at(admission.clock, admission.sequence)
+    return cluster
 
 
 class ServedCluster(Cluster):
@@ -106,8 +117,8 @@ class ServedCluster(Cluster):
         self._can_change = False  # this round began with `_pulled`
         # Later than the server would: where the network is at fault, that says who was lost.
         self._pulse = Pulse(SERVER_RANK, pair, timeout_s + _GRACE_S, asks=True)
-        self._whole = Transfer(weights.vector, SERVER_RANK, pair)
-        self._narrow = Transfer(weights.vector, SERVER_RANK, pair, narrow)
+        self._whole = Transfer(weights.vector, pair)
+        self._narrow = Transfer(weights.vector, pair, narrow)
 
     def turns(self) -> Iterator[Round]:
         """Yield this worker's rounds in order."""
@@ -118,13 +129,14 @@ class ServedCluster(Cluster):
     def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn, asking the server, which may have changed it."""
         planner = self._plans.planner
-        if turn.epoch in planner.fixed:  # from a checkpoint that every rank has read
+        begun = planner.fixed.get(turn.epoch, ())
+        if any(segment.left for segment in begun):  # by other workers; every rank has read it
             return planner.at(turn.epoch, turn.round)
         like = planner.current_at(turn.epoch)
         rows = plan_tensor(len(like.workers), CPU)
         with self._exchange():
-            send(message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), SERVER_RANK, self._pair)
-            receive(rows, SERVER_RANK, self._pair)
+            send(message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), self._pair)
+            receive(rows, self._pair)
         return decode_plan(rows, like)
 
     def pull(self, turn: Round) -> None:
@@ -149,11 +161,10 @@ class ServedCluster(Cluster):
             # It is on its way while the next round is prepared, and there before the pull ends.
             send(
                 message(Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, report),
-                SERVER_RANK,
                 self._pair,
             )
             if report.lines:
-                send(encode_lines(report.lines), SERVER_RANK, self._pair)
+                send(encode_lines(report.lines), self._pair)
             if self._can_change:
                 self._narrow.send(self.outgoing, minus=self._pulled)
             elif self._pulled is None:
@@ -162,6 +173,10 @@ class ServedCluster(Cluster):
                 self._whole.send(self.outgoing)
         self._waited_s = time.perf_counter() - began
         return report.refused
+
+    def begin_at(self, clock: int, sequence: int) -> None:
+        """Begin with so many rounds behind this worker; the save of this number is over."""
+        self._clock, self._announced = clock, (sequence, -1)
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save that rank 0 has announced."""
@@ -176,7 +191,7 @@ class ServedCluster(Cluster):
         """Tell the server that this worker is done."""
         self._pulse.close()
         with self._exchange():
-            send(message(Kind.DONE), SERVER_RANK, self._pair)
+            send(message(Kind.DONE), self._pair)
             self._sent()
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,8 +215,8 @@ class ServedCluster(Cluster):
     def _ask(self, kind: int) -> tuple[bool, tuple[int, int]]:
         """Send a question; return whether the run stops, and the save to take part in."""
         head = answer()
-        send(message(kind), SERVER_RANK, self._pair)
-        receive(head, SERVER_RANK, self._pair)
+        send(message(kind), self._pair)
+        receive(head, self._pair)
         self._sent()
         return read_answer(head)
 

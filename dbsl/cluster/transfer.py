@@ -18,14 +18,27 @@ Wire = Literal["float32", "bf16"]
 _EVER = timedelta(days=10_000)
 
 
-def send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+def isend(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
+    """Begin to send a tensor over a group of two.
+
+    Not by `dist.isend`, which does not know groups of processes that joined a running job.
+    """
+    return pair.send([tensor], 1 - pair.rank(), tag)
+
+
+def irecv(tensor: Tensor, pair: dist.ProcessGroup, tag: int = 0) -> dist.Work:
+    """Begin to receive into a tensor over a group of two."""
+    return pair.recv([tensor], 1 - pair.rank(), tag)
+
+
+def send(tensor: Tensor, pair: dist.ProcessGroup) -> None:
     """Send a tensor over a group of two, however long the other process is busy."""
-    dist.isend(tensor, peer, group=group).wait(_EVER)
+    isend(tensor, pair).wait(_EVER)
 
 
-def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+def receive(tensor: Tensor, pair: dist.ProcessGroup) -> None:
     """Receive into a tensor over a group of two, however long the other process is busy."""
-    dist.irecv(tensor, peer, group=group).wait(_EVER)
+    irecv(tensor, pair).wait(_EVER)
 
 
 class Transfer:
@@ -37,16 +50,14 @@ class Transfer:
 
     Args:
         like: A vector as they are sent.
-        peer: Rank of the other process.
-        group: Of this process and the other one.
+        pair: Group of this process and the other one.
         dtype: What travels.
     """
 
     def __init__(
-        self, like: Tensor, peer: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+        self, like: Tensor, pair: dist.ProcessGroup, dtype: torch.dtype | None = None
     ) -> None:
-        self._peer = peer
-        self._group = group
+        self._pair = pair
         self._dtype = dtype or like.dtype
         self._buffer: Tensor | None = None
         self._length = len(like)
@@ -72,7 +83,7 @@ class Transfer:
                 self._stage(chunk, staged, before[number])
             else:
                 arrivals[number].synchronize()
-            self._pending.append(dist.isend(staged, self._peer, group=self._group))
+            self._pending.append(isend(staged, self._pair))
             if copy is not None:
                 copies[number].copy_(chunk)
 
@@ -109,7 +120,7 @@ class Transfer:
         self.wait()
         chunks, sums = self._chunks(vector), []
         added, copies = _split(plus, len(chunks)), _split(copy, len(chunks))
-        works = [dist.irecv(staged, self._peer, group=self._group) for _, staged in chunks]
+        works = [irecv(staged, self._pair) for _, staged in chunks]
         for number, (work, (chunk, staged)) in enumerate(zip(works, chunks, strict=True)):
             work.wait(_EVER)
             # All of this while the next chunk comes.

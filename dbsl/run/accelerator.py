@@ -35,6 +35,7 @@ _NOT_HERE = (
     ("ACCELERATE_USE_PARALLELISM_CONFIG", "a parallelism config", _WHOLE_MODEL),
     ("ACCELERATE_IN_TPU_POD", "TPUs", "a worker is a process on a GPU or a CPU"),
 )
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OFF = ("", "0", "no", "false")
 _FLOAT32 = {True: "TF32", False: "float32"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
@@ -105,6 +106,29 @@ def common_threads(accelerator: Accelerator) -> int | None:
 def _of_all(value: int, accelerator: Accelerator) -> list[int]:
     own = torch.tensor([int(value)], device=accelerator.device)
     return accelerator.gather(own).tolist()
+
+
+def start_joining_accelerator(
+    rank: int, processes: int, precision: Literal["no", "bf16", "fp16"]
+) -> Accelerator:
+    """Return the Accelerator of a process that joins a running job: it has nobody to meet.
+
+    It goes by the rank that it was launched with, and what all processes would do together it does
+    alone.
+    """
+    check_launcher()
+    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    keep_freed_memory()
+    torch.backends.cudnn.benchmark = not cpu
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not cpu and torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+    launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    state = PartialState(cpu)  # without these it waits for nobody
+    os.environ |= launched
+    state.num_processes, state.process_index = processes, rank
+    state.local_process_index = local_rank
+    return Accelerator(cpu=cpu, mixed_precision=precision)
 
 
 def launched_precision() -> Literal["bf16", "fp16"] | None:

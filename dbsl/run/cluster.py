@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from dbsl.cluster.collectives import ControlGroup, pairs_with_server
 from dbsl.cluster.compiling import compile_for
 from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
 from dbsl.cluster.heartbeats import Heartbeats
+from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import CPU, SERVER_RANK
 from dbsl.cluster.outer import OuterOptimizer
@@ -37,13 +39,18 @@ Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 
 
 def connect(
-    run: Run, accelerator: Accelerator, merge: MergeRule | None = None
+    run: Run,
+    accelerator: Accelerator,
+    merge: MergeRule | None = None,
+    job: RunningJob | None = None,
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
-    From here on the model's state is one vector, which is what workers push and pull.
+    From here on the model's state is one vector, which is what workers push and pull. Into a
+    running job the process is taken in here.
 
     Raises:
+        NothingLeft: If the running job has no round left for this process.
         ValueError: If there is a merge rule of one's own, and weights are not merged as they are.
     """
     if merge is not None:
@@ -54,18 +61,18 @@ def connect(
             f"emulated link of {run.config.link_gbps:g} Gbit/s: each round takes "
             f"{duration(exchange_s)} longer on the virtual clock than predicted above"
         )
-    builder = _Builder(run, accelerator)
+    builder = _Builder(run, accelerator, job)
     return builder.joint() if run.config.sync == "step" else builder.rounds(merge)
 
 
 class _Builder:
     """What clusters and steppers of all kinds are built from."""
 
-    def __init__(self, run: Run, accelerator: Accelerator) -> None:
-        config = run.config
+    def __init__(self, run: Run, accelerator: Accelerator, job: RunningJob | None) -> None:
+        config, self._job = run.config, job
         self._run, self._config, self._accelerator = run, config, accelerator
         self._alone = not one_of_several()
-        rank = 0 if self._alone else dist.get_rank()
+        rank = 0 if self._alone else job.rank if job else dist.get_rank()
         own = rank - config.dedicated_server
         self._rank = rank
         self._workers = tuple(range(config.workers)) if self._alone else (own,) * (own >= 0)
@@ -125,8 +132,12 @@ class _Builder:
         if meets:
             common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
             return BarrierCluster(weights, server, control=control, **common), stepper
-        timeout_s = config.worker_timeout
-        return through_server(weights, server, timeout_s=timeout_s, **common), stepper
+        common["timeout_s"] = timeout_s = config.worker_timeout
+        if self._job is not None:
+            common["admission"] = self._job.enter(timeout_s)
+        elif server is not None:
+            common["door"] = Door(asdict(config), dist.get_world_size(), timeout_s)
+        return through_server(weights, server, **common), stepper
 
     def _control(self) -> ControlGroup:
         timeout_s = self._config.worker_timeout

@@ -211,6 +211,11 @@ def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> 
         return [[value] * workers for value in values]
     own = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
     rows = accelerator.gather(own[None])[-workers:]  # a dedicated server, rank 0, has no worker
+    if len(rows) < workers:  # there is nobody to gather from
+        raise ValueError(
+            "a process that joins a running job must find all that the job has measured in "
+            "config.yaml, got settings that ask for measurements"
+        )
     return rows.T.tolist()
 
 

@@ -59,6 +59,7 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
     if sync == "bsp":
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **common)
     else:
+        common |= {name: options[name] for name in ("door", "admission") if name in options}
         cluster = through_server(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan
 
@@ -246,7 +247,7 @@ def babbling_rank(rank):
         if isinstance(turn, EpochEnd):
             continue
         if rank == 1 and turn.epoch == 1:
-            send(message(9), 0, cluster._pair)
+            send(message(9), cluster._pair)
             with pytest.raises(SyncError) as error:
                 cluster.pull(turn)
             return str(error.value)

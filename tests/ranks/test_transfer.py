@@ -17,13 +17,13 @@ def exchange(rank, dtype, length, poisoned):
     if rank == 1:
         if poisoned:
             vector[length // 2] = float("nan")
-        transfer = Transfer(vector, 0, pair, dtype)
+        transfer = Transfer(vector, pair, dtype)
         transfer.send(vector)
         transfer.wait()
         transfer.receive(vector)
         return vector.tolist()
     received = torch.zeros(length)
-    transfer = Transfer(received, 1, pair, dtype)
+    transfer = Transfer(received, pair, dtype)
     finite = transfer.receive(received, check=True)
     transfer.send(received)
     transfer.wait()

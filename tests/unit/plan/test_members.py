@@ -3,10 +3,15 @@
 import pytest
 
 from benchmarks.coverage import Case, check, play, prepare
+from dbsl.cluster import through_server
+from dbsl.cluster.collectives import SharedPlans
 from dbsl.cluster.membership import Change
+from dbsl.cluster.messages import CPU, encode_plan
+from dbsl.cluster.through_server import ServedCluster
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.members import Members
-from dbsl.plan.types import TimeModel
+from dbsl.plan.turns import Round
+from dbsl.plan.types import CurrentPlan, TimeModel
 
 
 def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):
@@ -119,3 +124,20 @@ def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_rou
     assert (played.lost_workers, played.joined_workers) == (1, 1)
     assert played.expected - played.trained == played.lost == 45
     assert played.twice == 0
+
+
+@pytest.mark.parametrize("left", [(), ((0, 90),)])
+def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(monkeypatch, left):
+    run = prepare(case())
+    saved = CurrentPlan(run.plans[8], left=left)
+    run.planner.fixed = {0: [saved]}  # as every process has read it from a checkpoint
+    run.planner.leave_out([2])
+    now = CurrentPlan(run.planner.current[8])
+    cluster = ServedCluster.__new__(ServedCluster)
+    cluster._plans, cluster._pair = SharedPlans(run.planner), None
+    monkeypatch.setattr(through_server, "send", lambda tensor, pair: None)
+    monkeypatch.setattr(
+        through_server, "receive", lambda rows, pair: rows.copy_(encode_plan(now, CPU))
+    )
+    expected = saved if left else now
+    assert cluster.plan(Round((1,), 0, 0)).plan.workers == expected.plan.workers

@@ -1,0 +1,234 @@
+"""What rank 0 and the workers that it serves say to each other: a thread a worker, one lock."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dbsl.base.errors import SyncError
+from dbsl.cluster.heartbeats import Pulse
+from dbsl.cluster.membership import lose_worker
+from dbsl.cluster.messages import (
+    CPU,
+    Kind,
+    answer,
+    check_report,
+    decode,
+    encode_plan,
+    line_rows,
+    message,
+    message_kind,
+    message_numbers,
+    with_lines,
+)
+from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.server import Server
+from dbsl.cluster.transfer import Transfer, receive, send
+from dbsl.cluster.weights import FlatWeights
+from dbsl.plan.turns import LostWorker, RoundReport
+from dbsl.plan.types import CurrentPlan
+
+
+@dataclass
+class _Peer:
+    """A worker that a thread serves, and its connection."""
+
+    rank: int
+    worker: int
+    pair: dist.ProcessGroup
+    pulse: Pulse
+    buffer: Tensor  # what it pushes
+    whole: Transfer
+    narrow: Transfer
+    pulled: Tensor | None  # what it pulled, if it pushes the change since then
+    has_pulled: bool = False
+
+
+class Conversing(Cluster):
+    """Answers workers of other processes, each in a thread of its own.
+
+    Args:
+        weights: As for `Cluster`, like all that is not named here.
+        server: The server, its weights in host memory.
+        timeout_s: Longest silence of a worker before it counts as lost.
+        narrow: Dtype of pushes, if it is not the weights'.
+        sends_changes: Whether a push is the weights' change since the pull.
+    """
+
+    server: Server
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        server: Server,
+        *,
+        timeout_s: float,
+        narrow: torch.dtype | None,
+        sends_changes: bool,
+        **common: Any,
+    ) -> None:
+        super().__init__(weights, server, **common)
+        self._timeout_s = timeout_s
+        self._narrow_dtype = narrow
+        self._sends_changes = sends_changes
+        self._lost: deque[LostWorker] = deque()  # until they are told of
+        self._stopping = False
+        self._changed = threading.Condition()  # guards the server
+        self._failure: Exception | None = None
+
+    def _worker_of(self, rank: int) -> int:
+        return rank - (not self.workers)
+
+    def _thread_for(
+        self, rank: int, pair: dist.ProcessGroup, first: Tensor | None = None
+    ) -> threading.Thread:
+        """Return what serves a rank; `first` is what it is told before it asks."""
+        pulse = Pulse(rank, pair, self._timeout_s, asks=False, on_lost=self._wake)
+        arguments = (rank, pair, pulse, first)
+        return threading.Thread(
+            target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
+        )
+
+    def _plan_at(self, epoch: int, round_: int) -> CurrentPlan:
+        with self._changed:
+            return self._plans.planner.at(epoch, round_)
+
+    def _merge(self, weights: Tensor, report: RoundReport) -> None:
+        with self._changed:
+            try:
+                self.server.push(weights, report)
+            except Exception as error:  # a merge rule's, for one: the worker is not at fault
+                self._failure = error
+                raise
+            finally:
+                self._changed.notify_all()
+
+    def _wait_for(self, predicate: Callable[[], object]) -> None:
+        # Every worker comes to the end of its round, or is lost.
+        self._changed.wait_for(lambda: self._failure or predicate())
+        self._raise_failure()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(
+        self, rank: int, pair: dist.ProcessGroup, pulse: Pulse, first: Tensor | None
+    ) -> None:
+        """Answer one rank's messages until it is done (runs in a thread)."""
+        worker = self._worker_of(rank)
+        try:
+            if first is not None:
+                send(first, pair)
+            buffer = torch.empty_like(self.weights.vector, device=CPU)
+            whole, narrow = (Transfer(buffer, pair, d) for d in (None, self._narrow_dtype))
+            pulled = torch.empty_like(buffer) if self._sends_changes else None
+            self._converse(_Peer(rank, worker, pair, pulse, buffer, whole, narrow, pulled))
+        except Exception as error:
+            reason = pulse.reason(error)
+            with self._changed:
+                self._lose(rank, worker, reason)
+                self._changed.notify_all()
+            pulse.give_up()
+
+    def _converse(self, peer: _Peer) -> None:
+        head = message(Kind.DONE)
+        while True:
+            receive(head, peer.pair)
+            kind = message_kind(head)
+            if kind == Kind.DONE:
+                return
+            if kind == Kind.LEAVE:
+                self._let_go(peer)
+                return
+            if kind in (Kind.PUSH, Kind.PUSH_CHANGE):
+                self._take_push(peer, head, is_change=kind == Kind.PUSH_CHANGE)
+            elif kind == Kind.PLAN:
+                place = message_numbers(head, self._rounds // self._rounds_per_epoch)
+                self._wait_to_begin(peer)
+                send(encode_plan(self._plan_at(*place), CPU), peer.pair)
+            else:
+                self._answer_pull(peer)
+
+    def _let_go(self, peer: _Peer) -> None:
+        """Answer a worker that is to stop: this process is to, and says as what it saves."""
+        with self._changed:
+            if not self._stopping:
+                self._interrupted = True
+                self._changed.notify_all()
+                self._wait_for(lambda: self._stopping)
+        send(answer(stop=True, announced=self._announced), peer.pair)
+
+    def _take_push(self, peer: _Peer, head: Tensor, *, is_change: bool) -> None:
+        report = decode(head[1:])
+        rows = line_rows(report)
+        if len(rows):
+            receive(rows, peer.pair)
+            report = with_lines(report, rows)
+        if is_change:
+            if not peer.has_pulled:
+                raise ValueError("a change of weights must follow a pull")
+            finite = peer.narrow.receive(peer.buffer, plus=peer.pulled, check=True)
+        else:
+            transfer = peer.whole if self._sends_changes else peer.narrow
+            finite = transfer.receive(peer.buffer, check=True)
+        with self._changed:
+            clock = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
+        check_report(report, peer.worker, *clock)
+        self._merge(peer.buffer, replace(report, refused=report.refused or not finite))
+
+    def _wait_to_begin(self, peer: _Peer) -> None:
+        """Wait until a worker that has joined may begin; its first plan is decided then."""
+        with self._changed:
+            if peer.worker in self.server.newcomers:
+                self._wait_to_start(peer)
+                self.server.begin(peer.worker)
+
+    def _wait_to_start(self, peer: _Peer) -> None:
+        """Wait until a worker may start its next round, or the run is to stop; with the lock."""
+        self._wait_for(
+            lambda: self._interrupted or peer.pulse.failure or self.server.may_start(peer.worker)
+        )
+        if peer.pulse.failure:
+            raise SyncError(peer.pulse.failure)
+
+    def _answer_pull(self, peer: _Peer) -> None:
+        with self._changed:
+            self._wait_to_start(peer)
+            stop = self._interrupted
+            weights = None if stop else self.server.pull(peer.worker)
+        send(answer(stop=stop, announced=self._announced), peer.pair)
+        if not stop:
+            peer.whole.send(weights, copy=peer.pulled)
+            peer.whole.wait()
+            peer.has_pulled = peer.pulled is not None
+            with self._changed:
+                self.server.release(weights)
+
+    def _lose(self, rank: int, worker: int, reason: str) -> None:
+        """Go on without a worker, if there is another; called with the lock held."""
+        if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
+            return  # it has nothing more to give
+        if self.server.active == {worker}:
+            self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
+            return
+        clock = self.server.clocks[worker]
+        try:
+            samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
+        except Exception as error:  # the others cannot carry its share
+            self._failure = SyncError(
+                f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
+            )
+            return
+        self._lost.append(LostWorker(rank, worker, clock, samples, reason))

@@ -1,0 +1,217 @@
+"""A process that is launched again while the others train asks rank 0 to be taken in.
+
+The launcher's store is where it asks. A process group of torch.distributed is of fixed size: the
+process has none, but a gloo connection with rank 0, as the other workers have. Every wait ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dbsl.base.errors import NothingLeft, SyncError
+from dbsl.cluster.launch import connect_store, restarts
+from dbsl.cluster.messages import SERVER_RANK
+
+NOTHING_LEFT = "nothing is left to do"
+
+_LOOK_S = 0.2  # between looks at who asks
+_PAIR_S = 60.0  # that two processes may come to their connection apart
+_GRACE_S = 30.0  # that rank 0 may answer late
+_OVER = "over"
+_COME = "come"
+
+
+class Host(Protocol):
+    """What takes workers in."""
+
+    def is_served(self, rank: int) -> bool:
+        """Whether a rank's worker is there, and has something left to do."""
+
+    def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
+        """Take a rank's worker in, or raise ``ValueError`` with the reason."""
+
+
+class Admission(NamedTuple):
+    """What a process that joins begins with."""
+
+    pair: dist.ProcessGroup  # with rank 0
+    clock: int  # rounds behind it
+    sequence: int  # number of the last save
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that this process was launched into, while the others train.
+
+    Attributes:
+        rank: This process's.
+        processes: Of the job, as it was launched.
+        settings: The complete settings that the job trains with.
+    """
+
+    rank: int
+    processes: int
+    settings: Mapping[str, Any]
+
+    def enter(self, timeout_s: float) -> Admission:
+        """Ask to be taken in, and wait for the answer.
+
+        Args:
+            timeout_s: Silence after which rank 0 counts a worker as lost, such as the one before.
+
+        Raises:
+            NothingLeft: If the job has no round for this process.
+            SyncError: If rank 0 refuses, or does not answer.
+        """
+        try:
+            return self._enter(timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, SyncError):
+                raise
+            reason = str(error).split("\n")[0]
+            raise SyncError(f"rank 0 has not taken rank {self.rank} in: {reason}") from error
+
+    def _enter(self, timeout_s: float) -> Admission:
+        store = _store()
+        if store is None:
+            raise SyncError("no launcher's store to ask at")
+        number = store.add(f"asked/{self.rank}", 1)
+        answer = f"answer/{self.rank}/{number}"
+        store.wait([answer], timedelta(seconds=2 * timeout_s + _GRACE_S))
+        said = store.get(answer).decode()
+        if said == _COME:
+            pair = _connect(store, self.rank, number, own=1)
+            head = greeting(0, 0)
+            # Rank 0 has the connection, and answers at once.
+            pair.recv([head], 0, 0).wait(timedelta(seconds=_GRACE_S))
+            clock, sequence = (int(value) for value in head.tolist())
+            if clock >= 0:
+                return Admission(pair, clock, sequence)
+            said = store.get(f"refused/{self.rank}/{number}").decode()
+        if said.startswith(NOTHING_LEFT):
+            raise NothingLeft(f"rank {self.rank} joins no more: {said}")
+        raise SyncError(f"rank 0 has not taken rank {self.rank} in: {said}")
+
+
+def find_running_job() -> RunningJob | None:
+    """Return the job that this process was launched into; None: it starts with the others.
+
+    Raises:
+        SyncError: If the job has come to its end, or is stopping.
+    """
+    rank, processes = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if rank == SERVER_RANK or processes < 2 or not address or not port:
+        return None
+    try:  # at a first start nothing may answer yet
+        socket.create_connection((address, int(port)), timeout=2).close()
+        store = _store()
+        if store is None or not store.check(["open"]):
+            return None
+        settings = store.get("open").decode()
+    except (OSError, RuntimeError):
+        return None
+    if settings == _OVER:
+        raise SyncError(f"the job at {address}:{port} is over, and takes rank {rank} in no more")
+    return RunningJob(rank, processes, json.loads(settings))
+
+
+def greeting(clock: int, sequence: int) -> Tensor:
+    """Return what a process that joins is told first, int64 [2]; a clock of -1: it is refused."""
+    return torch.tensor([clock, sequence], dtype=torch.int64)
+
+
+class Door:
+    """Rank 0's part: hears who asks to join, and takes them in one by one or refuses.
+
+    Args:
+        settings: The complete settings that the job trains with, in plain values.
+        processes: Of the job.
+        timeout_s: Silence after which a worker counts as lost.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], processes: int, timeout_s: float) -> None:
+        self._settings = json.dumps(settings)
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self, host: Host) -> None:
+        """Begin to listen, where there is a launcher's store."""
+        store = _store()
+        if store is None:
+            return
+        self._host = host
+        store.set("open", self._settings)
+        self._thread = threading.Thread(
+            target=self._listen, args=(store,), name="door", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take nobody in any more."""
+        self._closed.set()
+
+    def _listen(self, store: dist.Store) -> None:
+        """Answer those who ask (runs in a thread)."""
+        seen: dict[int, tuple[int, float]] = {}  # by rank: the number of its last question, when
+        answered: dict[int, int] = {}
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the launcher
+            while not self._closed.wait(_LOOK_S):
+                for rank in range(1, self._processes):
+                    number = store.add(f"asked/{rank}", 0)
+                    if number == answered.get(rank, 0):
+                        continue
+                    if seen.get(rank, (0, 0.0))[0] != number:
+                        seen[rank] = number, time.monotonic()
+                    late = time.monotonic() - seen[rank][1] > 2 * self._timeout_s
+                    there = self._host.is_served(rank)
+                    if there and not late:
+                        continue  # perhaps it has died, and it is not noticed yet
+                    answered[rank] = number
+                    said = f"another process is heard as rank {rank}" if there else _COME
+                    store.set(f"answer/{rank}/{number}", said)
+                    if not there:
+                        self._let_in_soon(rank, number)
+            store.set("open", _OVER)
+
+    def _let_in_soon(self, rank: int, number: int) -> None:
+        threading.Thread(
+            target=self._let_in, args=(rank, number), name=f"let-in-{rank}", daemon=True
+        ).start()
+
+    def _let_in(self, rank: int, number: int) -> None:
+        """Connect with a process and take it in; if it has died meanwhile, forget it."""
+        with contextlib.suppress(RuntimeError):
+            store = _store()
+            pair = _connect(store, rank, number, own=0)
+            try:
+                self._host.admit(rank, pair)
+            except ValueError as reason:
+                store.set(f"refused/{rank}/{number}", str(reason))
+                pair.send([greeting(-1, 0)], 1, 0).wait(timedelta(seconds=_GRACE_S))
+
+
+def _store() -> dist.Store | None:
+    """Return a connection of one's own with the launcher's store, for this launch's attempt."""
+    return connect_store(f"join/{restarts()}")
+
+
+def _connect(store: dist.Store, rank: int, number: int, *, own: int) -> dist.ProcessGroup:
+    """Return a connection between rank 0 and a process; both call it within a minute."""
+    prefix = dist.PrefixStore(f"pair/{rank}/{number}", store)
+    return dist.ProcessGroupGloo(prefix, own, 2, timedelta(seconds=_PAIR_S))

@@ -1,0 +1,207 @@
+"""Real processes that are launched again while the others train: taken in once, or refused."""
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbsl.base.errors import NothingLeft, SyncError
+from dbsl.cluster.joining import Door, find_running_job
+from dbsl.plan.turns import EpochEnd
+from tests.helpers import free_port
+from tests.ranks.test_sync import make, make_reports
+
+TIMEOUT_S = 20.0
+
+
+def train(cluster, plan, *, rounds=None, pause_s=0.0):
+    """Take rounds, all or so many, and return their numbers and what was seen of others."""
+    taken, lost, joined = [], [], []
+    for turn in cluster.turns():
+        if isinstance(turn, EpochEnd):
+            continue
+        cluster.plan(turn)
+        cluster.pull(turn)
+        time.sleep(pause_s)
+        cluster.push(make_reports(turn, plan))
+        taken.append(turn.epoch)
+        lost += [(loss.worker, loss.rounds) for loss in cluster.lost()]
+        joined += [(worker.worker, worker.rounds) for worker in cluster.joined()]
+        if len(taken) == rounds:
+            break
+    return taken, lost, joined
+
+
+def first(rank, sync, epochs, rounds, pause_s, wire):
+    """Be launched with the others; after so many rounds die, if it is said how many."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    more = {"door": Door({"sync": sync}, 2, TIMEOUT_S)} if rank == 0 else {}
+    _, cluster, plan = make(
+        rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, **more
+    )
+    seen = train(cluster, plan, rounds=rounds, pause_s=pause_s)
+    if rounds is not None:
+        os._exit(9)
+    cluster.close()
+    return seen
+
+
+def again(rank, sync, epochs, wire, ready):
+    """Be launched once more, and join."""
+    ready.wait(TIMEOUT_S)
+    job = find_running_job()
+    assert (job.rank, job.processes, job.settings) == (rank, 2, {"sync": sync})
+    admission = job.enter(TIMEOUT_S)
+    weights, cluster, plan = make(
+        rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, admission=admission
+    )
+    taken, *_ = train(cluster, plan)
+    cluster.close()
+    return admission.clock, taken, weights.vector.isfinite().all().item()
+
+
+@pytest.fixture
+def launch():
+    """Return ``launch(fn, rank, *args)``, which starts a process of two beside a launcher's store.
+
+    Its `result` waits for what fn returns, or for the name of what it raises.
+    """
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    started = []
+
+    def start(fn, rank, *args):
+        queue = mp.get_context("fork").SimpleQueue()
+
+        def main():
+            torch.set_num_threads(1)
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
+            try:
+                queue.put(fn(rank, *args))
+            except Exception as error:
+                traceback.print_exc()
+                queue.put(f"{type(error).__name__}: {error}")
+            finally:
+                os._exit(0)  # a failed pair must not keep the process in a destructor
+
+        process = mp.get_context("fork").Process(target=main)
+        process.start()
+        started.append(process)
+
+        def result():
+            process.join(60)
+            assert not process.is_alive(), "the process did not end within 60 s"
+            return None if queue.empty() else queue.get()
+
+        return result
+
+    yield start
+    for process in started:
+        process.kill()
+    del store
+
+
+@pytest.mark.parametrize(("sync", "wire"), [("asp", None), ("ssp", None), ("asp", torch.bfloat16)])
+def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(launch, sync, wire):
+    ready = mp.get_context("fork").Event()
+    server = launch(first, 0, sync, 60, None, 0.05, wire)
+    died = launch(first, 1, sync, 60, 2, 0.0, wire)
+    back = launch(again, 1, sync, 60, wire, ready)
+    assert died() is None
+    ready.set()
+    clock, epochs, finite = back()
+    taken, lost, joined = server()
+    assert taken == list(range(60))
+    assert lost in ([(1, 1)], [(1, 2)])  # its last push may have been on its way
+    assert joined == [(1, clock)]
+    assert epochs == list(range(clock, 60))
+    assert 1 < clock < 60
+    assert finite
+
+
+def test_a_second_process_of_a_rank_that_is_heard_is_refused(launch):
+    server = launch(quick_server, 0, 40)
+    other = launch(first, 1, "asp", 40, None, 0.05, None)
+    said = launch(ask_when_open, 1)
+    assert said() == "SyncError: rank 0 has not taken rank 1 in: another process is heard as rank 1"
+    assert server()[0] == other()[0] == list(range(40))
+
+
+def quick_server(rank, epochs):
+    """Be rank 0, with little patience for those that ask while their worker is there."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    door = Door({"sync": "asp"}, 2, 0.2)
+    _, cluster, plan = make(
+        rank, "asp", world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, door=door
+    )
+    seen = train(cluster, plan, pause_s=0.1)
+    cluster.close()
+    return seen
+
+
+def ask_when_open(rank):
+    deadline = time.monotonic() + TIMEOUT_S
+    while (job := find_running_job()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return job.enter(TIMEOUT_S)
+
+
+def test_without_a_launchers_store_or_on_rank_0_there_is_no_job_to_join(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    assert find_running_job() is None  # nobody answers
+    monkeypatch.setenv("RANK", "0")
+    assert find_running_job() is None
+
+
+class Full:
+    """A host that refuses."""
+
+    def __init__(self, reason):
+        self._reason = reason
+
+    def is_served(self, rank):
+        return False
+
+    def admit(self, rank, pair):
+        raise ValueError(self._reason)
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "said"),
+    [
+        ("no plan", SyncError, "rank 0 has not taken rank 1 in: no plan"),
+        ("nothing is left to do: the end", NothingLeft, "rank 1 joins no more: nothing is left"),
+    ],
+)
+def test_a_process_that_is_refused_is_told_why_and_the_closed_door_says_so(
+    monkeypatch, reason, error, said
+):
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for name, value in (("ADDR", "127.0.0.1"), ("PORT", str(port))):
+        monkeypatch.setenv(f"MASTER_{name}", value)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert find_running_job() is None  # the others are about to start
+    door = Door({}, 2, 1.0)
+    door.open(Full(reason))
+    with pytest.raises(error, match=said):
+        find_running_job().enter(1.0)
+    door.close()
+    door._thread.join(5)
+    with pytest.raises(SyncError, match="is over, and takes rank 1 in no more"):
+        find_running_job()
+    del store
