@@ -185,7 +185,8 @@ def _join_session(
         raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
     with Stopping(deadline) as stopping:
         try:
-            session = _start(run, folder, accelerator, stopping, merge, None, job)
+            unmirrored = Mirror(folder, accelerator)  # rank 0 has the run's mirror
+            session = _start(run, folder, accelerator, stopping, unmirrored, merge, None, job)
         except NothingLeft as reason:
             print(reason, flush=True)
             yield None

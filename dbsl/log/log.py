@@ -96,6 +96,7 @@ class RunLog:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.lost_workers: list[int] = []
+        self.away: set[int] = set()  # of them those that have not come back
         self.enabled = accelerator.is_main_process
         self.meter = meter or StepMeter(0)
         if not self.enabled:
@@ -201,24 +202,23 @@ class RunLog:
         if not self.enabled:
             return
         self.lost_workers.append(loss.worker)
+        self.away.add(loss.worker)
         self._sink.write("lost", asdict(loss))
-        missed = (
-            f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
-        )
+        out = f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
         self._display.print(
             f"warning: rank {loss.rank} (worker {loss.worker}) was lost after "
             f"{plural(loss.rounds, 'round')} ({loss.reason}); the others share its "
-            f"samples from their next round on{missed}"
+            f"samples from their next round on{out}"
         )
 
-    def joined(self, worker: JoinedWorker) -> None:
+    def joined(self, new: JoinedWorker) -> None:
         """Record that a worker has come, and that the others share with it."""
         if not self.enabled:
             return
-        self._sink.write("joined", asdict(worker))
+        self._sink.write("joined", asdict(new))
+        self.away.discard(new.worker)
         self._display.print(
-            f"rank {worker.rank} (worker {worker.worker}) has joined; it has a share from epoch "
-            f"{worker.epoch + 1} on"
+            f"rank {new.rank} has joined; its share begins in epoch {new.epoch + 1}"
         )
 
     def plan(self, epoch: int, plan: Plan) -> None:
