@@ -161,6 +161,7 @@ def main() -> None:
             rows.append(play(sync, arguments.epochs, arguments.processes, folder, rng))
             print(json.dumps(rows[-1]), flush=True)
             command = f"python -m benchmarks.joins --minutes {arguments.minutes:g}"
+            command += f" --epochs {arguments.epochs} --processes {arguments.processes}"
             record(ROOT / "results/joins.csv", rows, command)
 
 

@@ -218,7 +218,7 @@ class RunLog:
         self._sink.write("joined", asdict(new))
         self.away.discard(new.worker)
         self._display.print(
-            f"rank {new.rank} has joined; its share begins in epoch {new.epoch + 1}"
+            f"rank {new.rank} has joined, its share begins in epoch {new.epoch + 1}"
         )
 
     def plan(self, epoch: int, plan: Plan) -> None:

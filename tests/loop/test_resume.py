@@ -652,7 +652,7 @@ def test_a_worker_that_is_launched_again_joins_while_the_others_train(tmp_path):
     assert sum(e["samples"] for e in rounds) + lost["samples"] == 150 * 120
     assert sum(e["samples"] for e in rounds if e["epoch"] == 149) == 120
     assert (
-        "rank 2 has joined; its share begins in epoch" in processes[0].stdout + processes[0].stderr
+        "rank 2 has joined, its share begins in epoch" in processes[0].stdout + processes[0].stderr
     )
 
 
