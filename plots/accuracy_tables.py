@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from plots.rows import RESULTS, Rows, read
 
 MINI = (
-    *("all_large", "dual_1_k105", "dual_3_k105", "dual_4_k105", "dual_3_k110", "asp"),
+    *(
+        "all_large",
+        "ddp_128",
+        "ddp_256",
+        "dual_1_k105",
+        "dual_3_k105",
+        "dual_4_k105",
+        "dual_3_k110",
+        "asp",
+    ),
     *("cyclic", "progressive", "hybrid"),
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
@@ -17,6 +26,8 @@ EQUAL_TIME = (
 )
 SUMMARY = {  # README's rows: arms of configs/mini, and what they are
     "all_large": "four workers, all on the large batch: the baseline",
+    "ddp_128": "plain data parallelism, 128 samples a step, no link cost",
+    "ddp_256": "plain data parallelism, 256 samples a step, no link cost",
     "dual_3_k105": "dual batch: three of four workers on small batches",
     "cyclic": "cyclic resolution, 24 and 32 px",
     "all_large_rounds_4": "the baseline with four merges an epoch",
@@ -74,7 +85,12 @@ def difference(row: dict[str, str]) -> str:
 
 
 def _arms(name: str, arms: Sequence[str], table: str = "arms") -> Rows:
-    rows = {row["arm"]: row for row in read(RESULTS / name / f"{table}.csv")}
+    """Return the rows of arms; those of data parallelism ran later, in a comparison of their own.
+
+    That has the same baseline.
+    """
+    files = [path for path in (RESULTS / name).glob(f"**/{table}.csv")]
+    rows = {row["arm"]: row for path in sorted(files, reverse=True) for row in read(path)}
     return [rows[arm] for arm in arms]
 
 
