@@ -37,11 +37,9 @@ from dbsl.run.run import round_sampler
 from tests import helpers
 from tests.helpers import (
     fingerprint,
-    free_port,
     metrics_of,
     rounds_of,
     slow,
-    start_rank,
     start_ranks,
     to_flags,
     torchrun,
@@ -630,47 +628,6 @@ def test_a_lost_worker_is_back_after_the_next_resume(tmp_path):
     assert {e["worker"] for e in rounds} == {0, 1, 2}
     assert min(e["samples"] for e in rounds) > 0
     assert sum(e["samples"] for e in rounds) == 120
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_launched_again_joins_while_the_others_train(tmp_path):
-    folder, port = tmp_path / "run", free_port()
-    settings = {**LONG, "epochs": 150, "sync": "asp", "resume": "auto", "eval_every": 50}
-    flags = to_flags(folder, **{**SETTINGS, **settings})
-    processes = [start_rank(flags, rank, 3, port) for rank in range(3)]
-    metrics = folder / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"round"' in metrics.read_text(), 90)
-    processes[2].kill()
-    wait_until(lambda: '"lost"' in metrics.read_text())
-    processes[2] = start_rank(flags, 2, 3, port)
-    assert wait_all(processes) == [0, 0, 0], [process.stderr for process in processes]
-    events = read_metrics(metrics)
-    (lost,), (joined,) = ([e for e in events if e["event"] == name] for name in ("lost", "joined"))
-    rounds = [e for e in events if e["event"] == "round"]
-    back = {e["epoch"] for e in rounds if e["worker"] == 2 and e["epoch"] >= joined["epoch"]}
-    assert back == set(range(joined["epoch"], 150))
-    assert sum(e["samples"] for e in rounds) + lost["samples"] == 150 * 120
-    assert sum(e["samples"] for e in rounds if e["epoch"] == 149) == 120
-    assert (
-        "rank 2 has joined, its share begins in epoch" in processes[0].stdout + processes[0].stderr
-    )
-
-
-@pytest.mark.slow
-def test_a_process_with_other_settings_does_not_join(tmp_path):
-    folder, port = tmp_path / "run", free_port()
-    settings = {**SETTINGS, **LONG, "epochs": 150, "sync": "asp", "resume": "auto"}
-    flags = to_flags(folder, **{**settings, "eval_every": 50})
-    processes = [start_rank(flags, rank, 2, port) for rank in range(2)]
-    metrics = folder / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"round"' in metrics.read_text(), 90)
-    other = start_rank(to_flags(folder, **{**settings, "lr": 0.5}), 1, 2, port)
-    assert other.wait() == 2
-    assert "rank 1 cannot join the running job: settings must be those of the job, got lr" in (
-        other.stderr
-    )
-    assert wait_all(processes) == [0, 0]
-    assert '"lost"' not in metrics.read_text()
 
 
 @slow
