@@ -76,10 +76,10 @@ def test_noise_is_measured_and_changes_no_bit(mode, tmp_path):
     sizes = {row["gradient_batch"] for row in measured}
     micro = {row.get("micro_batch") for row in measured}
     if mode in ("dual batch", "equal batches", "push"):  # all at the same weights
-        assert max(sizes) == {"dual batch": 36, "equal batches": 16, "push": 32}[mode]
+        assert max(sizes) == {"dual batch": 36, "equal batches": 16, "push": 30}[mode]
         assert noise[-1]["pairs"] == {"dual batch": 8, "equal batches": 4, "push": 32}[mode]
     else:
-        found = {"step": (32, {3}), "one worker": (8, {2}), "asp": (15, {2, 4})}
+        found = {"step": (30, {3}), "one worker": (8, {2}), "asp": (15, {2, 4})}
         assert (max(sizes), micro) == found[mode]
 
 
