@@ -143,7 +143,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
         )
     model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
     if unlike:
-        say(f"new, as {file} has no such weights: {', '.join(n for n in unlike if n in own)}")
+        say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in own)}")
 
 
 def _has_small_stem(name: str) -> bool:

@@ -212,12 +212,14 @@ class Profiler:
 
 
 def cache_file(setup: Setup) -> Path:
-    """Return where the profiles of a setup are kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return where this process's profiles are kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # What is off is left out, so that what was measured before there was such a setting stays.
     said = {name: value for name, value in asdict(setup).items() if value is not None}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    return root / "dbsl" / "profiles" / f"{setup.model}-{digest[:24]}.json"
+    # Devices of one name differ in what else runs on them: each process of a machine has its own.
+    place = f"-{os.environ.get('LOCAL_RANK', 0)}" if setup.local_processes > 1 else ""
+    return root / "dbsl" / "profiles" / f"{setup.model}-{digest[:24]}{place}.json"
 
 
 def _covers(profile: StepProfile, large_batch_size: int) -> bool:

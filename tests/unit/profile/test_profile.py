@@ -92,6 +92,17 @@ def test_a_profile_tells_of_its_floor_and_one_from_before_has_none(profiler):
     assert profiler.measured == [(32, 64)]
 
 
+def test_processes_of_one_machine_keep_their_times_apart(profiler, monkeypatch):
+    """A device of the same name may be slower: another program may run on its core."""
+    alone = cache_file(profiler().setup)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cache_file(profiler().setup) == alone  # a launch of one process, whatever its number
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    second = cache_file(profiler().setup)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert len({alone, second, cache_file(profiler().setup)}) == 3
+
+
 @pytest.mark.parametrize(
     ("large", "sizes"),
     [(64, [4, 8, 16, 32, 64]), (500, [31, 62, 125, 250, 500]), (3, [2, 3]), (1, [1])],
