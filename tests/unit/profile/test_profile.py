@@ -94,13 +94,12 @@ def test_a_profile_tells_of_its_floor_and_one_from_before_has_none(profiler):
 
 def test_processes_of_one_machine_keep_their_times_apart(profiler, monkeypatch):
     """A device of the same name may be slower: another program may run on its core."""
-    alone = cache_file(profiler().setup)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert cache_file(profiler().setup) == alone  # a launch of one process, whatever its number
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    second = cache_file(profiler().setup)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert len({alone, second, cache_file(profiler().setup)}) == 3
+    alone, two = (replace(profiler.setup, local_processes=n) for n in (1, 2))
+    first = [cache_file(alone), cache_file(two)]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cache_file(alone) == first[0]
+    assert cache_file(two) != first[1]
 
 
 @pytest.mark.parametrize(
