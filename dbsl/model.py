@@ -25,12 +25,14 @@ from dbsl.base.files import put_in_place
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import stream_seed
-from dbsl.data.dataset import RGB, Data
+from dbsl.data.dataset import Data, Statistics
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 
 FINAL, EMA, BEST = "model", "model_ema", "model_best"
+# What timm says of the weights that it has for an architecture; of new ones it is not true.
+_OF_PUBLISHED_WEIGHTS = ("license", "description", "origin_url", "paper_name", "paper_ids", "notes")
 _MARK = 0.123456789  # a dropout probability that no model has by itself
 
 
@@ -53,8 +55,7 @@ def build_model(
 
     Weights that were trained elsewhere keep what fits: the classifier is new where the number of
     classes is another one, a ResNet's stem where the images are small and its own is not. The
-    model's ``input_statistics`` are the channels' mean and standard deviation that its weights were
-    trained with; None: they are new.
+    model's ``input_statistics`` are what its weights were trained with; None: they are new.
 
     Args:
         name: Name in timm's registry, or ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``.
@@ -93,10 +94,9 @@ def build_model(
         )
         if small_stem:
             timm.models.load_pretrained(model, num_classes=num_classes)
-    model.input_statistics = None
+    model.input_statistics, model.named_weights = None, from_elsewhere
     if from_elsewhere:
-        found = timm.data.resolve_data_config(pretrained_cfg=model.pretrained_cfg)
-        model.input_statistics = tuple(found["mean"]), tuple(found["std"])
+        model.input_statistics = _statistics(model.pretrained_cfg, f"of {name}")
         before = model.pretrained_cfg["num_classes"]
         if before != num_classes:
             say(f"the classifier is new: {num_classes} classes in the data, {before} in {name}")
@@ -114,7 +114,10 @@ def build_model(
 
 
 def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:
-    """Load weights of a file into a model that `build_model` made.
+    """Load weights of a file into a model that `build_model` made, and its ``input_statistics``.
+
+    These are of the ``config.json`` beside the file, if that is of the same architecture, else
+    those that timm has for the architecture.
 
     Raises:
         ValueError: If the file cannot be read, or weights but for the classifier and the stem are
@@ -144,6 +147,21 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
     if unlike:
         say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in own)}")
+    try:
+        beside = read_model_config(Path(file).parent)
+    except ValueError:  # none, or another program's
+        beside = {}
+    if beside.get("architecture") == config["architecture"]:
+        of_file = f"of {Path(file).with_name('config.json')}"
+        model.input_statistics = _statistics(beside["pretrained_cfg"], of_file)
+    else:
+        of_timm = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
+        model.input_statistics = _statistics(config, of_timm)
+
+
+def _statistics(pretrained_cfg: Mapping[str, Any], source: str) -> Statistics:
+    found = timm.data.resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
+    return Statistics(tuple(found["mean"]), tuple(found["std"]), source)
 
 
 def _has_small_stem(name: str) -> bool:
@@ -227,7 +245,10 @@ def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Da
                 "mean": data.mean,
                 "std": data.std,
                 "crop_pct": data.crop_pct,
+                "test_crop_pct": data.crop_pct,
+                "crop_mode": "center",
                 "tag": "",
+                **({} if model.named_weights else dict.fromkeys(_OF_PUBLISHED_WEIGHTS)),
             },
         },
         model_args={"drop_rate": 0.0, **model.created_with, **model.settings},
@@ -257,10 +278,8 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     return model.eval()
 
 
-def load_timm_weights(
-    name: str, *, pretrained: bool = False
-) -> tuple[nn.Module, tuple[RGB, RGB], int]:
-    """Return a timm model as it was trained, its channels' mean and deviation, and its image side.
+def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module, Statistics, int]:
+    """Return a timm model as it was trained, its input statistics, and its image side.
 
     Args:
         name: ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's name with `pretrained`.
@@ -279,7 +298,8 @@ def load_timm_weights(
         pretrained_cfg=model.pretrained_cfg, model=model, use_test_size=True
     )
     model.created_with = True  # what `check_patches` asks for
-    return model, (tuple(found["mean"]), tuple(found["std"])), found["input_size"][-1]
+    statistics = Statistics(tuple(found["mean"]), tuple(found["std"]), f"of {name}")
+    return model, statistics, found["input_size"][-1]
 
 
 def load_own_weights(model: nn.Module, folder: Path) -> None:

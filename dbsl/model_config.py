@@ -19,7 +19,8 @@ class ModelConfig:
     # start from timm's weights of the model; they are downloaded unless cached
     pretrained: bool = False
     # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
-    # images, are new where theirs do not fit
+    # images, are new where theirs do not fit. Images are normalised as the config.json beside the
+    # file says, else as timm's weights of the model are; --mean and --std win
     initial_checkpoint: str | None = None
     # rate of stochastic depth, in [0, 1); unset: the model's own
     drop_path: Annotated[float | None, Within(0, 1, open_high=True)] = None

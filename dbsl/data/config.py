@@ -77,8 +77,9 @@ class ImageConfig:
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
     # how evaluation images are resized; unset: bilinear
     interpolation: Interpolation | None = None
-    # means of red, green and blue in [0, 1], or one for all; unset: of pretrained weights, else of
-    # the images
+    # means of red, green and blue in [0, 1], or one for all; unset: those of the weights that are
+    # started from; else the training images' own where all are squares of one size up to 64 px;
+    # else ImageNet's
     mean: Annotated[tuple[float, ...] | None, Within(0, 1)] = None
     # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
     std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,14 @@ _PROBES = 64  # images per split whose size is looked at before any are decoded
 RGB = tuple[float, float, float]
 
 
+class Statistics(NamedTuple):
+    """Means and deviations of the channels of images in [0, 1], and in words whose they are."""
+
+    mean: RGB
+    std: RGB
+    source: str
+
+
 @dataclass(frozen=True)
 class Data:
     """The data that `load_data` found.
@@ -47,6 +55,7 @@ class Data:
         class_names: Their names.
         mean: Channel means of images in [0, 1], for `Transform`.
         std: Channel standard deviations of images in [0, 1].
+        statistics_source: Whose means and deviations these are, in words.
         mirror: Whether a mirrored image keeps its class.
         image_side: Side of the images in pixels if all are squares of one size, else None. Where
             images are not stored, 64 of each split were looked at.
@@ -74,6 +83,7 @@ class Data:
     interpolation: Interpolation = "bilinear"
     pipeline: Pipeline = field(default_factory=Pipeline)
     erasing: Erasing | None = None
+    statistics_source: str = "given"
     unit: ClassVar[str] = "image"
 
     @property
@@ -99,9 +109,27 @@ class Data:
     def normalised_by(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Data:
         """Return the data with other channel means and deviations, one or three; None: its own."""
         own = {"mean": mean, "std": std}
+        given = {n: tuple(v) * (3 // len(v)) for n, v in own.items() if v is not None}
+        rest = f", the rest {self.statistics_source}" if len(given) == 1 else ""
+        if given:
+            given["statistics_source"] = f"by {' and '.join('--' + name for name in given)}{rest}"
+        return replace(self, **given)
+
+    def normalised_as(self, statistics: Statistics) -> Data:
+        """Return the data with the channel means and deviations of weights, say."""
         return replace(
-            self, **{n: tuple(v) * (3 // len(v)) for n, v in own.items() if v is not None}
+            self,
+            mean=statistics.mean,
+            std=statistics.std,
+            statistics_source=statistics.source,
         )
+
+    @property
+    def normalisation(self) -> str:
+        """By what images are normalised, in words."""
+        own = ([f"{value:.3f}" for value in values] for values in (self.mean, self.std))
+        mean, std = (", ".join(v[:1] if len({*v}) == 1 else v) for v in own)
+        return f"images normalised by mean {mean} and std {std}, {self.statistics_source}"
 
     def example(self, size: int, resolution: int) -> Batch:
         """Return a batch of random images on the device."""
@@ -199,8 +227,10 @@ def load_data(
         decoded = _decode_splits(splits, side, max_store_bytes, max_bad_images)
     if decoded:
         mean, std = _channel_statistics(decoded[0][0])
+        source = "of the training images"
     else:
         mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+        source = "ImageNet's"
     workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
     open_source = partial(
         _open_source,
@@ -215,6 +245,7 @@ def load_data(
         class_names=class_names,
         mean=mean,
         std=std,
+        statistics_source=source,
         mirror=dataset != "digits",  # a mirrored digit is another character
         image_side=side,
         image_column=train.image_column,

@@ -44,6 +44,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         f"{plural(config.workers, 'worker')} {where}, {config.small_workers} on small batches"
         f"{chosen}, sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
         f"precision {describe_precision(accelerator)}, {threads}",
+        *([data.normalisation] if hasattr(data, "normalisation") else []),  # not of one's own
         *([] if config.cache_gib is None else [data.train.described(config.seed)]),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",

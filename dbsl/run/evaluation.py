@@ -133,7 +133,7 @@ def prepare_evaluation(
         model = own.build(sized, data, accelerator)
         load_own_weights(model, folder)
     else:
-        model, (mean, std), trained_at = load_timm_weights(name, pretrained=config.pretrained)
+        model, statistics, trained_at = load_timm_weights(name, pretrained=config.pretrained)
         side = config.resolutions[-1] if config.resolutions else trained_at
         check_patches(model, (side,))
         if model.num_classes != data.num_classes:
@@ -142,7 +142,7 @@ def prepare_evaluation(
                 f"{data.num_classes}"
             )
         _check_names(model, data, name, accelerator)
-        data = replace(data, mean=mean, std=std).normalised_by(config.mean, config.std)
+        data = data.normalised_as(statistics).normalised_by(config.mean, config.std)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
     return EvaluationSession(config, accelerator, data, model, side)
 

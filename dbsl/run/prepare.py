@@ -70,8 +70,7 @@ def prepare(
     config, stages = _make_stages(config, data, accelerator)
     model = _build_model(config, data, own, accelerator)
     if model.input_statistics:  # what its weights were trained with
-        mean, std = model.input_statistics
-        data = replace(data, mean=mean, std=std).normalised_by(config.mean, config.std)
+        data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)

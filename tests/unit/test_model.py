@@ -192,7 +192,7 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is
     name = f"local-dir:{tmp_path}/run"
     model = build_model(name, 3, final_resolution=now, seed=4, say=said.append)
     assert torch.equal(torch.get_rng_state(), state)
-    assert model.input_statistics == (DATA.mean, DATA.std)
+    assert model.input_statistics == (DATA.mean, DATA.std, f"of {name}")
     old, new = first.state_dict(), model.state_dict()
     differ = {key for key in old if not torch.equal(old[key], new[key])}
     assert differ == ({"conv1.weight"} if stem_is_new else set())
@@ -226,6 +226,58 @@ def test_a_run_from_other_weights_normalises_as_they_were_trained(tmp_path, acce
     run = prepare(config, accelerator, lambda model, images, labels: model(images).sum())
     assert (run.data.mean, run.data.std) == (DATA.mean, DATA.std)  # saved with the model
     assert (run.transforms[16].mean, run.transforms[16].std) == (DATA.mean, DATA.std)
+
+
+def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
+    tmp_path, accelerator
+):
+    said = []
+    for folder, name in (("run", "test_vit"), ("other", "test_resnet")):
+        save_model(build_model(name, 3, final_resolution=16), tmp_path / folder, 16, DATA)
+    weights = (tmp_path / "run/model.safetensors").read_bytes()
+    for folder in ("alone", "other"):  # the other's config.json is of another architecture
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "best.safetensors").write_bytes(weights)
+    settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
+    settings |= {"model": "test_vit", "intercept": (0.01,), "lr": 0.1}
+
+    def lines(file, **more):
+        config = Config(initial_checkpoint=str(tmp_path / file), **settings | more)
+        run = prepare(config, accelerator, lambda model, images, labels: model(images).sum())
+        said.append(run.data.normalisation)
+        return run.data.mean, run.data.std
+
+    assert lines("run/model.safetensors") == (DATA.mean, DATA.std)
+    timms = build_model("test_vit", 3, final_resolution=16).pretrained_cfg
+    for file in ("alone/best.safetensors", "other/best.safetensors"):
+        assert lines(file) == (tuple(timms["mean"]), tuple(timms["std"]))
+    assert lines("run/model.safetensors", mean=(0.1,)) == ((0.1,) * 3, DATA.std)
+    assert said == [
+        "images normalised by mean 0.500, 0.400, 0.300 and std 0.200, of "
+        f"{tmp_path}/run/config.json",
+        *(
+            "images normalised by mean 0.500 and std 0.500, timm's of test_vit, as no config.json "
+            f"of it is beside {tmp_path}/{file}"
+            for file in ("alone/best.safetensors", "other/best.safetensors")
+        ),
+        "images normalised by mean 0.100 and std 0.200, by --mean, the rest of "
+        f"{tmp_path}/run/config.json",
+    ]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_base_patch16_siglip_224"])
+def test_a_saved_model_has_the_preprocessing_that_it_was_evaluated_with(tmp_path, name):
+    depth = {} if name == "resnet18" else {"depth": 1}
+    save_model(build_model(name, 3, final_resolution=96, settings=depth), tmp_path, 96, DATA)
+    config = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    for test_size in (False, True):  # timm's own say a crop of 1.0, and squash
+        found = timm.data.resolve_data_config(pretrained_cfg=config, use_test_size=test_size)
+        assert found | {"input_size": tuple(found["input_size"])} == {
+            **{"input_size": (3, 96, 96), "mean": [*DATA.mean], "std": [*DATA.std]},
+            **{"interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"},
+        }
+    assert not config.get("license")  # of timm's weights, which these are not
+    assert not config.get("paper_ids")
 
 
 @pytest.mark.parametrize(
