@@ -217,6 +217,8 @@ def evaluation(settings: Settings, pace: Pace) -> None:
             model=model,
             accelerator=accelerator,
             shares_evaluation=False,
+            num_classes=data.num_classes,
+            side=settings.resolution,
             evaluation_images=lambda source, images=images: images,
         )
         train.evaluate(session)

@@ -60,6 +60,23 @@ def test_data_and_model_of_an_arm_are_on_the_device(monkeypatch, arm):
     assert found == {"data": device, "model": {device}}
 
 
+@pytest.mark.parametrize("arm", ["bare", "plain", "forward", "evaluation"])
+def test_each_arm_computes(monkeypatch, arm):
+    done = []
+
+    class Enough(Exception):
+        pass
+
+    def stop(images):
+        done.append(images)
+        if sum(done):
+            raise Enough
+
+    with pytest.raises(Enough):
+        arms.ARMS[arm](SETTINGS, stop)
+    assert done[-1] > 0
+
+
 @pytest.mark.parametrize(("cuda", "device"), [(True, "cuda"), (False, "cpu")])
 def test_timms_script_gets_the_device_that_there_is(monkeypatch, cuda, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
