@@ -48,6 +48,7 @@ from dbsl.run.resolved import found_by, with_resolved
 from dbsl.run.run import Run
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, deadline_of
+from dbsl.run.stopwatch import Stopwatch
 
 LossFunction = Callable[[Tensor, Tensor, RunConfig], Tensor]
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
@@ -82,6 +83,7 @@ def open_session(
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
+    stopwatch = Stopwatch()
     own = Own(data, model)
     given = own.named(given)
     deadline = deadline_of(given.max_minutes)
@@ -93,7 +95,8 @@ def open_session(
         return
     alone = config.sync not in ("ssp", "asp") or config.plan_only
     if not alone and (job := find_running_job()):
-        with _join_session(config, job, loss_function, own, merge, deadline) as session:
+        opened = _join_session(config, job, loss_function, own, merge, deadline, stopwatch)
+        with opened as session:
             yield session
         return
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
@@ -134,7 +137,9 @@ def open_session(
         run = replace(run, config=replace(run.config, resolved=resolved))
         with Stopping(deadline) as stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            session = _start(run, folder.path, accelerator, stopping, mirror, merge, resumed)
+            session = _start(
+                *(run, folder.path, accelerator, stopping, stopwatch, mirror, merge, resumed)
+            )
             if found:  # all has been read, and fits: from here on the folder is written
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans)
@@ -142,6 +147,7 @@ def open_session(
                 session.log = start_log(session, resumed and resumed.log)
             with session.log, mirror:
                 with session.cluster, session.checkpointer:
+                    session.start_training()
                     yield session
                     session.checkpointer.finish()
                     session.cluster.close()
@@ -159,6 +165,7 @@ def _join_session(
     own: Own,
     merge: MergeRule | None,
     deadline: float | None,
+    stopwatch: Stopwatch,
 ) -> Iterator[Session | None]:
     """Open the run of a job under way for one more worker. Nothing is written but its checkpoints.
 
@@ -186,13 +193,16 @@ def _join_session(
     with Stopping(deadline) as stopping:
         try:
             unmirrored = Mirror(folder, accelerator)  # rank 0 has the run's mirror
-            session = _start(run, folder, accelerator, stopping, unmirrored, merge, None, job)
+            session = _start(
+                *(run, folder, accelerator, stopping, stopwatch, unmirrored, merge, None, job)
+            )
         except NothingLeft as reason:
             print(reason, flush=True)
             yield None
             return
         session.log = start_log(session, None)
         with session.log, session.cluster, session.checkpointer:
+            session.start_training()
             yield session
             session.checkpointer.finish()
             session.cluster.close()
@@ -231,6 +241,7 @@ def _start(
     folder: Path,
     accelerator: Accelerator,
     stopping: Stopping,
+    stopwatch: Stopwatch,
     mirror: Mirror,
     merge: MergeRule | None,
     resumed: Resumed | None,
@@ -240,7 +251,9 @@ def _start(
     cluster, stepper = connect(run, accelerator, merge, job)
     meter = StepMeter(run.config.log_every)
     meter.attach(cluster.workers, stepper, accelerator)
-    session = Session(run, folder, accelerator, cluster, stepper, stopping, meter, mirror)
+    session = Session(
+        *(run, folder, accelerator, cluster, stepper, stopping, stopwatch, meter, mirror)
+    )
     session.checkpointer = Checkpointer(session, resumed)
     return session
 

@@ -94,8 +94,8 @@ class PixelStore(ImageSource):
 class ImageLoader(ImageSource):
     """Large or uneven images, decoded and cut to size in loader processes as they are needed.
 
-    The processes start with the first batch and stay until this object goes. A fork server makes
-    them, because the fork of a process that has CUDA or gloo threads may hang. Each therefore
+    The processes start with `start`, or else with the first batch, and stay until this object goes.
+    A fork server makes them, because the fork of a process that has CUDA or gloo threads may hang. Each therefore
     imports the main script, which needs its ``if __name__ == "__main__":``.
 
     Args:
@@ -132,6 +132,13 @@ class ImageLoader(ImageSource):
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else each call would advance torch's own
         )
+
+    def start(self) -> None:
+        """Start the loader processes, and wait until each of them is there."""
+        if self._loader.num_workers and not self._calls:
+            start_server()
+            iter(self._loader)  # over no requests: they only start
+            iter(self._loader)  # begins anew, for which each of them answers
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0

@@ -15,6 +15,9 @@ Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
 class Source(Protocol):
     """Samples of one split, read by number.
 
+    It may have a method ``start()``, which a run calls before its clock: it returns when the first
+    batch need not wait for what makes them, such as loader processes.
+
     Attributes:
         bad: Samples that could not be read and are left out: their rows, and why.
     """

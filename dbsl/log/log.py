@@ -17,7 +17,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.files import write_text
-from dbsl.base.words import plural, px, short_loss
+from dbsl.base.words import duration, plural, px, short_loss
 from dbsl.log.charts import Charts
 from dbsl.log.display import Display, speed_in_words
 from dbsl.log.divergence import DivergenceWarning
@@ -168,6 +168,11 @@ class RunLog:
         self.lost_workers = list(state["lost_workers"])
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
+
+    def started(self, start_up_s: float) -> None:
+        """Say how long it took until training began."""
+        if self.enabled:
+            self._display.print(f"start-up {duration(start_up_s)}, not counted as training")
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""

@@ -278,6 +278,7 @@ def result_in_words(values: Mapping[str, Any], unit: str) -> str:
         "final_top5_accuracy": ", top-5 {:.2%}",
         "final_loss": ", loss {}",
         "train_time_s": ", training {:.1f} s",
+        "start_up_time_s": " and start-up {:.1f} s",
         "total_time_s": " of {:.1f} s",
         "images_per_s": f", {{:.0f}} {unit}/s",
     }

@@ -82,6 +82,7 @@ def sum_up(session: Session) -> None:
         names = ("epochs", "seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
+            "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
             **{name: getattr(config, name) for name in names},
             "classes": run.data.num_classes,

@@ -54,10 +54,10 @@ class Session:
     cluster: Cluster
     stepper: Stepper
     stopping: Stopping
+    stopwatch: Stopwatch
     meter: Any
     mirror: Any
     progress: Progress = field(default_factory=Progress)
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
     log: Any = None
     checkpointer: Any = None
 
@@ -82,6 +82,11 @@ class Session:
         return self.waits_for_evaluation and self.accelerator.num_processes > 1
 
     @property
+    def evaluates(self) -> bool:
+        """Whether this process evaluates."""
+        return self.accelerator.is_main_process or self.waits_for_evaluation
+
+    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return self.run.data.num_classes
@@ -90,6 +95,17 @@ class Session:
     def side(self) -> int:
         """Image side of evaluations, pixels."""
         return self.run.config.resolutions[-1]
+
+    def start_training(self) -> None:
+        """Have ready what the first batches need, and begin to count the time of training."""
+        sources = [self.run.data.train] * bool(self.cluster.workers)
+        sources += [self.run.data.evaluation] * self.evaluates
+        for source in sources:
+            if start := getattr(source, "start", None):  # data of one's own may not know of it
+                start()
+        if self.cluster.control is not None:  # they would wait for each other on the clock
+            self.cluster.control.highest(0)
+        self.log.started(self.stopwatch.start_training())
 
     def save_model(self, name: str) -> None:
         """Write the model's weights as they are now into the run folder, on the main process."""

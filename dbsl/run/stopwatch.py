@@ -11,26 +11,37 @@ from typing import Any
 class Stopwatch:
     """Counts from its making on, and goes on from where an earlier session stopped.
 
+    What comes before `start_training` is start-up, and no part of the training.
+
     Attributes:
         eval_s: Seconds spent on evaluation.
+        start_up_s: Seconds before training began, of all sessions together.
     """
 
     def __init__(self) -> None:
-        self.eval_s = 0.0
+        self.eval_s = self.start_up_s = 0.0
         self._began = self._loop_began = time.perf_counter()
-        self._earlier_s = 0.0  # all earlier sessions together
+        self._earlier_s = self._earlier_loop_s = 0.0  # all earlier sessions together
 
     @property
     def total_s(self) -> float:
         """Seconds since the run began, earlier sessions and their starts included."""
         return self._earlier_s + time.perf_counter() - self._began
 
+    def start_training(self) -> float:
+        """Note that training begins here; return the seconds of this session's start-up."""
+        self._loop_began = time.perf_counter()
+        spent = self._loop_began - self._began
+        self.start_up_s += spent
+        return spent
+
     def train_s(self, moment: float, *, without_evaluation: bool) -> float:
         """Return the seconds of training up to a moment, by time.perf_counter().
 
         Evaluation is left out where it held the workers up.
         """
-        return moment - self._loop_began - (self.eval_s if without_evaluation else 0.0)
+        spent = self._earlier_loop_s + moment - self._loop_began
+        return spent - (self.eval_s if without_evaluation else 0.0)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], float]]:
@@ -42,13 +53,15 @@ class Stopwatch:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
         return {
-            "loop_s": time.perf_counter() - self._loop_began,
+            "loop_s": self._earlier_loop_s + time.perf_counter() - self._loop_began,
+            "start_up_s": self.start_up_s,
             "eval_time_s": self.eval_s,
             "total_s": self.total_s,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._loop_began = time.perf_counter() - float(state["loop_s"])
+        self._earlier_loop_s = float(state["loop_s"])
+        self.start_up_s += float(state.get("start_up_s", 0.0))  # not in checkpoints of before
         self.eval_s = float(state["eval_time_s"])
         self._earlier_s = float(state["total_s"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import asdict
 
 import numpy as np
@@ -12,6 +13,7 @@ import train
 from dbsl.base.errors import one_line_errors
 from dbsl.base.flags import read_source
 from dbsl.data.dataset import load_data
+from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
@@ -78,7 +80,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) - {"noise_advice"} == {  # which is there if the noise scale is known
         *("final_accuracy", "final_top5_accuracy", "best_accuracy", "final_loss"),
-        *("train_time_s", "total_time_s"),
+        *("train_time_s", "start_up_time_s", "total_time_s"),
         *("images_per_s", "samples_seen", "epochs", "seed", "workers", "small_workers", "sync"),
         *("noise_scale", "noise_scale_low", "noise_scale_high"),
         *("device", "precision", "torch", "timm", "classes"),
@@ -98,6 +100,21 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     ]
     assert evals[-1]["accuracy"] == summary["final_accuracy"]
     assert config.small_workers == 1
+
+
+def test_what_a_run_waits_for_before_its_first_batch_is_start_up_and_no_training(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(PixelStore, "start", lambda _: time.sleep(0.4), raising=False)
+    began = time.perf_counter()
+    run(tmp_path / "run", epochs=1, lr_milestones=())
+    spent = time.perf_counter() - began
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["start_up_time_s"] > 0.8  # training and evaluation images
+    assert summary["start_up_time_s"] + summary["train_time_s"] < summary["total_time_s"] < spent
+    printed = capsys.readouterr().out
+    assert printed.index("\nstart-up ") < printed.index("\nepoch 1/1 ")
+    assert " and start-up " in printed
 
 
 def test_saved_model_reads_back_and_evaluates_to_the_summary(tmp_path):

@@ -667,6 +667,17 @@ def test_image_loader_same_bits_for_any_number_of_processes(uneven):
     assert set(multiprocessing.active_children()) <= children
 
 
+def test_loader_processes_that_are_started_are_there_before_the_first_batch(uneven):
+    helped = load_data(uneven, loader_workers=2).train
+    children = set(multiprocessing.active_children())
+    helped.start()
+    started = set(multiprocessing.active_children()) - children
+    assert len(started) == 2
+    images, labels = read(helped, [np.arange(4)], plain(8), 0)
+    assert (len(images), labels.tolist()) == (4, [0, 1, 0, 1])
+    assert set(multiprocessing.active_children()) - children == started
+
+
 def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven):
     helped = load_data(uneven, loader_workers=2).train
     batches = helped.batches(np.arange(24).reshape(6, 4), plain(8))  # they are starting
