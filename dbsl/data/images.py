@@ -95,8 +95,8 @@ class ImageLoader(ImageSource):
     """Large or uneven images, decoded and cut to size in loader processes as they are needed.
 
     The processes start with `start`, or else with the first batch, and stay until this object goes.
-    A fork server makes them, because the fork of a process that has CUDA or gloo threads may hang. Each therefore
-    imports the main script, which needs its ``if __name__ == "__main__":``.
+    A fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
+    Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
 
     Args:
         split: The images.
