@@ -177,7 +177,6 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
         end.epoch,
         result,
         train_time_s=train_time_s,
-        learning_rate=learning_rate(session, end.epoch),  # as the epoch began, before lr_factor
         virtual_time_s=session.cluster.time_s,
     )
 

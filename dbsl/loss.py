@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -31,6 +32,27 @@ def check_bce(config: BceConfig) -> None:
     for name, is_given in given.items():
         if is_given and not config.bce_loss:
             raise ValueError(f"bce_loss must be given with {name}, got {name} alone")
+
+
+def first_loss(config: object, classes: int) -> float:
+    """Return the loss of a network that has learnt nothing, all of whose logits are 0."""
+    if not (isinstance(config, BceConfig) and config.bce_loss):
+        return math.log(classes)
+    return math.log(2) * (classes if config.bce_sum else 1)
+
+
+def guessing_loss(config: object, classes: int) -> float:
+    """Return the loss of guessing, all classes being as likely: cross-entropy's, or of `BceConfig`.
+
+    Smoothing and mixing leave it as it is. Shares above a threshold count as whole: mixed images
+    then have two classes.
+    """
+    if not (isinstance(config, BceConfig) and config.bce_loss):
+        return math.log(classes)
+    mixed = config.bce_target_thresh is not None and getattr(config, "mixes", False)
+    share = min(2 if mixed else 1, classes / 2) / classes
+    loss = -share * math.log(share) - (1 - share) * math.log(1 - share)
+    return loss * classes if config.bce_sum else loss
 
 
 def binary_cross_entropy(

@@ -79,7 +79,7 @@ def _asked_for(marker, config):
 def no_pictures():
     """Have runs draw a pixel: a second saved each. Pictures have tests of their own."""
 
-    def draw(*arguments):
+    def draw(*arguments, **_):
         path = arguments[-1]
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (1, 1)).save(path)

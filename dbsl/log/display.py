@@ -22,10 +22,14 @@ class Display:
         done: Steps of it that earlier sessions took.
         epochs: Epochs of the run.
         unit: What samples are called.
+        loss_name: What the loss is called.
     """
 
-    def __init__(self, total: int, done: int, epochs: int, unit: str = "images") -> None:
+    def __init__(
+        self, total: int, done: int, epochs: int, unit: str = "images", loss_name: str = "loss"
+    ) -> None:
         self.total, self.done, self._epochs, self._unit = total, done, epochs, unit
+        self._loss_name = loss_name
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -53,7 +57,9 @@ class Display:
         self._samples += samples
         spent = time.perf_counter() - self._since
         if spent >= self._every_s:
-            loss = f"loss {short_loss(self.loss)}, " if math.isfinite(self.loss) else ""
+            loss = (
+                f"{self._loss_name} {short_loss(self.loss)}, " if math.isfinite(self.loss) else ""
+            )
             speed = speed_in_words(self._samples / spent, self._unit)
             text = f"epoch {epoch + 1}/{self._epochs}, "
             if self._bar.disable:

@@ -1,4 +1,4 @@
-"""Training that diverges: said as soon as it is seen, and never called a success."""
+"""Training that diverges or learns nothing: said as soon as it is seen, and never a success."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.errors import DivergedError
+from dbsl.loss import first_loss, guessing_loss
 from dbsl.run.config import RunConfig
+
+# Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
+# than to guess. Whole epochs are judged: they may be many more.
+_JUDGED_STEPS = 16
+_NO_BETTER = 0.99  # times the loss of guessing
 
 # Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
@@ -19,29 +25,62 @@ _NO_RESULT = 1000.0
 
 
 class DivergenceWarning:
-    """Says once that a loss is not finite, or far above that of guessing.
+    """Says once that a loss is not finite or far above that of guessing, and once that it stays.
 
-    Guessing has ln(classes). Far above is more than twice that and 1: a first round at a high
+    Far above is more than twice that, or what it began with, and 1: a first round at a high
     learning rate may well be above it. `say` takes the line.
     """
 
     def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
         self._config = config
         self._classes = classes
+        self._guessing = guessing_loss(config, classes)
         self._say = say
-        self._said = False
+        self._far_above = 2 * max(self._guessing, first_loss(config, classes)) + 1
+        self._shown = f"{self._guessing:{'.2f' if self._guessing >= 0.1 else '.2g'}}"
+        self._said = self._said_none_learnt = False
+        self._since: tuple[int, int, float, int] | None = None  # epoch, steps, loss, samples
 
     def look(self, loss: float, what: str) -> None:
         """Take a loss, and in words what it is of, such as ``the training loss of epoch 3``."""
-        guessing = math.log(self._classes)
-        if self._said or loss <= 2 * guessing + 1:  # NaN is not
+        if self._said or loss <= self._far_above:  # NaN is not
             return
         self._said = True
         is_what = f"is {loss:.3g}" if math.isfinite(loss) else "is not finite"
         self._say(
             f"warning: {what} {is_what}, where guessing among {self._classes} classes has "
-            f"{guessing:.2f}: training diverges; lower lr ({self._config.lr:g} with "
+            f"{self._shown}: training diverges; lower lr ({self._config.lr:g} with "
             f"{self._config.optimizer})"
+        )
+
+    def look_at_epoch(
+        self, epoch: int, loss: float, *, samples: int, steps: int, batch_size: int
+    ) -> None:
+        """Take an epoch's training loss, mean over the samples, with the steps of a worker.
+
+        Epochs of few steps are judged together; the warm-up is not, unless the run is over.
+        """
+        config = self._config
+        last = epoch + 1 == config.epochs
+        warm = last or epoch >= (config.warmup_epochs or 0)
+        if self._said or self._said_none_learnt or not warm or not self._guessing:
+            return
+        first, steps_before, sum_before, before = self._since or (epoch, 0, 0.0, 0)
+        steps, samples = steps + steps_before, samples + before
+        total = loss * (samples - before) + sum_before
+        self._since = (first, steps, total, samples)
+        if steps < _JUDGED_STEPS or not samples:
+            return
+        self._since, mean = None, total / samples
+        if mean < _NO_BETTER * self._guessing or not math.isfinite(mean):
+            return
+        self._said_none_learnt = True
+        which = f"epoch {epoch + 1}" if first == epoch else f"epochs {first + 1} to {epoch + 1}"
+        self._say(
+            f"warning: the training loss of {which} is {mean:.3g}, no better than guessing among "
+            f"{self._classes} classes ({self._shown}): nothing is learnt with lr "
+            f"{config.lr:g} ({config.optimizer}, {batch_size} samples a step); try another, "
+            f"{config.lr / 10:g} first"
         )
 
 

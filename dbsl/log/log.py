@@ -31,6 +31,7 @@ from dbsl.log.rows import (
     evaluation_charts,
     evaluation_in_words,
     given_values,
+    last_learning_rate,
     mean_times,
     missed_times,
     of_workers,
@@ -74,7 +75,9 @@ class RunLog:
         counted: Workers whose steps the display counts; of joint steps one.
         by_rounds: Whether it counts them where a round is recorded, since none is taken here.
         samples: Training samples; None: those of the plans, which may leave out a last batch.
-        divergence: Is shown every round's loss.
+        evaluated: Evaluation samples that were told; a line says if fewer can be read.
+        bce: Whether training's loss is binary cross-entropy: evaluation's is cross-entropy.
+        divergence: Is shown every round's loss, and every epoch's.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
     """
@@ -92,6 +95,8 @@ class RunLog:
         counted: Sequence[int] = (0,),
         by_rounds: bool = False,
         samples: int | None = None,
+        evaluated: int = 0,
+        bce: bool = False,
         divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -105,6 +110,8 @@ class RunLog:
         self._planned = Planned(stages, plans, counted)
         self._pushes = pushes
         self._divergence = divergence
+        self._evaluated = evaluated
+        self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
         self._expects_times = expects_times
         self._by_rounds = by_rounds
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
@@ -124,7 +131,9 @@ class RunLog:
             self._charts.resume(read_metrics(folder / "metrics.jsonl"))
         done = self._planned.steps_done(state) if state else 0
         self._unit = "images" if stages[-1].resolution else "samples"
-        self._display = Display(self._planned.steps, done, self._planned.epochs, self._unit)
+        self._display = Display(
+            self._planned.steps, done, self._planned.epochs, self._unit, self._loss
+        )
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         new = self._planned.new_rows(state, self._epochs_done)
         for row in new:
@@ -246,13 +255,12 @@ class RunLog:
         evaluation: Evaluation | None = None,
         *,
         train_time_s: float,
-        learning_rate: float,
         virtual_time_s: float | None = None,
     ) -> None:
         """Record the end of an epoch, evaluated or not: one tracker record, one printed line.
 
         All its rounds have been recorded. `train_time_s` has no evaluation in it; `virtual_time_s`
-        is the simulated cluster's clock.
+        is the simulated cluster's clock. The learning rate is that of the epoch's last step.
         """
         if not self.enabled:
             return
@@ -260,6 +268,7 @@ class RunLog:
         self._all_refused = bool(reports) and all(report.refused for report in reports)
         plan, resolution = self._planned.at(epoch), stage_at(self._planned.stages, epoch).resolution
         workers, total = of_workers(reports), together(reports)
+        learning_rate = last_learning_rate(reports)
         if self._pushes:
             for worker, values in workers.items():
                 first = next(report for report in reports if report.worker == worker)
@@ -293,15 +302,31 @@ class RunLog:
         self._charts.record(record, epoch + 1)
         self._charts.workers(WORKERS, workers, epoch + 1)
         epochs = self._planned.epochs
+        found = evaluation_in_words(evaluation, self._eval_loss)
         self._display.print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
-            f"lr {learning_rate:.3g}  loss {short_loss(total['loss'])}"
-            f"{evaluation_in_words(evaluation)}  {speed_in_words(speed, self._unit)}"
+            f"lr {learning_rate:.3g}  {self._loss} {short_loss(total['loss'])}"
+            f"{found}  {speed_in_words(speed, self._unit)}"
             f"{times_in_words([values['time_s'] for values in workers.values()])}"
         )
         judged = epoch == _JUDGED_EPOCH and self._expects_times
         if judged and (warning := missed_times(workers)):
             self._display.print(warning)
+        if evaluation is not None and evaluation.samples < self._evaluated:
+            left_out, self._evaluated = self._evaluated - evaluation.samples, evaluation.samples
+            self._display.print(
+                f"warning: evaluations are of {plural(evaluation.samples, self._unit[:-1])}: "
+                f"{left_out} of {left_out + evaluation.samples} cannot be decoded"
+            )
+        if self._divergence is not None and reports:
+            self._divergence.look_at_epoch(
+                epoch,
+                total["loss"],
+                samples=total["samples"],
+                steps=max(values["steps"] for values in workers.values()),
+                batch_size=plan.global_batch_size
+                or max(worker.local_batch_size for worker in plan.workers),
+            )
         self._display.pause()
 
     def images(self, files: Mapping[str, Path], *, again: bool = True) -> None:
@@ -348,7 +373,9 @@ class RunLog:
         self._charts.summary(values)
         if "noise_advice" in values:
             self._display.print(values["noise_advice"])
-        self._display.print(f"{result_in_words(values, self._unit)}; all of it in {self.folder}")
+        self._display.print(
+            f"{result_in_words(values, self._unit, self._eval_loss)}; all of it in {self.folder}"
+        )
 
     def close(self) -> None:
         """Close the file and the progress bar; `Accelerator.end_training` closes the trackers."""

@@ -45,9 +45,11 @@ def plan_timeline(
     save_figure(timeline_figure(stages, plans, rounds_per_epoch), path)
 
 
-def accuracy_and_loss(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+def accuracy_and_loss(
+    metrics: Sequence[Mapping[str, Any]], path: Path, *, bce: bool = False
+) -> None:
     """Draw `curves_figure` into a PNG."""
-    save_figure(curves_figure(metrics), path)
+    save_figure(curves_figure(metrics, bce=bce), path)
 
 
 def timeline_figure(
@@ -103,11 +105,12 @@ def timeline_figure(
     return figure
 
 
-def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
+def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) -> Figure:
     """Return accuracy and loss over epochs and over training time, sub-stages shaded.
 
     Time is the simulated cluster's clock where all evaluations have it, else measured. It is known
-    when an epoch was evaluated, and interpolated between.
+    when an epoch was evaluated, and interpolated between. With `bce` training's loss is binary
+    cross-entropy, evaluation's is cross-entropy.
     """
     evaluations = [row for row in metrics if row["event"] == "eval"]
     stages = stage_spans(metrics)
@@ -130,8 +133,10 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     ):
         x = position(known[1:])
         _line(top, x, [_number(row["accuracy"], 100) for row in evaluations], EVAL, "evaluation")
-        _line(bottom, position(epochs), losses, TRAIN, "training, mean of the epoch")
-        _line(bottom, x, [_number(row["loss"]) for row in evaluations], EVAL, "evaluation")
+        trained = ", binary cross-entropy" if bce else ""
+        _line(bottom, position(epochs), losses, TRAIN, f"training{trained}, mean of the epoch")
+        tested = "evaluation, cross-entropy" if bce else "evaluation"
+        _line(bottom, x, [_number(row["loss"]) for row in evaluations], EVAL, tested)
         if any("ema_accuracy" in row for row in evaluations):
             averages = [_number(row.get("ema_accuracy"), 100) for row in evaluations]
             _line(top, x, averages, AVERAGED, "evaluation, averaged weights")

@@ -123,6 +123,13 @@ def together(reports: Sequence[RoundReport]) -> dict[str, float]:
     }
 
 
+def last_learning_rate(reports: Sequence[RoundReport]) -> float:
+    """Return the learning rate of an epoch's last step; of workers with unlike ones the highest."""
+    last = max((report.round for report in reports), default=0)
+    rates = (report.learning_rate for report in reports if report.round == last)
+    return max(rates, default=math.nan)
+
+
 def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
     """Return what rounds, sorted by worker, come to for each of them."""
     groups = itertools.groupby(reports, key=lambda report: report.worker)
@@ -253,7 +260,7 @@ def times_in_words(times_s: Sequence[float]) -> str:
     return f"  workers {'-'.join(dict.fromkeys(ends))} s"
 
 
-def evaluation_in_words(evaluation: Evaluation | None) -> str:
+def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") -> str:
     """Return an evaluation as a part of the epoch's line; nothing where there was none."""
     if evaluation is None:
         return ""
@@ -262,7 +269,7 @@ def evaluation_in_words(evaluation: Evaluation | None) -> str:
     loss = short_loss(evaluation.loss)
     top5 = evaluation.top5_accuracy
     first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
-    return f"  eval {100 * evaluation.accuracy:.1f} %{first5}, loss {loss}{averaged}"
+    return f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}"
 
 
 def two_digits(value: float) -> str:
@@ -270,13 +277,13 @@ def two_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def result_in_words(values: Mapping[str, Any], unit: str) -> str:
+def result_in_words(values: Mapping[str, Any], unit: str, loss_name: str = "loss") -> str:
     """Return what there is of the result, in one line."""
     formats = {
         "final_accuracy": "accuracy {:.2%}",
         "best_accuracy": " (best {:.2%})",
         "final_top5_accuracy": ", top-5 {:.2%}",
-        "final_loss": ", loss {}",
+        "final_loss": f", {loss_name} {{}}",
         "train_time_s": ", training {:.1f} s",
         "start_up_time_s": " and start-up {:.1f} s",
         "total_time_s": " of {:.1f} s",

@@ -54,6 +54,8 @@ def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
         counted=range(config.workers) if every_worker else (0,),
         by_rounds=by_rounds,
         samples=len(run.data.train),
+        evaluated=len(run.data.evaluation),
+        bce=getattr(config, "bce_loss", False),
         divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
         state=state,
     )
@@ -75,7 +77,8 @@ def sum_up(session: Session) -> None:
         from dbsl.log.worker_plots import worker_history
 
         metrics = read_metrics(folder / "metrics.jsonl")
-        accuracy_and_loss(metrics, folder / "plots/accuracy.png")
+        bce = getattr(run.config, "bce_loss", False)
+        accuracy_and_loss(metrics, folder / "plots/accuracy.png", bce=bce)
         worker_history(metrics, folder / "plots/workers.png")
         log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
         config = run.config

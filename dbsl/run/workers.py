@@ -9,6 +9,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
 from dbsl.profile.noise_probe import LossOf
@@ -76,6 +77,7 @@ def know_workers(
     share = max(1, len(data.train) // config.workers // config.rounds_per_epoch)
     auto, measured = config.large_batch_size == "auto", config.slope is None
     large = _given_batches(config, share)
+    _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
     models = None if measured else _given_models(config)
     useful = useful_batch_size(config, accelerator) if config.batch_evidence else None
     # Joint steps shift samples between workers, and none may be given more than it can hold.
@@ -123,6 +125,38 @@ def _given_batches(config: RunConfig, share: int) -> list[list[int]]:
     given = None if config.large_batch_size == "auto" else config.large_batch_size
     rows = for_workers("large_batch_size", given, config.resolutions, config.workers)
     return [[size or default_large_batch_size(share) for size in row] for row in rows]
+
+
+def _check_large_batches(
+    config: RunConfig, large: list[list[int]], data: TrainingData, *, alike: bool
+) -> None:
+    """Refuse batches that no plan can have, before anything is measured with them.
+
+    Args:
+        config: The settings.
+        large: Large batches, [resolution][worker].
+        data: The training samples.
+        alike: Whether all workers have the same step times.
+    """
+    if config.large_batch_size in (None, "auto") or config.local_batch_sizes:
+        return
+    samples, rounds = len(data.train), config.rounds_per_epoch
+    if takes_joint_steps(config):
+        total = max(sum(row) for row in large)
+        if config.global_batch_size is None and total > samples:
+            raise ValueError(
+                f"large_batch_size must come to at most the {samples} training {data.unit}s over "
+                f"{plural(config.workers, 'worker')} that share each step, got {total}"
+            )
+        return
+    equal = alike and not config.small_workers and all(len(set(row)) == 1 for row in large)
+    most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
+    if size > most:
+        whose = " of each worker" if equal and config.workers > 1 else ""
+        raise ValueError(
+            f"large_batch_size must be at most {most}, the training {data.unit}s of a "
+            f"round{whose}, got {size}"
+        )
 
 
 def _given_micro_batches(config: RunConfig) -> list[list[int]] | None:

@@ -64,7 +64,7 @@ MODES = {
 def quick_runs(monkeypatch):
     """No pictures, and each run with an accelerator of its own."""
     for name in ("plots.plan_timeline", "plots.accuracy_and_loss", "worker_plots.worker_history"):
-        monkeypatch.setattr(f"dbsl.log.{name}", lambda *arguments: None)
+        monkeypatch.setattr(f"dbsl.log.{name}", lambda *arguments, **options: None)
     monkeypatch.setattr("dbsl.log.log.RunLog.images", lambda *arguments, **options: None)
     yield
     AcceleratorState._reset_state(True)

@@ -27,6 +27,45 @@ def test_a_loss_far_above_guessing_is_said_once_with_what_to_lower(loss):
     assert "lower lr (0.1 with adamw)" in line
 
 
+def told(losses, steps=8, samples=120, classes=3, **settings):
+    """Return the epoch after which a warning is said, and the warning, of epochs with losses."""
+    said = []
+    config = Config(**{"lr": 0.1, "epochs": 10, "warmup_epochs": 1.0, **settings})
+    warning = DivergenceWarning(config, classes, said.append)
+    for epoch, loss in enumerate(losses):
+        warning.look(loss, f"the training loss of epoch {epoch + 1}")
+        warning.look_at_epoch(epoch, loss, samples=samples, steps=steps, batch_size=16)
+        if said:
+            return epoch + 1, said[0]
+    return None
+
+
+def test_a_run_that_learns_nothing_after_its_warm_up_is_told_the_setting_and_what_to_try():
+    """Losses of a ResNet-18 at lr 0.1 in batches of 16: far from diverging, and useless."""
+    epoch, line = told([1.124, 1.910, 1.468, 1.415])
+    assert epoch == 3  # epochs 2 and 3 have 16 steps together
+    assert line == (
+        "warning: the training loss of epochs 2 to 3 is 1.69, no better than guessing among 3 "
+        "classes (1.10): nothing is learnt with lr 0.1 (sgd, 16 samples a step); try another, "
+        "0.01 first"
+    )
+    assert told([1.124, 1.910, 1.468], steps=16)[0] == 2
+    assert told([1.2], steps=16, epochs=1)[0] == 1  # the run is over, be it all warm-up
+    assert told([1.2] * 2, steps=4, epochs=2) is None  # too few steps to tell
+    assert told([1.124, 1.3, 0.7, 1.2, 0.9, 1.1]) is None
+
+
+def test_binary_cross_entropy_is_held_against_guessing_by_its_own_loss():
+    """It begins at ln 2 a class, which sums to 693 for 1,000 classes, and is no divergence."""
+    bce = {"bce_loss": True, "classes": 1000, "steps": 16}
+    assert told([693.0, 7.7, 7.5], bce_sum=True, **bce) is None
+    assert told([693.0, 7.7, 8.5], bce_sum=True, **bce)[0] == 3
+    assert told([0.69, 0.007], **bce) is None
+    assert told([0.69, 0.009], **bce)[0] == 2
+    mixed = {"mixup": 0.1, "cutmix": 1.0, "bce_target_thresh": 0.2}
+    assert told([0.69, 0.009], **bce, **mixed) is None  # two classes in an image
+
+
 def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, capsys):
     settings = {"workers": 4, "lr": 1e18, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
     folder = tmp_path / "run"

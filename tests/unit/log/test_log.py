@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +84,7 @@ def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None, st
                 staleness=worker,
                 predicted_time_s=plan.predicted_time_s,
                 compute_time_s=1.0 + worker,
+                learning_rate=0.1,
             )
             log.round(report, virtual_time_s=virtual)
         evaluation = Evaluation(0.75, 0.5, 90, 32, time_s=0.25) if epoch in evaluate else None
@@ -90,7 +92,6 @@ def play(log, plans, *, epochs=(0, 1), evaluate=(1,), loss=2.0, virtual=None, st
             epoch,
             evaluation,
             train_time_s=10.0 * (epoch + 1),
-            learning_rate=0.1,
             virtual_time_s=virtual,
         )
 
@@ -216,7 +217,7 @@ def test_the_longest_epoch_line_fits_120_columns(tmp_path, accelerator, capsys):
             report = RoundReport(
                 worker, 998, 0, 256, 64, 160000, 9, time_s=88.8 + worker, loss=6.9, merge_weight=1.0
             )
-            log.round(report)
+            log.round(replace(report, learning_rate=1.23456e-05))
         evaluation = Evaluation(
             0.98765,
             1.23456,
@@ -226,7 +227,7 @@ def test_the_longest_epoch_line_fits_120_columns(tmp_path, accelerator, capsys):
             ema_accuracy=0.98765,
             ema_loss=1.23456,
         )
-        log.epoch_end(998, evaluation, train_time_s=100.0, learning_rate=1.23456e-05)
+        log.epoch_end(998, evaluation, train_time_s=100.0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == (
         "epoch  999/1000  256 px  lr 1.23e-05  loss 6.900  eval 98.8 %, loss 1.235  EMA 98.8 %  "
@@ -511,6 +512,35 @@ def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accele
     assert "warning" not in printed  # nobody plans by times that the run follows itself
 
 
+def test_an_epoch_is_told_with_the_learning_rate_of_its_last_step(tmp_path, accelerator, capsys):
+    """Of workers with rates of their own the highest: a small batch may lower one's."""
+    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+        for round_, rates in enumerate(((0.01, 0.005), (0.02, 0.01))):
+            for worker, rate in enumerate(rates):
+                report = RoundReport(worker, 0, round_, 24, 8, 10, 2, 0.5, 1.0, 1.0)
+                log.round(replace(report, learning_rate=rate))
+        log.epoch_end(0, Evaluation(0.75, 0.5, 90, 32), train_time_s=1.0)
+    assert "  lr 0.02  loss 1.000  eval 75.0 %, loss 0.500  " in capsys.readouterr().out
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["learning_rate"] == 0.02
+
+
+def test_an_evaluation_of_fewer_images_than_were_told_says_so_once(tmp_path, accelerator, capsys):
+    with RunLog(tmp_path, accelerator, STAGES, make_plans(), evaluated=93) as log:
+        play(log, make_plans(), evaluate=(0, 1))
+    said = capsys.readouterr().out
+    assert said.count("warning: evaluations are of 90 images: 3 of 93 cannot be decoded\n") == 1
+
+
+def test_binary_cross_entropy_and_the_evaluations_loss_have_names(tmp_path, accelerator, capsys):
+    with RunLog(tmp_path, accelerator, STAGES, make_plans(), bce=True) as log:
+        play(log, make_plans())
+        log.summary({"final_loss": 0.5})
+    said = capsys.readouterr().out
+    assert re.search(r"  BCE 3\.\d+  eval 75\.0 %, cross-entropy 0\.500  ", said)
+    assert "\ncross-entropy 0.500; all of it" in said
+    assert " loss " not in said
+
+
 def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
     plans = make_plans()
     with RunLog(tmp_path, accelerator, STAGES, plans, pushes=True) as log:
@@ -519,7 +549,7 @@ def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
                 log.round(
                     RoundReport(worker, 0, number, 24, 8, 10, 2, 0.5, float(number), 0.25, number)
                 )
-        log.epoch_end(0, train_time_s=1.0, learning_rate=0.1)
+        log.epoch_end(0, train_time_s=1.0)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     rounds = [row for row in rows if row["event"] == "round"]
     assert [(r["worker"], r["round"], r["samples"], r["steps"]) for r in rounds] == [
@@ -577,7 +607,7 @@ def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, acce
         for epoch, accuracy in ((0, 0.8), (1, 0.6)):
             play(log, make_plans(), epochs=[epoch], evaluate=())
             evaluation = Evaluation(accuracy, 1.0 - accuracy, 90, 32, time_s=0.25)
-            log.epoch_end(epoch, evaluation, train_time_s=20.0, learning_rate=0.1)
+            log.epoch_end(epoch, evaluation, train_time_s=20.0)
         assert log.results() == {
             "final_accuracy": 0.6,
             "best_accuracy": 0.8,

@@ -151,7 +151,7 @@ def test_a_run_is_made_longer_without_consent(folder, tmp_path, capsys):
     assert "lr_milestones 2 -> 4,6 (not given: it follows epochs)" in said
     lines = map(json.loads, (longer / "metrics.jsonl").read_text().splitlines())
     rates = [row["learning_rate"] for row in lines if row["event"] == "eval"]
-    assert rates == pytest.approx([0.0002, 0.02, 0.004, 0.02, 0.004, 0.004, 0.0008])
+    assert rates == pytest.approx([0.02, 0.02, 0.004, 0.02, 0.004, 0.004, 0.0008])
     assert read(longer)["resolved"]["lr_milestones"] == [4, 6]
     (longer / "summary.json").unlink()
     AcceleratorState._reset_state(True)

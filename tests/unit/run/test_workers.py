@@ -1,0 +1,29 @@
+"""What workers can do is asked for only where a plan can be had."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dbsl.run.config import RunConfig
+from dbsl.run.workers import know_workers
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "large_batch_size must be at most 200, the training images of a round, got 4096"),
+        ({"workers": 4}, "at most 50, the training images of a round of each worker, got 4096"),
+        ({"workers": 4, "small_workers": 1, "rounds_per_epoch": 2}, "at most 100, the training im"),
+        (
+            {"workers": 2, "sync": "step"},
+            "large_batch_size must come to at most the 200 training images over 2 workers that "
+            "share each step, got 8192",
+        ),
+    ],
+)
+def test_a_batch_above_all_images_is_refused_before_anything_is_measured(settings, message):
+    settings = {"workers": 1, "small_workers": 0, "resolutions": (16,), **settings}
+    config = RunConfig(large_batch_size=(4096,), **settings)
+    data = SimpleNamespace(train=range(200), unit="image")
+    with pytest.raises(ValueError, match=message):  # without a model nothing can be measured
+        know_workers(config, None, data, SimpleNamespace(num_processes=1), None)
