@@ -46,18 +46,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", type=Path, default=ROOT / "results/speed.csv")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(threads_of_process())
-    rows = []
     for part in arguments.parts:
         print(f"measuring {part}", flush=True)
-        rows += _measure(part, arguments)
-    rows += _kept(arguments.output, {row["part"] for row in rows})
-    # One table for all parts: rows have the columns of others, empty.
+        _write(arguments.output, _measure(part, arguments))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a part's rows into the one table of all parts, in place of its earlier ones."""
+    rows = rows + _kept(path, {row["part"] for row in rows})
+    # Rows have the columns of others, empty.
     columns = list(dict.fromkeys(name for row in rows for name in row if name not in RECORDED))
     rows = [
         {name: row.get(name, "") for name in columns} | {k: row[k] for k in RECORDED if k in row}
         for row in rows
     ]
-    record(arguments.output, rows, "python -m benchmarks.speed")
+    record(path, rows, "python -m benchmarks.speed")
 
 
 def _kept(path: Path, measured: Collection[str]) -> list[dict[str, Any]]:
