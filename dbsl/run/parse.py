@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import tempfile
@@ -51,7 +52,8 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """
     flags = sys.argv[1:] if argv is None else argv
     said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP)
-    sources = [_Source.read(said.pop("config"))] if "config" in said else []
+    known = {field.name for field in fields(cls) if field.metadata.get("flag", True)}
+    sources = [_Source.read(said.pop("config"), known)] if "config" in said else []
     settings = (sources[0].settings if sources else {}) | said
     resume, output_dir = settings.get("resume"), settings.get("output_dir")
     if (resume is None or is_url(resume)) and (unfinished := recall(RUN_FOLDER)):
@@ -60,7 +62,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     with tempfile.TemporaryDirectory() as scratch:
         own = _own_settings(resume, output_dir, settings.get("mirror"), Path(scratch))
         if own is not None and own.is_file():
-            sources.insert(0, _Source.read(own))
+            sources.insert(0, _Source.read(own, known))
     given = [flag for source in sources for flag in yaml_to_argv(source.settings)]
     with _naming_source(sources, said):
         config = build(cls, read_flags(cls, given) | said)
@@ -79,8 +81,8 @@ class _Source:
     files: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, path: Path) -> _Source:
-        return cls(path, _read_files(path))
+    def read(cls, path: Path, known: Collection[str]) -> _Source:
+        return cls(path, _read_files(path, known))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,15 +141,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     return _merged(_read_files(path))
 
 
-def _read_files(path: Path) -> list[dict[str, Any]]:
-    """Return what a YAML file and its bases have, the deepest base first."""
-    files, seen = [_read_yaml(path)], [path.resolve()]
+def _read_files(path: Path, known: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Return what a YAML file and its bases have, the deepest base first; None: any names."""
+    files, seen = [_read_yaml(path, known)], [path.resolve()]
     while "base" in files[0]:
         base = seen[-1].parent / str(files[0].pop("base"))
         if base.resolve() in seen:
             raise ValueError(f"base must not lead back to its own file, got {base} in {path}")
         seen.append(base.resolve())
-        files.insert(0, _read_yaml(base))
+        files.insert(0, _read_yaml(base, known))
     return files
 
 
@@ -233,7 +235,7 @@ def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -245,4 +247,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"config must map settings to values, got {path} with a bare value or list"
         )
-    return in_todays_words(settings)
+    settings = in_todays_words(settings)
+    for key in settings if known else ():
+        name = str(key).replace("-", "_")
+        if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED}):
+            near = difflib.get_close_matches(name, known, 1)
+            such = f", such as {near[0]}" if near else ""
+            raise ValueError(f"config must set what --help lists{such}, got {key} in {path}")
+    return settings
