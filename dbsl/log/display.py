@@ -23,11 +23,20 @@ class Display:
         epochs: Epochs of the run.
         unit: What samples are called.
         loss_name: What the loss is called.
+        alone: Whether there is one worker, which then needs no number.
     """
 
     def __init__(
-        self, total: int, done: int, epochs: int, unit: str = "images", loss_name: str = "loss"
+        self,
+        total: int,
+        done: int,
+        epochs: int,
+        unit: str = "images",
+        loss_name: str = "loss",
+        *,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self.total, self.done, self._epochs, self._unit = total, done, epochs, unit
         self._loss_name = loss_name
         self._bar = tqdm(
@@ -63,7 +72,7 @@ class Display:
             speed = speed_in_words(self._samples / spent, self._unit)
             text = f"epoch {epoch + 1}/{self._epochs}, "
             if self._bar.disable:
-                whose = "" if worker is None else f" (worker {worker})"
+                whose = "" if worker is None or self._alone else f" (worker {worker})"
                 text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
                 self.print(f"  {self.done}/{self.total} steps, {text}")
             else:

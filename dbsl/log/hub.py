@@ -122,10 +122,11 @@ def _metadata(
         metric_name="accuracy at the last epoch",
         metric_value=values["final_accuracy"],
     )
+    dual = ["dual-batch-learning"] if values["workers"] > 1 else []
     return {
         "library_name": "timm" if of_timm else "pytorch",
         "pipeline_tag": task,
-        "tags": [*[task] * bool(task), *["timm"] * of_timm, "dbsl", "dual-batch-learning"],
+        "tags": [*[task] * bool(task), *["timm"] * of_timm, "dbsl", *dual],
         "datasets": [config.dataset] if on_hub else None,
         "base_model": _base_model(config),
         "model_name": folder.name,
@@ -148,13 +149,17 @@ def _body(
     values: Mapping[str, Any],
     of_timm: bool,
 ) -> str:
+    alone = values["workers"] == 1
+    of_workers = (
+        ("workers, of them on small batches", f"{values['workers']}, {values['small_workers']}"),
+        ("how workers meet", values["sync"]),
+    )
     rows = [
         ("accuracy, last epoch", f"{values['final_accuracy']:.2%}".replace("%", " %")),
         ("cross-entropy, last epoch", f"{values['final_loss']:.4f}"),
         ("epochs, samples trained on", f"{values['epochs']}, {values['samples_seen']}"),
         ("training, evaluation left out", f"{values['train_time_s']:.1f} s"),
-        ("workers, of them on small batches", f"{values['workers']}, {values['small_workers']}"),
-        ("how workers meet", values["sync"]),
+        *([] if alone else of_workers),
         ("seed", values["seed"]),
         ("device, precision", f"{values['device']}, {values['precision']}"),
         ("torch, timm", f"{values['torch']}, {values['timm']}"),
@@ -168,16 +173,17 @@ def _body(
     batches = "".join(f"| {px(r) or 'all'} | {_batches(plan)} |\n" for r, plan in plans.items())
     results = "".join(f"| {name} | {value} |\n" for name, value in rows)
     images = px(config.resolutions[-1], " for ", " images")
+    how = "" if alone else " by workers with batch sizes of their own (dual-batch learning)"
+    each = "" if alone else " on each worker, at the start"
     load = (_LOAD if of_timm else _LOAD_OWN).format(name=folder.name, model=config.model)
     return f"""# {folder.name}
 
-A {"timm " * of_timm}`{config.model}`{images}, trained on `{config.dataset}` by workers with batch \
-sizes of their own (dual-batch learning).
+A {"timm " * of_timm}`{config.model}`{images}, trained on `{config.dataset}`{how}.
 
 | one run, no mean over seeds | |
 |---|---|
 {results}
-| resolution | samples a step on each worker, at the start |
+| resolution | samples a step{each} |
 |---|---|
 {batches}
 {load}
@@ -187,5 +193,7 @@ this file.
 
 
 def _batches(plan: Plan) -> str:
+    if len(plan.workers) == 1:
+        return str(plan.workers[0].local_batch_size)
     counts = Counter(worker.local_batch_size for worker in plan.workers)
     return ", ".join(f"{count} x {size}" for size, count in counts.items())

@@ -131,9 +131,8 @@ class RunLog:
             self._charts.resume(read_metrics(folder / "metrics.jsonl"))
         done = self._planned.steps_done(state) if state else 0
         self._unit = "images" if stages[-1].resolution else "samples"
-        self._display = Display(
-            self._planned.steps, done, self._planned.epochs, self._unit, self._loss
-        )
+        steps, epochs = self._planned.steps, self._planned.epochs
+        self._display = Display(steps, done, epochs, self._unit, self._loss, alone=most == 1)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         new = self._planned.new_rows(state, self._epochs_done)
         for row in new:
@@ -328,6 +327,11 @@ class RunLog:
                 or max(worker.local_batch_size for worker in plan.workers),
             )
         self._display.pause()
+
+    @property
+    def latest_plans(self) -> dict[int, tuple[int, Plan]]:
+        """Plans in force that are not the first, on the main process: since when, and which."""
+        return self._planned.latest
 
     def images(self, files: Mapping[str, Path], *, again: bool = True) -> None:
         """Send picture files, by their names in the tracker, to the trackers that take any.

@@ -14,6 +14,10 @@ from dbsl.plan.types import Plan, plan_from_plain
 class Planned:
     """Stages and the plan in force at each resolution.
 
+    Attributes:
+        stages: All stages of the run.
+        first: The plan that each resolution starts with.
+
     Args:
         stages: All stages of the run.
         plans: The plan of each resolution.
@@ -24,7 +28,7 @@ class Planned:
         self, stages: Sequence[Stage], plans: Mapping[int, Plan], counted: Sequence[int]
     ) -> None:
         self.stages = stages
-        self._plans = dict(plans)
+        self.first, self._plans = dict(plans), dict(plans)
         self._from = dict.fromkeys(plans, 0)  # epochs from which they are in force
         self._counted = counted
         self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
@@ -38,6 +42,15 @@ class Planned:
     def steps(self) -> int:
         """Steps of the run."""
         return sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in self.stages)
+
+    @property
+    def latest(self) -> dict[int, tuple[int, Plan]]:
+        """Since which epoch the plan in force holds, and that plan, where it is not the first."""
+        return {
+            resolution: (self._from[resolution], plan)
+            for resolution, plan in self._plans.items()
+            if plan.workers != self.first[resolution].workers
+        }
 
     def at(self, epoch: int) -> Plan:
         """Return the plan of an epoch."""

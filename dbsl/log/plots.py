@@ -35,14 +35,19 @@ SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-bli
 _KINDS = ((SMALL, "small"), (LARGE, "large"))
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
 _WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
+_TOP = 0.93  # of a panel's height: where what is not drawn to scale is marked
 _EXPLODED = 20  # times what three quarters of the losses stay below: not drawn to scale
 
 
 def plan_timeline(
-    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds_per_epoch: int, path: Path
+    stages: Sequence[Stage],
+    plans: Mapping[int, Plan],
+    rounds_per_epoch: int,
+    path: Path,
+    latest: Mapping[int, tuple[int, Plan]] | None = None,
 ) -> None:
     """Draw `timeline_figure` into a PNG."""
-    save_figure(timeline_figure(stages, plans, rounds_per_epoch), path)
+    save_figure(timeline_figure(stages, plans, rounds_per_epoch, latest), path)
 
 
 def accuracy_and_loss(
@@ -53,31 +58,53 @@ def accuracy_and_loss(
 
 
 def timeline_figure(
-    stages: Sequence[Stage], plans: Mapping[int, Plan], rounds_per_epoch: int
+    stages: Sequence[Stage],
+    plans: Mapping[int, Plan],
+    rounds_per_epoch: int,
+    latest: Mapping[int, tuple[int, Plan]] | None = None,
 ) -> Figure:
     """Return what the plan predicts for one epoch: a bar per worker and round, and the idle time.
 
     There is one panel per resolution, in the order in which the run meets them. Where there are
     many workers, neighbours with the same plan share a row.
+
+    Args:
+        stages: All stages of the run.
+        plans: The plan that each resolution starts with.
+        rounds_per_epoch: Rounds of a worker in an epoch.
+        latest: Where a resolution's plan was remade: since which epoch the last one holds, and that
+            plan. It has a panel below the first one's.
     """
-    rows = {stage.resolution: worker_rows(plans[stage.resolution], MAX_ROWS) for stage in stages}
-    heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows.values()]
+    latest = latest or {}
+    shown = []  # a resolution, its plan, and when that holds
+    for resolution in dict.fromkeys(stage.resolution for stage in stages):
+        epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
+        remade = resolution in latest
+        shown.append((resolution, plans[resolution], epochs + ", the first plan" * remade))
+        if remade:
+            since, plan = latest[resolution]
+            shown.append((resolution, plan, f"from epoch {since + 1} on, the last plan"))
+    rows = [worker_rows(plan, MAX_ROWS) for _, plan, _ in shown]
+    heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows]
     figure = Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), dpi=DPI, layout="constrained")
     planned, all_large, equal = total_times_s(stages, plans)
     joint = any(plan.global_batch_size for plan in plans.values())
     others = f"with all batches large {duration(all_large)}, with one equal batch {duration(equal)}"
     if joint:
         others = f"with each global batch split equally {duration(equal)}"
-    unused = [px(resolution) for resolution in plans if resolution not in rows]
+    used = {resolution for resolution, _, _ in shown}
+    unused = [px(resolution) for resolution in plans if resolution not in used]
+    alone = all(len(plan.workers) == 1 for plan in plans.values())
+    what = ": how long each worker computes, how long it waits"
     figure.suptitle(
-        "Predicted time of one epoch: how long each worker computes, how long it waits\n"
-        f"all {stages[-1].end_epoch} epochs: {duration(planned)}; {others}"
+        f"Predicted time of one epoch{'' if alone else what}\n"
+        f"all {stages[-1].end_epoch} epochs{' by the first plans' * bool(latest)}: "
+        f"{duration(planned)}{'' if alone else f'; {others}'}"
         + (f"\nno epoch is at {' or '.join(unused)}" if unused else ""),
         fontsize=13,
     )
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)
-    for axes, (resolution, own) in zip(panels[:, 0], rows.items(), strict=True):
-        plan = plans[resolution]
+    for axes, own, (resolution, plan, when) in zip(panels[:, 0], rows, shown, strict=True):
         for y, (_, worker) in enumerate(own[:MAX_ROWS]):
             _draw_worker(axes, y, plan, worker, rounds_per_epoch)
         names = [f"worker{'s' if '-' in name else ''} {name}" for name, _ in own[:MAX_ROWS]]
@@ -85,10 +112,9 @@ def timeline_figure(
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(labelbottom=True)
         axes.spines[["top", "right"]].set_visible(False)
-        epochs = epoch_spans([stage for stage in stages if stage.resolution == resolution])
         rest = f"  (the first {MAX_ROWS} of {len(own)} rows)" if len(own) > MAX_ROWS else ""
         axes.set_title(
-            f"{px(resolution, after=' images, ')}{epochs}: {comparison(plan)}{rest}",
+            f"{px(resolution, after=' images, ')}{when}: {comparison(plan)}{rest}",
             loc="left",
             fontsize=11,
         )
@@ -96,25 +122,27 @@ def timeline_figure(
     small, large = (Patch(color=c, label=f"computes on {n} batches") for c, n in _KINDS)
     part = Patch(color=LARGE, label="computes on its part of each global batch")
     waits = Patch(fc=IDLE, ec="white", hatch="///", label="waits for the slowest worker")
-    figure.legend(
-        handles=[part, waits] if joint else [small, large, waits],
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
+    if not alone:
+        figure.legend(
+            handles=[part, waits] if joint else [small, large, waits],
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+        )
     return figure
 
 
 def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) -> Figure:
     """Return accuracy and loss over epochs and over training time, sub-stages shaded.
 
-    Time is the simulated cluster's clock where all evaluations have it, else measured. It is known
-    when an epoch was evaluated, and interpolated between. With `bce` training's loss is binary
-    cross-entropy, evaluation's is cross-entropy.
+    Time is the simulated cluster's clock where all evaluations have it, else, and for one worker,
+    measured. It is known when an epoch was evaluated, and interpolated between. With `bce`
+    training's loss is binary cross-entropy, evaluation's is cross-entropy.
     """
     evaluations = [row for row in metrics if row["event"] == "eval"]
     stages = stage_spans(metrics)
-    simulated = bool(evaluations) and all("virtual_time_s" in row for row in evaluations)
+    several = any(row.get("worker") for row in metrics if row["event"] == "round")
+    simulated = several and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
     times_s = [0.0, *(row[time_key] for row in evaluations)]
@@ -142,7 +170,7 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) ->
             _line(top, x, averages, AVERAGED, "evaluation, averaged weights")
             averages = [_number(row.get("ema_loss")) for row in evaluations]
             _line(bottom, x, averages, AVERAGED, "evaluation, averaged weights")
-        _fit_losses(bottom)
+        fit_axis(bottom, _EXPLODED, _WIDE)
         ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
         end = 1.02 * max(ends, default=1.0)
         bottom.set_xlabel(label)
@@ -164,49 +192,69 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) ->
     return figure
 
 
-def _fit_losses(axes: Axes) -> None:
-    """Scale a panel for most of its losses; those that exploded are named at its top."""
+def fit_axis(
+    axes: Axes,
+    far: float,
+    wide: float = math.inf,
+    *,
+    least: float = 0.0,
+    words: Callable[[float], str] = short_loss,
+) -> bool:
+    """Scale a panel for most of its values; return whether some are too far above these.
+
+    Triangles at the top stand for those, and the largest is named there.
+
+    Args:
+        axes: The panel, with its lines.
+        far: What is more than so many times what three quarters stay below is not drawn to scale.
+        wide: Ratio of the largest other value to the smallest above which the axis is logarithmic.
+        least: What three quarters count as staying below at least.
+        words: What a value is named by.
+    """
     points = [point for line in axes.lines for point in line.get_xydata()]
     drawn = sorted(y for _, y in points if 0 < y < math.inf)
     if not drawn:
-        return
+        return False
     usual = drawn[(len(drawn) - 1) * 3 // 4]  # three quarters are not above it
-    within = [y for y in drawn if y <= _EXPLODED * usual]
+    most = far * max(usual, least)
+    within = [y for y in drawn if y <= most]
     lowest, highest = within[0], within[-1]
-    if highest > _WIDE * lowest:
+    if highest > wide * lowest:
         axes.set_yscale("log")
-    if len(within) == len(drawn):
-        return
+        most = 3 * highest  # it has room for more
+    if drawn[-1] <= most:
+        return False
     if axes.get_yscale() == "log":
-        axes.set_ylim(lowest / 2, highest * 3)
+        axes.set_ylim(lowest / 2, most)
     else:
         room = 0.1 * (highest - lowest) or highest
         axes.set_ylim(lowest - room / 2, highest + room)
     end = max(x for x, _ in points)
-    for line in axes.lines[:]:
-        far = [(x, y) for x, y in line.get_xydata() if y > _EXPLODED * usual]
+    beyond = [(line, [(x, y) for x, y in line.get_xydata() if y > most]) for line in axes.lines]
+    far_points = [(y, x, line.get_color()) for line, own in beyond for x, y in own]
+    largest, x, color = max(far_points)
+    for line, own in beyond:
         axes.plot(
-            [x for x, _ in far],
-            [0.97] * len(far),
+            [x for x, _ in own],
+            [_TOP] * len(own),
             "^",
             color=line.get_color(),
             transform=axes.get_xaxis_transform(),
-            label="_exploded",
+            label="_far",
         )
-        if far:
-            x, y = max(far, key=lambda point: point[1])
-            side = 1 if x < end / 2 else -1
-            axes.annotate(
-                short_loss(y),
-                (x, 0.97),
-                xycoords=axes.get_xaxis_transform(),
-                color=line.get_color(),
-                fontsize=9,
-                ha="left" if side > 0 else "right",
-                va="center",
-                xytext=(7 * side, 0),
-                textcoords="offset points",
-            )
+    side = 1 if x < end / 2 else -1
+    axes.annotate(
+        f"{'up to ' * (len(far_points) > 1)}{words(largest)}",
+        (x, _TOP),
+        xycoords=axes.get_xaxis_transform(),
+        color=color,
+        fontsize=9,
+        ha="left" if side > 0 else "right",
+        va="center",
+        xytext=(7 * side, 0),
+        textcoords="offset points",
+    )
+    return True
 
 
 def stage_spans(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -245,11 +293,12 @@ def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_
         ec="white",
         hatch="///",
     )
+    idles = f", idle {100 * idle_share(plan, worker):.1f} %" * (len(plan.workers) > 1)
     axes.text(
         1.01,
         y,
         f"batch {worker.local_batch_size:,}, {worker.samples:,} samples, "
-        f"{duration(worker.predicted_time_s)}, idle {100 * idle_share(plan, worker):.1f} %",
+        f"{duration(worker.predicted_time_s)}{idles}",
         transform=axes.get_yaxis_transform(),
         va="center",
         fontsize=9,

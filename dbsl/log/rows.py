@@ -257,7 +257,7 @@ def times_in_words(times_s: Sequence[float]) -> str:
     if not times_s or max(times_s) <= 0:
         return ""
     ends = [two_digits(min(times_s)), two_digits(max(times_s))]
-    return f"  workers {'-'.join(dict.fromkeys(ends))} s"
+    return f"  {'worker' if len(times_s) == 1 else 'workers'} {'-'.join(dict.fromkeys(ends))} s"
 
 
 def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") -> str:

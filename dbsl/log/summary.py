@@ -73,15 +73,18 @@ def sum_up(session: Session) -> None:
     run, folder, log = session.run, session.folder, session.log
     accelerator = session.accelerator
     if log.enabled:
-        from dbsl.log.plots import accuracy_and_loss
+        from dbsl.log.plots import accuracy_and_loss, plan_timeline
         from dbsl.log.worker_plots import worker_history
 
         metrics = read_metrics(folder / "metrics.jsonl")
         bce = getattr(run.config, "bce_loss", False)
         accuracy_and_loss(metrics, folder / "plots/accuracy.png", bce=bce)
         worker_history(metrics, folder / "plots/workers.png")
-        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")})
-        config = run.config
+        config, names = run.config, ["accuracy", "workers"]
+        if latest := log.latest_plans:
+            rounds, names = config.rounds_per_epoch, ["plan", *names]
+            plan_timeline(run.stages, run.plans, rounds, folder / "plots/plan.png", latest)
+        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in names})
         names = ("epochs", "seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),

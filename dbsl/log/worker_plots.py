@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dbsl.log.plots import DPI, save_figure
+from dbsl.base.words import duration
+from dbsl.log.plots import DPI, fit_axis, save_figure
 
 MAX_LINES = 10  # more workers are drawn as a median and a range
 
@@ -28,6 +30,9 @@ _PANELS = (
 _SAME = 0.01  # of a panel's height: lines that are nearer to each other than this coincide
 _DASH = 4.0  # length of a coinciding worker's dashes, in widths of its line
 _WIDE = 30  # ratio of planned to measured seconds from which their axis is logarithmic
+_FAR = 10  # times what three quarters of a panel stay below: not drawn to scale
+_SECONDS = ("time_s", "wait_time_s")  # panels in which one outlier does not set the scale
+_OF_ONE = ("local_batch_size", "time_s")  # what there is to say of one worker
 
 
 def worker_history(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -64,7 +69,9 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
 def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Return batch size, share, times and idle time of each worker over epochs.
 
-    Measured seconds have the planned ones beside them, dotted. A simulated cluster's clock runs by
+    Measured seconds have the planned ones beside them, dotted: in the worker's colour, or in black
+    where workers have the same. One worker has no share, nothing to wait for, and nobody to be
+    ahead of. A simulated cluster's clock runs by
     the plan: what its workers computed on it has a panel of its own.
 
     Args:
@@ -72,31 +79,39 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """
     epochs, values = worker_values(metrics)
     simulated = any("virtual_time_s" in row for row in metrics if row["event"] == "round")
+    alone = len(values["share"]) == 1
     shown = [panel for panel in _PANELS if simulated or panel[0] != "compute_time_s"]
+    if alone:
+        shown = [panel for panel in shown if panel[0] in _OF_ONE]
     figure = Figure(figsize=(9, 2 * len(shown)), dpi=DPI, layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True)
     for axes, (name, label) in zip(panels, shown, strict=True):
         planned = values["predicted_time_s"] if name == "time_s" else None
         _draw(axes, epochs, values[name], planned)
         axes.set_ylabel(label, fontsize=9)
-        if axes.get_yscale() == "linear":
+        least = 0.01 * np.nanmedian(values["time_s"])  # of waiting: less is nothing
+        wide = math.inf if planned is None else _WIDE
+        far = name in _SECONDS and fit_axis(axes, _FAR, wide, least=least, words=duration)
+        if axes.get_yscale() == "linear" and far:
+            axes.set_ylim(bottom=0)
+        elif axes.get_yscale() == "linear":
             top = np.nanmax(values[name] if planned is None else [values[name], planned])
             axes.set_ylim(0, 1.1 * top or 1.0)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in panels[[0, 2]]:
+    first, seconds = panels[0], panels[[name for name, _ in shown].index("time_s")]
+    for axes in (first, seconds):
         place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
         named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        if axes is panels[2]:  # the workers are named above
+        if alone or axes is seconds:  # the workers are named above
             named = {name: line for name, line in named.items() if name == "planned"}
         if named:
             legend = axes.legend(named.values(), named.keys(), fontsize=9, **place)
-        for line in legend.get_lines() if axes is panels[0] else ():
+        for line in legend.get_lines() if named and axes is first else ():
             line.set(linestyle="-", markersize=4)
-    figure.suptitle(
-        "Who was given how much, and how long it took (dashed: workers that coincide)", fontsize=11
-    )
+    title = "Who was given how much, and how long it took (dashed: workers that coincide)"
+    figure.suptitle("Batch size, and how long each epoch took" if alone else title, fontsize=11)
     return figure
 
 
@@ -106,10 +121,6 @@ def _draw(
     marker = "o" if len(epochs) <= 40 else None
     if planned is not None and not np.nansum(planned):  # of files of before
         planned = None
-    both = values if planned is None else np.concatenate([values, planned])
-    positive = both[np.isfinite(both) & (both > 0)]
-    if planned is not None and len(positive) and positive.max() > _WIDE * positive.min():
-        axes.set_yscale("log")
     if len(values) > MAX_LINES:
         axes.plot(epochs, np.nanmedian(values, axis=0), marker=marker, markersize=3, label="median")
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
@@ -135,10 +146,15 @@ def _draw(
             markerfacecolor="none" if many > 1 else None,
             label=f"worker {worker}",
         )
-    for worker, own in enumerate(() if planned is None else planned):
-        axes.plot(epochs, own, ":", lw=1.2, color=colors[worker], label="_")
-    if planned is not None:
-        axes.plot([], [], ":", color="black", label="planned")
+    if planned is None:
+        return
+    groups = coinciding(planned)
+    for worker, own in enumerate(planned):
+        if worker != groups[worker][0]:
+            continue  # it is drawn
+        color = colors[worker] if len(groups[worker]) == 1 < len(planned) else "black"
+        axes.plot(epochs, own, ":", lw=2, marker="x", markersize=5, color=color, label="_")
+    axes.plot([], [], ":", lw=2, marker="x", markersize=5, color="black", label="planned")
 
 
 def coinciding(values: np.ndarray) -> list[list[int]]:

@@ -81,19 +81,19 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
     """
     several = len(set(nodes)) > 1
     head = f"  {'node':>6}" if several else ""
+    alone = len(plan.workers) == 1
+    titles = f"{'worker':>9}{head}  {'batch':>6} {'samples':>9} {'steps':>7}"
     lines = [
-        f"{'worker':>9}{head}  {'batch':>6} {'samples':>9} {'steps':>7} {'weight':>7} {'time':>9} "
-        f"{'idle':>7}"
+        f"{titles} {'time':>9}" if alone else f"{titles} {'weight':>7} {'time':>9} {'idle':>7}"
     ]
     rows = _neighbours(plan)
     for group in rows[:MAX_ROWS]:
         w, name = plan.workers[group[0]], _span(group[0], group[-1])
         node = f"  {_span(nodes[group[0]], nodes[group[-1]]):>6}" if several else ""
-        lines.append(
-            f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7} "
-            f"{w.merge_weight:>7.4f} {duration(w.predicted_time_s):>9} "
-            f"{100 * idle_share(plan, w):>5.1f} %"
-        )
+        own = f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7}"
+        weight, time = f" {w.merge_weight:>7.4f}", f" {duration(w.predicted_time_s):>9}"
+        idle = f" {100 * idle_share(plan, w):>5.1f} %"
+        lines.append(f"{own}{time}" if alone else f"{own}{weight}{time}{idle}")
     if len(rows) > MAX_ROWS:
         lines.append(f"{'':>9}  ... and {len(rows) - MAX_ROWS} rows more")
     lines.append(f"  {comparison(plan)}")
@@ -102,7 +102,12 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
 
 
 def comparison(plan: Plan) -> str:
-    """Return one line: an epoch's seconds beside those of the all-large and equal-batch plans."""
+    """Return one line: an epoch's seconds beside those of the all-large and equal-batch plans.
+
+    One worker has no other plan.
+    """
+    if len(plan.workers) == 1:
+        return f"{duration(plan.time_s)} an epoch of {plural(plan.workers[0].steps, 'step')}"
     if plan.global_batch_size is not None:
         return (
             f"{duration(plan.time_s)} an epoch of {plan.workers[0].steps} joint steps, "
@@ -156,7 +161,8 @@ def format_run(
         if not own:
             lines += [f"{px(resolution)}: no epoch", ""]
             continue
-        ratio = "" if plan.global_batch_size else f"; time ratio {plan.time_ratio:.3f}"
+        plain = plan.global_batch_size or len(plan.workers) == 1
+        ratio = "" if plain else f"; time ratio {plan.time_ratio:.3f}"
         rate = ", ".join(map(rates, own))
         lines.append(f"{px(resolution, after=', ')}{epoch_spans(own)}, lr {rate}{ratio}")
         lines.append(format_plan(plan, nodes))
@@ -168,8 +174,10 @@ def format_run(
     others = (
         f"split equally {equal}" if joint else f"all large {all_large}, one equal batch {equal}"
     )
+    alone = all(len(plan.workers) == 1 for plan in plans.values())
+    side, others = ("", "") if alone else (", workers side by side", f" ({others})")
     lines.append(
-        f"predicted for all {stages[-1].end_epoch} epochs, workers side by side, without "
-        f"evaluation: {planned} ({others})"
+        f"predicted for all {stages[-1].end_epoch} epochs{side}, without evaluation: "
+        f"{planned}{others}"
     )
     return "\n".join(lines)

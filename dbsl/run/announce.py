@@ -25,6 +25,8 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         where = "simulated in one process" if config.workers > 1 else "in one process"
     elif run.nodes[-1]:
         where += f" on {nodes_in_words(run.nodes)}"
+    small = f", {config.small_workers} on small batches" if config.workers > 1 else ""
+    sync = f", sync {config.sync}" if config.workers > 1 else ""
     threads = plural(torch.get_num_threads(), "CPU thread")
     if config.cpu_threads is None:
         threads += " on the first node, others by their cores"
@@ -41,9 +43,8 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "
         f"{len(data.evaluation)} for evaluation ({data.eval_split}), {data.num_classes} classes",
-        f"{plural(config.workers, 'worker')} {where}, {config.small_workers} on small batches"
-        f"{chosen}, sync {config.sync}; {accelerator.device}, torch {torch.__version__}, "
-        f"precision {describe_precision(accelerator)}, {threads}",
+        f"{plural(config.workers, 'worker')} {where}{small}{chosen}{sync}; {accelerator.device}, "
+        f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not of one's own
         *([] if config.cache_gib is None else [data.train.described(config.seed)]),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",

@@ -147,7 +147,7 @@ def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
     [
         (
             {},
-            "1 worker in one process, 0 on small batches (unset --workers is 1, which learns most",
+            "1 worker in one process (unset --workers is 1, which learns most per sample); cpu",
         ),
         (
             {"small_ratio": 0.25},
@@ -159,6 +159,16 @@ def test_same_config_twice_gives_the_same_bits(tmp_path, sync):
 def test_one_worker_unless_asked_and_the_plan_says_why(tmp_path, capsys, settings, words):
     helpers.run(tmp_path / "run", **{"plan_only": True, "workers": None} | settings)
     assert words in capsys.readouterr().out
+
+
+def test_the_card_and_the_lines_of_one_worker_are_those_of_a_plain_training(tmp_path, capsys):
+    helpers.run(tmp_path / "run", workers=1, epochs=1)
+    card, printed = (tmp_path / "run/README.md").read_text(), capsys.readouterr().out
+    for word in ("dual-batch", "small", "each worker", "workers", "meet"):
+        assert word not in card
+    for word in ("sync", "small", "idle", "weight ", "all large", "side by side"):
+        assert word not in printed
+    assert "predicted for all 1 epochs, without evaluation: " in printed
 
 
 def test_the_plan_tells_the_rates_of_a_cosine_not_those_of_milestones(tmp_path, capsys):

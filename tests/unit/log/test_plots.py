@@ -11,6 +11,7 @@ from PIL import Image
 
 from dbsl.base.words import short_loss
 from dbsl.log import plots
+from dbsl.log.planned import Planned
 from dbsl.log.rows import read_metrics
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
@@ -316,7 +317,7 @@ def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
     ("epoch_s", "text"), [(5.0, "20 s"), (452.5, "30.2 min"), (45250.0, "50.3 h")]
 )
 def test_the_title_of_a_timeline_has_a_duration_that_can_be_read(epoch_s, text):
-    plan = plan_by_hand([epoch_s])
+    plan = plan_by_hand([epoch_s] * 2)
     title = plots.timeline_figure(STAGES, {24: plan, 32: plan}, 1).get_suptitle()
     assert f"all 4 epochs: {text}; with" in title
 
@@ -328,3 +329,37 @@ def test_a_plan_of_joint_steps_speaks_of_global_batches():
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["computes on its part of each global batch", "waits for the slowest worker"]
     assert "13 joint steps, 80 samples each" in figure.axes[0].get_title(loc="left")
+
+
+def test_a_plan_that_was_remade_is_drawn_below_the_first_and_both_say_which_they_are():
+    first, last = plan_by_hand([4.0, 4.0]), plan_by_hand([3.0, 2.0])
+    plans = {24: first, 32: first}
+    figure = plots.timeline_figure(STAGES, plans, 1, {24: (2, last)})
+    titles = [axes.get_title(loc="left").split(":")[0] for axes in figure.axes]
+    assert titles == [
+        "24 px images, epochs 1, 3, the first plan",
+        "24 px images, from epoch 3 on, the last plan",
+        "32 px images, epochs 2, 4",
+    ]
+    assert bars(figure.axes[1], plots.SMALL, plots.LARGE) == [(0, 0.0, 3.0), (1, 0.0, 2.0)]
+    assert "all 4 epochs by the first plans: 16 s" in figure.get_suptitle()
+
+
+def test_the_timeline_of_one_worker_has_nothing_that_it_could_wait_for():
+    figure = plots.timeline_figure(STAGES, dict.fromkeys((24, 32), plan_by_hand([5.0], 0)), 1)
+    assert figure.get_suptitle() == "Predicted time of one epoch\nall 4 epochs: 20 s"
+    assert not figure.legends
+    assert figure.axes[0].get_title(loc="left").endswith(": 5 s an epoch of 10 steps")
+    assert texts(figure.axes[0]) == ["batch 8, 100 samples, 5 s"]
+
+
+def test_a_log_knows_the_plans_that_hold_at_the_end_where_they_are_not_the_first():
+    first, last = plan_by_hand([4.0, 4.0]), plan_by_hand([3.0, 2.0])
+    planned = Planned(STAGES, {24: first, 32: first}, (0, 1))
+    planned.change(2, last)  # epochs 0 and 2 are at 24 px
+    assert planned.latest == {24: (2, last)}
+
+
+def test_the_curves_of_one_worker_are_over_measured_time():
+    rows = [row for row in metrics_of(STAGES, 4, virtual=True) if not row.get("worker")]
+    assert plots.curves_figure(rows).axes[3].get_xlabel() == "training time (s)"

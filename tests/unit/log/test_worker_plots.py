@@ -44,7 +44,7 @@ def test_an_epoch_that_a_worker_has_not_finished_is_left_out():
 @pytest.mark.parametrize("workers", [1, 3, MAX_LINES, MAX_LINES + 1, 200])
 def test_every_worker_has_a_line_or_all_have_a_range(workers, tmp_path):
     figure = worker_figure(rounds(workers, 3))
-    assert len(figure.axes) == 5
+    assert len(figure.axes) == (5 if workers > 1 else 2)
     for axes in figure.axes:
         measured = [line for line in axes.lines if line.get_linestyle() != ":"]
         assert len(measured) == (workers if workers <= MAX_LINES else 1)
@@ -59,6 +59,12 @@ def test_measured_seconds_have_the_planned_ones_beside_them_in_simulated_runs_to
     (axes,) = [axes for axes in worker_figure(rounds(2, 3)).axes if "measured" in axes.get_ylabel()]
     planned = [line for line in axes.lines if line.get_linestyle() == ":"]
     assert [line.get_ydata().tolist() for line in planned] == [[1] * 3, [2] * 3, []]  # [], a name
+    same = worker_figure([row | {"predicted_time_s": 1.0} for row in rounds(2, 3)]).axes[2].lines
+    same = [line for line in same if line.get_linestyle() == ":"]
+    assert [(len(line.get_xdata()), line.get_color()) for line in same] == [
+        (3, "black"),
+        (0, "black"),
+    ]
     assert [line.get_color() for line in planned[:2]] == [line.get_color() for line in axes.lines][
         :2
     ]
@@ -83,3 +89,24 @@ def test_lines_that_coincide_are_dashed_one_after_the_other_so_that_all_are_seen
     sizes = [line.get_markersize() for line in lines[1:]]
     assert sizes == sorted(sizes, reverse=True)  # rings in rings
     assert len(set(sizes)) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 3, MAX_LINES + 1])
+def test_a_first_epoch_that_took_very_long_is_named_at_the_top_and_does_not_flatten(workers):
+    rows = rounds(workers, 8)
+    for row in rows:
+        row |= {"time_s": 200.0 if row["epoch"] == 0 else 3.0}
+    (axes,) = [a for a in worker_figure(rows).axes if "measured" in a.get_ylabel()]
+    assert axes.get_ylim()[1] < 30
+    assert axes.get_yscale() == "linear"
+    several = 1 < workers <= MAX_LINES
+    assert [text.get_text() for text in axes.texts] == ["up to 200 s" if several else "200 s"]
+    assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() == "^") == (
+        workers if workers <= MAX_LINES else 1
+    )
+
+
+def test_waiting_of_next_to_nothing_and_shares_are_drawn_to_scale():
+    rows = [row | {"wait_time_s": 0.019 if row["epoch"] == 0 else 0.0001} for row in rounds(2, 6)]
+    rows[0]["compute_time_s"] = 0.1  # much before the other, and once alone
+    assert not [text for axes in worker_figure(rows).axes for text in axes.texts]

@@ -1,7 +1,8 @@
 import pytest
 
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
-from dbsl.plan.text import format_plan, nodes_in_words
+from dbsl.plan.stages import make_stages
+from dbsl.plan.text import format_plan, format_run, nodes_in_words
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,16 @@ def test_the_plan_table_says_which_workers_are_on_which_node_if_there_are_severa
     assert [row.split()[:2] for row in rows] == [["0", "0"], ["1-3", "0-1"]]
     assert format_plan(plan, (0, 0, 0, 0)) == format_plan(plan)
     assert "node" not in format_plan(plan)
+
+
+def test_the_plan_of_one_worker_speaks_of_no_others():
+    plan = plan_dual_batch(1000, 1, 0, 100, TimeModel(1e-3, 0.02))
+    text = format_run(make_stages(2, [24]), {24: plan}, 1)
+    assert text.splitlines() == [
+        "24 px, epochs 1-2, lr 0.1",
+        "   worker   batch   samples   steps      time",
+        "        0     100      1000      10     1.2 s",
+        "  1.2 s an epoch of 10 steps",
+        "",
+        "predicted for all 2 epochs, without evaluation: 2.4 s",
+    ]
