@@ -21,7 +21,7 @@ _FREE = {
     *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
     *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
     *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
-    "log_every",
+    *("log_every", "lr_batch_size"),
     *("profile", "profile_seconds", "profile_refresh", "push_to_hub", "mirror"),
 }
 # What follows from the number of workers, which may change as well.

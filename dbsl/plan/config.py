@@ -106,6 +106,9 @@ class StageConfig:
     dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Annotated[float | None, Within(0, open_low=True)] = None
+    # samples a step that --lr was chosen for, as a recipe's; a run with other batches says so, with
+    # timm's rule for them, and keeps --lr; unset: nothing is said
+    lr_batch_size: Annotated[int | None, Within(1)] = None
     # learning rate falls at milestones (step), along a cosine, or as a power of what is left (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)

@@ -50,9 +50,28 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
+        *_on_rate(run),
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _on_rate(run: Run) -> list[str]:
+    """Return a line if the learning rate was chosen for other batches, with timm's rule for these.
+
+    The rule is linear, or the root for optimizers that divide by the gradients' size.
+    """
+    config, plan = run.config, run.plans[run.stages[-1].resolution]
+    own = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
+    if config.lr_batch_size in (None, own):
+        return []
+    adaptive = any(part in config.optimizer.lower() for part in ("ada", "lamb"))
+    rate = config.lr * (own / config.lr_batch_size) ** (0.5 if adaptive else 1)
+    return [
+        f"warning: lr {config.lr:g} was chosen for {config.lr_batch_size} samples a step, which "
+        f"are {own} here; it is kept. timm's rule ({'root' if adaptive else 'linear'}) gives "
+        f"--lr {rate:.3g} --lr-batch-size {own}"
+    ]
 
 
 def _rates(run: Run, stage: Stage) -> str:

@@ -61,6 +61,27 @@ def test_each_of_timms_options_is_a_flag_here_or_has_a_reason():
     assert sum(map(bool, HERE.values())) >= 0.6 * len(OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"global_batch_size": 8}, "(root) gives --lr 0.0005 --lr-batch-size 8"),
+        ({"global_batch_size": 8, "optimizer": "sgd"}, "(linear) gives --lr 3.13e-05 --lr-batch"),
+        ({"global_batch_size": 8, "lr": 0.001, "lr_batch_size": 8}, None),
+        ({"global_batch_size": 8, "lr_batch_size": None}, None),
+    ],
+)
+def test_a_rate_for_other_batches_is_kept_and_told_with_timms_rule(capsys, settings, advice):
+    tiny = {"dataset": "digits", "train_samples": 48, "eval_samples": 10, "resolutions": (16,)}
+    tiny |= {"model": "test_resnet", "slope": (0.001,), "intercept": (0.01,), "loader_workers": 0}
+    tiny |= {"report_to": "none", "cpu_threads": 1, "plan_only": True}
+    train.main(replace(recipe("a3"), **tiny | settings))
+    said = capsys.readouterr().out
+    assert ("warning" in said) == (advice is not None)
+    if advice:
+        assert "warning: lr 0.008 was chosen for 2048 samples a step, which are 8 here" in said
+        assert advice in said
+
+
 @pytest.mark.parametrize("name", ["a3", pytest.param("deit3_small", marks=slow)])
 def test_a_recipe_in_small_goes_on_to_the_same_bits(tmp_path, name):
     config = replace(
