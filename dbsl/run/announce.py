@@ -46,6 +46,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         f"{plural(config.workers, 'worker')} {where}{small}{chosen}{sync}; {accelerator.device}, "
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not of one's own
+        *_on_resolutions(run),
         *([] if config.cache_gib is None else [data.train.described(config.seed)]),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
@@ -54,6 +55,19 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _on_resolutions(run: Run) -> list[str]:
+    """Return a line if images are trained on at several resolutions that nobody has asked for."""
+    sides = sorted({stage.resolution for stage in run.stages})
+    if not run.default_resolutions or len(sides) < 2:
+        return []
+    often = {"cyclic": "in every learning-rate stage", "progressive": "once"}[run.config.schedule]
+    return [
+        f"trains at {', then '.join(map(str, sides))} px {often}, which saves time (unset "
+        f"--resolutions, --schedule {run.config.schedule}); --resolutions {sides[-1]} trains at "
+        f"{sides[-1]} px alone"
+    ]
 
 
 def _on_rate(run: Run) -> list[str]:

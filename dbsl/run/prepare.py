@@ -63,6 +63,7 @@ def prepare(
         dedicated_server=config.dedicated_server,
     )
     by_default = config.workers is None and accelerator.num_processes == 1
+    own_sides = config.resolutions is None or "resolutions" in config.resolved
     _check_processes(config, accelerator)
     emulation = _make_emulation(config, workers)
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
@@ -112,6 +113,7 @@ def prepare(
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
         default_workers=by_default,
+        default_resolutions=own_sides,
         nodes=nodes_of(accelerator),
     )
     if config.cache_gib is not None:

@@ -59,6 +59,7 @@ class Run:
         micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
             resolution; None: its whole batch.
         default_workers: Whether nobody has said how many workers there are.
+        default_resolutions: Whether nobody has said at which resolutions it trains.
         nodes: The node of each process, from 0.
     """
 
@@ -80,6 +81,7 @@ class Run:
     measured: bool
     micro_batch_sizes: Mapping[int, Sequence[int]] | None = None
     default_workers: bool = False
+    default_resolutions: bool = False
     nodes: tuple[int, ...] = (0,)
 
     @property
