@@ -191,6 +191,8 @@ def train(session: Session) -> None:
             log.round(report, virtual_time_s=cluster.time_s)
         for worker in cluster.lost():  # its process died, and the others go on
             log.lost(worker)
+        for missed in cluster.missed():  # merged without a worker that is late (--min-workers)
+            log.missed(missed)
         for worker in cluster.joined():  # its process was launched again
             log.joined(worker)
         if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round

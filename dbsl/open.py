@@ -26,6 +26,7 @@ from dbsl.checkpoint.resume import (
     read_resumed,
     take_over_folder,
 )
+from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.server import MergeRule
 from dbsl.data.sources import TrainingData
@@ -93,7 +94,7 @@ def open_session(
         yield session
         session.accelerator.end_training()
         return
-    alone = config.sync not in ("ssp", "asp") or config.plan_only
+    alone = not meets_at_server(config.sync, config.min_workers) or config.plan_only
     if not alone and (job := find_running_job()):
         opened = _join_session(config, job, loss_function, own, merge, deadline, stopwatch)
         with opened as session:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dbsl.checkpoint.manifest import Manifest
 from dbsl.checkpoint.on_disk import Found, read_shard, reading_checkpoint
+from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
 from dbsl.run.config import RunConfig
@@ -135,7 +136,7 @@ def epochs_under_way(
     clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
     if "queue" in cluster:  # simulated: it is known who is in a round
         inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
-    elif at_epoch_end and before["sync"] in ("bsp", "step"):
+    elif at_epoch_end and not meets_at_server(before["sync"], before.get("min_workers")):
         inside = set()
     else:  # only the workers know whether they have taken a step: all that may have
         ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)

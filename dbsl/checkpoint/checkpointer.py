@@ -60,6 +60,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         self._stopping.on_signal = self._cluster.interrupt
         self._cluster.on_stop = self._stop
+        self._cluster.on_moved = self._forget_round
         self._cluster.idle = partial(self.after_step, round_over=True)  # a dedicated server's part
         return self
 
@@ -122,6 +123,11 @@ class Checkpointer:
     @property
     def _keeps_last(self) -> bool:
         return self._run.config.keep_checkpoints > 0
+
+    def _forget_round(self) -> None:
+        """Forget the round that a resumed run was stopped inside: it is over."""
+        self._progress.clear()
+        self._random = None
 
     def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds

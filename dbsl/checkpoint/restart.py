@@ -57,8 +57,10 @@ def plan_restart(
                 "up to an epoch's beginning"
             )
         return Restart(clock=lowest, server_optimizer=server["optimizer"], **common)
-    if before["sync"] == "bsp":  # what part of the workers have pushed is not merged yet
-        clocks = [lowest] * len(clocks)
+    if before["sync"] == "bsp":
+        # What part of the workers have pushed is not merged yet. Others may have joined for later.
+        came = (server.get("quorum") or {"came": range(len(clocks))})["came"]
+        clocks = [lowest if w in came else clock for w, clock in enumerate(clocks)]
     left = left_of_epochs(state["planner"], clocks, run, before["rounds_per_epoch"])
     epoch, round_ = divmod(lowest, before["rounds_per_epoch"])
     if before["rounds_per_epoch"] != rounds:

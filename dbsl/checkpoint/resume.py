@@ -25,6 +25,7 @@ from dbsl.checkpoint.on_disk import (
 )
 from dbsl.checkpoint.restart import plan_restart
 from dbsl.cluster.collectives import share_text
+from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.model import BEST
 from dbsl.plan.turns import Restart
@@ -231,7 +232,7 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
 def _own_shard(found: Found, rank: int, run: Run) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
     config, manifest = found.manifest.config, found.manifest
-    if manifest.processes == 1 or config["sync"] in ("bsp", "step"):
+    if manifest.processes == 1 or not meets_at_server(config["sync"], config.get("min_workers")):
         return read_shard(found.folder, manifest, rank)
     first = read_shard(found.folder, manifest, SERVER_RANK)
     first = with_lost_workers(first, run, config["epochs"])

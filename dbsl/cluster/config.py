@@ -32,6 +32,14 @@ class SyncConfig:
     sync_batch_norm: bool = False
     # rounds that the fastest worker may be ahead of the slowest, with --sync ssp
     staleness: Annotated[int, Within(0)] = 1
+    # pushes that a round is merged from at least, with --sync bsp: once so many workers have come,
+    # the others have --grace-seconds; then the round goes on without them, and what they push of it
+    # later is dropped and counted. Needs a server: processes meet on rank 0, as with asp. Unset:
+    # a round waits for all
+    min_workers: Annotated[int | None, Within(1)] = None
+    # seconds that a round still waits once --min-workers have come; on the virtual clock where
+    # workers are simulated
+    grace_seconds: Annotated[float | None, Within(0)] = None
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
     merge: Merge | None = None
     # learning rate of the server's step, with --merge delta
@@ -43,3 +51,8 @@ class SyncConfig:
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
     worker_timeout: Annotated[float, Within(0, open_low=True)] = 1800.0
+
+
+def meets_at_server(sync: Sync, min_workers: int | None) -> bool:
+    """Whether processes meet at a server on rank 0, each in its own time, in no collective."""
+    return sync in ("ssp", "asp") or min_workers is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.heartbeats import Pulse
-from dbsl.cluster.membership import lose_worker
+from dbsl.cluster.membership import check_quorum, lose_worker
 from dbsl.cluster.messages import (
     CPU,
     Kind,
@@ -26,6 +26,7 @@ from dbsl.cluster.messages import (
     message,
     message_kind,
     message_numbers,
+    place,
     with_lines,
 )
 from dbsl.cluster.protocol import Cluster
@@ -112,8 +113,22 @@ class Conversing(Cluster):
 
     def _wait_for(self, predicate: Callable[[], object]) -> None:
         # Every worker comes to the end of its round, or is lost.
-        self._changed.wait_for(lambda: self._failure or predicate())
+        quorum = self.server.quorum
+        while not (self._failure or predicate()):
+            if not self._settle():
+                self._changed.wait(None if quorum is None else quorum.left_s())
         self._raise_failure()
+
+    def _settle(self) -> bool:
+        """Merge a round whose grace is over, if there is one; say whether it was."""
+        try:
+            merged = self.server.settle(timer=True)
+        except Exception as error:  # a merge rule's: no worker is at fault
+            self._failure = error
+            merged = True
+        if merged:
+            self._changed.notify_all()
+        return merged
 
     def _wake(self) -> None:
         with self._changed:
@@ -155,9 +170,11 @@ class Conversing(Cluster):
             if kind in (Kind.PUSH, Kind.PUSH_CHANGE):
                 self._take_push(peer, head, is_change=kind == Kind.PUSH_CHANGE)
             elif kind == Kind.PLAN:
-                place = message_numbers(head, self._rounds // self._rounds_per_epoch)
+                moment = message_numbers(head, self._rounds // self._rounds_per_epoch)
                 self._wait_to_begin(peer)
-                send(encode_plan(self._plan_at(*place), CPU), peer.pair)
+                send(encode_plan(self._plan_at(*moment), CPU), peer.pair)
+            elif kind == Kind.PLACE:
+                self._answer_place(peer)
             else:
                 self._answer_pull(peer)
 
@@ -184,7 +201,7 @@ class Conversing(Cluster):
             transfer = peer.whole if self._sends_changes else peer.narrow
             finite = transfer.receive(peer.buffer, check=True)
         with self._changed:
-            clock = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
+            clock = divmod(self.server.round_of(peer.worker), self._rounds_per_epoch)
         check_report(report, peer.worker, *clock)
         self._merge(peer.buffer, replace(report, refused=report.refused or not finite))
 
@@ -202,6 +219,35 @@ class Conversing(Cluster):
         )
         if peer.pulse.failure:
             raise SyncError(peer.pulse.failure)
+
+    def _answer_place(self, peer: _Peer) -> None:
+        """Say which round a worker begins, when it may: a late one has missed some."""
+        server, worker = self.server, peer.worker
+        with self._changed:
+            self._wait_for(
+                lambda: (
+                    self._interrupted
+                    or peer.pulse.failure
+                    or (self._may_come(worker) and not self._evaluates())
+                )
+            )
+            if peer.pulse.failure:
+                raise SyncError(peer.pulse.failure)
+            stop, clock = self._interrupted, server.clocks[worker]
+            if not stop and clock < self._rounds:
+                server.begin(worker)
+        send(place(clock, stop=stop), peer.pair)
+
+    def _may_come(self, worker: int) -> bool:
+        """Whether a worker that is in no round may begin one, or has none left to do."""
+        if self.server.clocks[worker] >= self._rounds:
+            return True
+        self.server.enter(worker)  # rounds may have gone on without it while it waited
+        return self.server.may_start(worker)
+
+    def _evaluates(self) -> bool:
+        """Whether rounds wait for rank 0, which evaluates and is to be in the next one, too."""
+        return False
 
     def _answer_pull(self, peer: _Peer) -> None:
         with self._changed:
@@ -226,6 +272,10 @@ class Conversing(Cluster):
         clock = self.server.clocks[worker]
         try:
             samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
+            check_quorum(self.server, f"rank {rank} was lost ({reason})")
+        except SyncError as error:
+            self._failure = error
+            return
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"

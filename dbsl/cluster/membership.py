@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dbsl.base.errors import SyncError
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import Members
@@ -48,6 +49,18 @@ def join_worker(server: Server, planner: Planner, worker: int, last: int) -> int
     return clock
 
 
+def check_quorum(server: Server, what: str) -> None:
+    """Raise `SyncError` if fewer workers are left than a round is to be merged from.
+
+    Args:
+        server: With the workers that are left.
+        what: Why they are fewer.
+    """
+    if (left := server.shortage()) is not None:
+        least = server.quorum.min_workers
+        raise SyncError(f"{what}: min_workers must be at most the {left} left, got {least}")
+
+
 def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> None:
     """Begin a run without workers that may join later.
 
@@ -59,3 +72,6 @@ def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> Non
         raise ValueError("a run must begin with a worker, got none")
     planner.leave_out(workers)
     server.active = left
+    if server.shortage() is not None:
+        least = server.quorum.min_workers
+        raise ValueError(f"min_workers must be at most the {len(left)} at the start, got {least}")

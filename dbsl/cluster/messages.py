@@ -36,6 +36,7 @@ class Kind(IntEnum):
     PULL = 3
     PLAN = 4
     LEAVE = 5
+    PLACE = 6  # which round comes next, where rounds go on without those who are late
 
 
 def encode(report: RoundReport, device: torch.device) -> Tensor:
@@ -164,6 +165,17 @@ def read_answer(head: Tensor) -> tuple[bool, tuple[int, int]]:
     """Return what `answer` was given."""
     stop, sequence, epoch = head.tolist()
     return bool(stop), (int(sequence), int(epoch))
+
+
+def place(clock: int = 0, *, stop: bool = False) -> Tensor:
+    """Return which round of the run a worker begins, and whether the run stops, float64 [2]."""
+    return torch.tensor([float(stop), clock], dtype=torch.float64)
+
+
+def read_place(head: Tensor) -> tuple[bool, int]:
+    """Return whether the run stops, and the round of the run, as `place` was given them."""
+    stop, clock = head.tolist()
+    return bool(stop), int(clock)
 
 
 def plan_tensor(workers: int, device: torch.device) -> Tensor:

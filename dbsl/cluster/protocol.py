@@ -19,6 +19,7 @@ from dbsl.plan.turns import (
     EpochEnd,
     JoinedWorker,
     LostWorker,
+    MissedRound,
     Restart,
     Round,
     RoundReport,
@@ -46,12 +47,15 @@ class Cluster(ABC):
         time_s: The virtual clock of simulated workers; None where times are real.
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
+        on_moved: Called where a resumed run was stopped inside a round that is over by now: what
+            was done of it is void.
         idle: Called by a process without a worker where workers have taken a round's steps.
     """
 
     time_s: float | None = None
     holds_weights: bool = True
     on_stop: Callable[[], object] = staticmethod(lambda: None)
+    on_moved: Callable[[], object] = staticmethod(lambda: None)
     idle: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
@@ -91,6 +95,12 @@ class Cluster(ABC):
     def refused(self) -> int:
         """Rounds whose loss or weights were not finite, so far; without a barrier: on rank 0."""
         return self._refused if self.server is None else self.server.refused
+
+    @property
+    def late_pushes(self) -> int:
+        """Pushes that came after their round was merged, so far (in the server's process)."""
+        quorum = self.server and self.server.quorum
+        return quorum.late_pushes if quorum else 0
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._exits.__exit__(*error)
@@ -138,6 +148,12 @@ class Cluster(ABC):
     def lost(self) -> Iterator[LostWorker]:
         """Yield the workers that were lost since the last call."""
         yield from ()
+
+    def missed(self) -> Iterator[MissedRound]:
+        """Yield the rounds that were merged without a worker since the last call."""
+        quorum = self.server and self.server.quorum
+        while quorum and quorum.missed:
+            yield quorum.missed.popleft()
 
     def joined(self) -> Iterator[JoinedWorker]:
         """Yield the workers that have joined since the last call."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.outer import OuterOptimizer
+from dbsl.cluster.quorum import Quorum
 from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
 
 MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,6 +60,7 @@ class Server:
         observe: Called with each report, before anyone can ask for what follows from it.
         outer: The optimizer of `delta`.
         own: A merge rule of one's own, in place of `rule`.
+        quorum: When a round at a barrier goes on with those who came; None: all are waited for.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Server:
         observe: Callable[[RoundReport], object] = lambda report: None,
         outer: OuterOptimizer | None = None,
         own: MergeRule | None = None,
+        quorum: Quorum | None = None,
     ) -> None:
         if rule in _AT_BARRIER and staleness != 0:
             raise ValueError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
@@ -79,6 +82,7 @@ class Server:
         self.rule: Merge = rule
         self._outer = outer
         self._own = own
+        self.quorum = quorum
         self._pushed: dict[int, tuple[Tensor, float]] = {}  # for a rule of one's own, at a barrier
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
@@ -109,10 +113,14 @@ class Server:
             leader = max(self.clocks[other] for other in self.active - {worker})
             if self.clocks[worker] > leader:
                 return False
+        if self.quorum is not None and self.quorum.rests(worker):
+            return False
         return self.staleness is None or self.clocks[worker] <= self.latest_start()
 
     def latest_start(self) -> float:
         """Return the clock up to which workers may start a round now."""
+        if self.quorum is not None:
+            return self.quorum.round
         return float("inf") if self.staleness is None else self.slowest() + self.staleness
 
     def slowest(self) -> int:
@@ -124,6 +132,10 @@ class Server:
         round_ = self.slowest()
         self.active.discard(worker)
         self.newcomers.discard(worker)
+        if self.quorum is not None:
+            self.quorum.forget(worker)
+            self.settle()
+            return
         if self._collected and self.slowest() > round_:  # the barrier waited for it alone
             self._merge_collected()
         self._end_epochs()
@@ -137,6 +149,43 @@ class Server:
     def begin(self, worker: int) -> None:
         """Note that a worker has begun its next round."""
         self.newcomers.discard(worker)
+        if self.quorum is not None:
+            self.quorum.begin(worker, self.clocks[worker])
+
+    def enter(self, worker: int) -> None:
+        """Have a worker take part again that a round went on without; it is in no round now."""
+        if self.quorum is not None:
+            self.quorum.enter(worker, self.clocks, self.active)
+
+    def round_of(self, worker: int) -> int:
+        """Return the round that a worker is in, or comes to: its clock, unless it is late."""
+        clock = self.clocks[worker]
+        return clock if self.quorum is None else self.quorum.round_of(worker, clock)
+
+    def settle(self, *, timer: bool = False) -> bool:
+        """Go on with a round that all have pushed, or enough of them while the grace lasted.
+
+        With `timer` a grace whose last moment has come is over.
+
+        Returns:
+            Whether a round was merged.
+        """
+        quorum = self.quorum
+        if quorum is None or not quorum.is_over(self.clocks, self.active, timer=timer):
+            return False
+        absent = quorum.close(self.clocks, self.active)
+        self._merge_collected()
+        for worker in absent:
+            self.clocks[worker] += 1
+        self._end_epochs()
+        return True
+
+    def shortage(self) -> int | None:
+        """Return the number of workers that are left, if rounds cannot be merged from so few."""
+        if self.quorum is None:
+            return None
+        able = self.quorum.able(self.clocks, self.active, self.newcomers)
+        return able if able < self.quorum.min_workers else None
 
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
@@ -145,12 +194,21 @@ class Server:
         return self.snapshot()
 
     def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
-        """Merge a worker's weights, advance its clock and return the report with its staleness."""
+        """Merge a worker's weights, advance its clock and return the report with its staleness.
+
+        With a quorum, a push whose round is over is dropped.
+        """
+        if self.quorum is not None:
+            self.settle()
+            if not self.quorum.come(report.worker):
+                if not report.refused:
+                    self._observe(report)
+                return report
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
         if self.rule in _AT_BARRIER:
             self._collect(weights, report)
-            if self._is_last(report.worker):
+            if self.quorum is None and self._is_last(report.worker):
                 self._merge_collected()
         elif not report.refused:
             self._merge(weights, report)
@@ -192,6 +250,7 @@ class Server:
             "reports": [asdict(report) for report in self.reports],
             "outer": self._outer and self._outer.state_dict(),
             "pushed": dict(self._pushed),
+            "quorum": self.quorum and self.quorum.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,6 +277,14 @@ class Server:
         device = self._weights.device
         pushed = state.get("pushed", {})  # older checkpoints lack it
         self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed.items()}
+        if self.quorum is None:
+            return
+        if state.get("quorum") is None:  # the run had none before
+            slowest = self.slowest()
+            came = {w for w in self.active - self.newcomers if self.clocks[w] > slowest}
+            self.quorum.restart(slowest, came if self._collected else ())
+        else:
+            self.quorum.load_state_dict(state["quorum"], workers)
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
@@ -226,6 +293,8 @@ class Server:
         self.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
         self._epochs_ended = start.clock // self.rounds_per_epoch
+        if self.quorum is not None:
+            self.quorum.restart(start.clock)
         self._load_outer(start.outer)
 
     def snapshot(self) -> Tensor:
@@ -320,7 +389,10 @@ class Server:
             if not report.refused:
                 self._observe(report)
             self.reports.append(report)
-        self._end_epochs()
+        if self.quorum is not None:  # what it has collected is to be merged first
+            self.settle()
+        else:
+            self._end_epochs()
 
     def _end_epochs(self) -> None:
         """Note the ends of epochs that all active workers have come to."""

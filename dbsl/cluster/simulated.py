@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts, as_numbers
-from dbsl.cluster.membership import Change, join_worker, lose_worker
+from dbsl.cluster.membership import Change, check_quorum, join_worker, lose_worker
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -72,6 +72,8 @@ class SimulatedCluster(Cluster):
         self._queue: list[tuple[float, int]] = []
         self._turn: int | None = None  # the worker whose turn it is
         self.changes: list[Change] = []
+        if server.quorum is not None:
+            server.quorum.clock = lambda: self.time_s
         self._lost: list[LostWorker] = []  # until they are told of
         self._joined: list[JoinedWorker] = []
 
@@ -85,6 +87,8 @@ class SimulatedCluster(Cluster):
                     self._start(worker)
                 if not self._queue:
                     return
+                if self._grace_ends_before(self._queue[0][0]):
+                    continue
                 if self._change_before(self._queue[0][0]):
                     continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
@@ -108,6 +112,7 @@ class SimulatedCluster(Cluster):
             samples = lose_worker(server, self._plans.planner, worker, self._rounds)
         except ValueError as error:
             raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
+        check_quorum(server, f"worker {worker} was lost")
         self._lost.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
     def join(self, worker: int) -> None:
@@ -132,6 +137,17 @@ class SimulatedCluster(Cluster):
         """Yield the workers that have joined since the last call."""
         while self._joined:
             yield self._joined.pop(0)
+
+    def _grace_ends_before(self, time_s: float) -> bool:
+        """Merge a round without those that come later than its grace; say whether it was one."""
+        quorum = self.server.quorum
+        deadline_s = None if quorum is None else quorum.deadline_s()
+        if deadline_s is None or deadline_s >= time_s:
+            return False
+        if not self._change_before(deadline_s):
+            self.time_s = deadline_s
+            self.server.settle(timer=True)
+        return True
 
     def _change_before(self, time_s: float) -> bool:
         """Make the next change, if it comes before this time; say whether it did."""
@@ -161,12 +177,21 @@ class SimulatedCluster(Cluster):
         self._ended[worker] = self.time_s
         wait_s = self._waits[worker]
         if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
-            others = [end_s for end_s, other in self._queue if other in self.server.active]
-            wait_s = max(others, default=self.time_s) - self.time_s
+            wait_s = self._merged_at() - self.time_s
         wait_s += self._exchange(worker, report.epoch, report.round)
         report = replace(report, compute_time_s=self._durations[worker], wait_time_s=wait_s)
         self.server.push(self.outgoing, report)
         return report.refused
+
+    def _merged_at(self) -> float:
+        """Return when the round is merged that a worker is about to push; late, it waits not."""
+        active, quorum = self.server.active, self.server.quorum
+        if quorum is None:
+            return max((end_s for end_s, w in self._queue if w in active), default=self.time_s)
+        if self._turn in quorum.behind:
+            return self.time_s
+        awaited = active - quorum.behind
+        return quorum.close_at_s([end_s for end_s, w in self._queue if w in awaited])
 
     def state_dict(self) -> dict[str, Any]:
         """Return where every worker is, to go on from in `load_state_dict`.
@@ -210,6 +235,9 @@ class SimulatedCluster(Cluster):
     def _waiting(self) -> list[int]:
         """Return the workers that are in no round and may start one, in order."""
         inside, latest = {worker for _, worker in self._queue}, self.server.latest_start()
+        if self.server.quorum is not None:
+            for worker in sorted(self.server.quorum.behind - inside):
+                self.server.enter(worker)
         return [
             worker
             for worker, clock in enumerate(self.server.clocks)
@@ -217,12 +245,12 @@ class SimulatedCluster(Cluster):
             and clock <= latest
             and worker not in inside
             and worker in self.server.active
-            and (worker not in self.server.newcomers or self.server.may_start(worker))
+            and self.server.may_start(worker)
         ]
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in."""
-        return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
+        return divmod(self.server.round_of(worker), self.server.rounds_per_epoch)
 
     def _start(self, worker: int) -> None:
         self._pulled[worker] = self.server.pull(worker)  # which a newcomer begins with

@@ -31,8 +31,10 @@ from dbsl.cluster.messages import (
     decode_plan,
     encode_lines,
     message,
+    place,
     plan_tensor,
     read_answer,
+    read_place,
 )
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
@@ -53,6 +55,7 @@ def through_server(
     timeout_s: float,
     outgoing: Tensor | None = None,
     wire: torch.dtype | None = None,
+    asks_place: bool = False,
     door: Door | None = None,
     admission: Admission | None = None,
     **common: Any,
@@ -70,6 +73,8 @@ def through_server(
         outgoing: As for `Cluster`.
         wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
             rounded to it, and of weights their change since the pull.
+        asks_place: Whether workers ask which round comes next, since rounds go on without those
+            who are late.
         door: On rank 0, where processes that are launched again ask to join.
         admission: Of a process that joins: then this is no collective.
         **common: The rest of what a `Cluster` takes.
@@ -84,7 +89,8 @@ def through_server(
     common["sends_changes"] = narrow is not None and outgoing is None
     if server is not None:
         return ServingCluster(weights, server, pairs=pairs, door=door, **common)
-    cluster = ServedCluster(weights, pair=pairs[SERVER_RANK], **common)
+    pair = pairs[SERVER_RANK]
+    cluster = ServedCluster(weights, pair=pair, asks_place=asks_place, **common)
     if admission is not None:
         cluster.begin_at(admission.clock, admission.sequence)
     return cluster
@@ -99,6 +105,7 @@ class ServedCluster(Cluster):
         timeout_s: As for `through_server`.
         narrow: Dtype of pushes, if it is not the weights'.
         sends_changes: Whether a push is the weights' change since the pull.
+        asks_place: As for `through_server`.
     """
 
     def __init__(
@@ -109,9 +116,11 @@ class ServedCluster(Cluster):
         timeout_s: float,
         narrow: torch.dtype | None,
         sends_changes: bool,
+        asks_place: bool = False,
         **common: Any,
     ) -> None:
         super().__init__(weights, **common)
+        self._asks_place = asks_place
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
         self._can_change = False  # this round began with `_pulled`
@@ -122,9 +131,11 @@ class ServedCluster(Cluster):
 
     def turns(self) -> Iterator[Round]:
         """Yield this worker's rounds in order."""
+        self._come()
         while self._clock < self._rounds:
             yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
+            self._come()
 
     def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn, asking the server, which may have changed it."""
@@ -219,6 +230,24 @@ class ServedCluster(Cluster):
         receive(head, self._pair)
         self._sent()
         return read_answer(head)
+
+    def _come(self) -> None:
+        """Ask which round this worker begins, and wait until it may, where rounds go on so."""
+        if not self._asks_place:
+            return
+        began, head = time.perf_counter(), place()
+        with self._exchange():
+            send(message(Kind.PLACE), self._pair)
+            receive(head, self._pair)
+            self._sent()
+        self._waited_s += time.perf_counter() - began
+        stop, clock = read_place(head)
+        if stop:
+            self._interrupted = True
+            self.on_stop()
+        elif clock != self._clock:
+            self._clock = clock
+            self.on_moved()
 
     def _sent(self) -> None:
         """Wait until the last push has left this process."""

@@ -51,7 +51,14 @@ from dbsl.log.rows import (
 from dbsl.log.sink import Sink
 from dbsl.log.trackers import tracker_ids, trackers_before
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.turns import JoinedWorker, LostWorker, RoundReport, StepLine, report_from_plain
+from dbsl.plan.turns import (
+    JoinedWorker,
+    LostWorker,
+    MissedRound,
+    RoundReport,
+    StepLine,
+    report_from_plain,
+)
 from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.evaluation import Evaluation
@@ -101,6 +108,7 @@ class RunLog:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self.lost_workers: list[int] = []
+        self.missed_samples = 0  # of rounds that were merged without their worker
         self.away: set[int] = set()  # of them those that have not come back
         self.enabled = accelerator.is_main_process
         self.meter = meter or StepMeter(0)
@@ -161,6 +169,7 @@ class RunLog:
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "epoch": self._epochs_done - 1,
             "lost_workers": list(self.lost_workers),
+            "missed_samples": self.missed_samples,
             "noise": self._noise.state_dict(),
             "trackers": tracker_ids(self._accelerator),
         }
@@ -174,6 +183,7 @@ class RunLog:
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         self._epochs_done = epochs_done(state)
         self.lost_workers = list(state["lost_workers"])
+        self.missed_samples = state.get("missed_samples", 0)  # not in checkpoints of before
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
 
@@ -222,6 +232,17 @@ class RunLog:
             f"warning: rank {loss.rank} (worker {loss.worker}) was lost after "
             f"{plural(loss.rounds, 'round')} ({loss.reason}); the others share its "
             f"samples from their next round on{out}"
+        )
+
+    def missed(self, missed: MissedRound) -> None:
+        """Record that a round was merged without a worker."""
+        if not self.enabled:
+            return
+        self.missed_samples += missed.samples
+        self._sink.write("missed", asdict(missed))
+        self._display.print(
+            f"warning: round {missed.round + 1} of epoch {missed.epoch + 1} was merged without "
+            f"worker {missed.worker}, which is late; {plural(missed.samples, 'sample')} left out"
         )
 
     def joined(self, new: JoinedWorker) -> None:

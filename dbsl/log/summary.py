@@ -116,6 +116,8 @@ def _mishaps(session: Session) -> dict[str, Any]:
     found = {
         "refused_rounds": session.cluster.refused,
         "lost_workers": session.log.lost_workers,
+        "missed_samples": session.log.missed_samples,
+        "late_pushes": session.cluster.late_pushes,
         "bad_images": bad,
         "mirror_failures": session.mirror.failures,
     }

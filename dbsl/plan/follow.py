@@ -118,6 +118,10 @@ class Planner:
                 segments.append(CurrentPlan(plan, round_, self._split_at(segments[-1], round_)))
         return next(s for s in reversed(segments) if s.first_round <= round_)
 
+    def samples_in(self, worker: int, epoch: int, round_: int) -> int:
+        """Return a worker's samples in a round, by the plan in force."""
+        return self._samples_of(self.at(epoch, round_), epoch, worker, round_)
+
     def current_at(self, epoch: int) -> Plan:
         """Return the last plan of an epoch's resolution, without asking for a new one."""
         return self.current[self._resolution_at(epoch)]

@@ -128,6 +128,16 @@ class LostWorker:
 
 
 @dataclass(frozen=True)
+class MissedRound:
+    """A round at a barrier that was merged without a worker."""
+
+    worker: int
+    epoch: int
+    round: int
+    samples: int  # its samples of the round; nobody trains on them
+
+
+@dataclass(frozen=True)
 class JoinedWorker:
     """A worker that has come while the others train."""
 

@@ -137,6 +137,20 @@ def _check_together(config: RunConfig) -> None:
         raise ValueError("slope must be given with floor, got floor alone")
     if config.clip_mode != "norm" and config.clip_grad is None:
         raise ValueError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
+    if config.sync != "bsp" and config.min_workers is not None:
+        why = "where nobody waits for all"
+        if config.sync == "step":
+            why = (
+                "whose gradients meet in a collective of all processes (sync bsp with push "
+                "gradients takes the same steps through the server)"
+            )
+        raise ValueError(
+            f"min_workers must be unset with sync {config.sync}, {why}, got {config.min_workers}"
+        )
+    if (config.min_workers is None) != (config.grace_seconds is None):
+        given, other = ("min_workers", "grace_seconds")[:: 1 if config.min_workers else -1]
+        value = getattr(config, given)
+        raise ValueError(f"{other} must be given with {given}, got {given} {value:g} alone")
     rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
     if config.push == "gradients" and config.merge == "delta":
         raise ValueError("merge must not be delta with push gradients, got delta")

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.architecture import check_patches, init_head, least_batch
+from dbsl.base.bounds import in_range
 from dbsl.base.words import plural
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
@@ -62,6 +63,8 @@ def prepare(
         local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
+    if config.min_workers is not None:
+        in_range("min_workers", config.min_workers, 1, workers)
     by_default = config.workers is None and accelerator.num_processes == 1
     own_sides = config.resolutions is None or "resolutions" in config.resolved
     _check_processes(config, accelerator)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dbsl.architecture import set_dropout
 from dbsl.base.seeds import stream_seed
+from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.protocol import Cluster
 from dbsl.model import save_model
 from dbsl.plan.sampler import Part, Step
@@ -74,12 +75,19 @@ class Session:
     @property
     def waits_for_evaluation(self) -> bool:
         """Whether nobody trains while there is an evaluation."""
-        return self.accelerator.num_processes == 1 or self.config.sync in ("bsp", "step")
+        if self.accelerator.num_processes == 1:
+            return True
+        # With a quorum rounds wait for rank 0's worker, which evaluates first, if it has one.
+        return self.config.sync in ("bsp", "step") and not (
+            self.config.min_workers is not None and self.config.dedicated_server
+        )
 
     @property
     def shares_evaluation(self) -> bool:
         """Whether all processes evaluate at a time, each its part of the images."""
-        return self.waits_for_evaluation and self.accelerator.num_processes > 1
+        config = self.config
+        together = not meets_at_server(config.sync, config.min_workers)
+        return together and self.accelerator.num_processes > 1
 
     @property
     def evaluates(self) -> bool:

@@ -48,6 +48,7 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
             rule="mean" if sync == "bsp" else "ratio",
             staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
             rounds_per_epoch=rounds,
+            quorum=options.get("quorum"),
         )
     common = {
         "planner": planner,
@@ -56,10 +57,11 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
         "epochs": epochs,
         "rounds_per_epoch": rounds,
     }
-    if sync == "bsp":
+    if sync == "bsp" and "quorum" not in options:
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **common)
     else:
         common |= {name: options[name] for name in ("door", "admission") if name in options}
+        common["asks_place"] = "quorum" in options
         cluster = through_server(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan
 
