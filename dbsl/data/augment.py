@@ -159,9 +159,22 @@ def _built(pipeline: Pipeline, resolution: int, mean: RGB, mirror: bool) -> Any:
     if jitter is not None and len(jitter) == 1:
         given["color_jitter"] = jitter[0]
     given = {name: value for name, value in given.items() if value is not None}
-    return timm.data.transforms_factory.transforms_imagenet_train(
+    built = timm.data.transforms_factory.transforms_imagenet_train(
         resolution, mean=mean, use_prefetcher=True, **given
     )
+    for step in built.transforms:
+        policies = getattr(step, "policy", [getattr(step, "ops", [])])
+        for operation in (own for policy in policies for own in policy):
+            if operation.aug_fn is timm.data.auto_augment.posterize:
+                operation.aug_fn = _posterize
+    return built
+
+
+def _posterize(image: Image.Image, bits: int, **more: Any) -> Image.Image:
+    """Keep so many bits of each channel; Pillow 13 refuses none of them, which timm may draw."""
+    if bits < 1:
+        return Image.new(image.mode, image.size)  # black, as from older Pillow
+    return timm.data.auto_augment.posterize(image, bits, **more)
 
 
 def _join(values: tuple[float, ...]) -> str:

@@ -8,7 +8,7 @@ import timm.data
 import torch
 from PIL import Image
 
-from dbsl.data.augment import Erasing, Pipeline
+from dbsl.data.augment import Erasing, Pipeline, _built
 from dbsl.data.config import DataConfig, check_images
 from dbsl.data.dataset import load_configured
 from dbsl.data.images import ImageLoader, PixelStore
@@ -212,3 +212,16 @@ def test_copies_of_an_image_are_augmented_each_on_its_own(photos):
     crop, n = small.transform(8, "crop", 0), len(small.train)
     (images, labels), *_ = small.train.batches([np.array([2 + n * c for c in range(4)])], crop, 0)
     assert labels.unique().numel() == 1 < images.unique(dim=0).shape[0]
+
+
+@pytest.mark.parametrize("policy", ["rand-m10-inc1", "original", "augmix-m10"])
+def test_an_operation_may_keep_no_bit_of_an_image(policy):
+    built = _built(Pipeline(aa=policy), 16, (0.5,) * 3, True)
+    (step,) = [s for s in built.transforms if hasattr(s, "ops") or hasattr(s, "policy")]
+    policies = getattr(step, "policy", [getattr(step, "ops", [])])
+    functions = {op.aug_fn for own in policies for op in own if "Posterize" in op.name}
+    image = Image.new("RGB", (4, 4), "white")
+    for function in functions:
+        assert function(image, 0).getextrema() == ((0, 0),) * 3
+        assert function(image, 4).getextrema() == ((240, 240),) * 3
+    assert len(functions) == 1
