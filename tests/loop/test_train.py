@@ -173,7 +173,7 @@ def test_the_card_and_the_lines_of_one_worker_are_those_of_a_plain_training(tmp_
 
 def test_the_plan_tells_the_rates_of_a_cosine_not_those_of_milestones(tmp_path, capsys):
     helpers.run(tmp_path / "run", plan_only=True, lr_schedule="cosine", warmup_epochs=2, epochs=20)
-    rates = "lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0;"
+    rates = "lr 0.0002 to 0.02 to 0.01, 0.01 to 0.00134, 0.00134 to 0"
     assert f"16 px, epochs 1-20, {rates}" in capsys.readouterr().out
 
 
