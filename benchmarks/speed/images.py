@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,11 +23,13 @@ import numpy as np
 import torch
 from torchvision.transforms import v2
 
+from dbsl.data.augment import Pipeline
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory
 
 BATCH, TURNS, BATCHES = 64, 9, 4
+_AA = "rand-m9-mstd0.5-inc1"
 
 
 def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
@@ -37,6 +41,7 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for side in resolutions:
         ours = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
+        randaugment = replace(ours, augment="timm", pipeline=Pipeline(aa=_AA))
         theirs = v2.Compose(
             [
                 v2.RandomResizedCrop(side),
@@ -56,7 +61,11 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
                 images = (row[data.image_column] for row in table.select(samples))
                 torch.stack([transform(image.convert("RGB")) for image in images])
 
-        pipelines = {"loader": loader, "torchvision": plain}
+        pipelines = {
+            "loader": loader,
+            f"loader, --aa {_AA}": partial(loader, transform=randaugment),
+            "torchvision": plain,
+        }
         rates: dict[str, list[float]] = {name: [] for name in pipelines}
         for turn in range(TURNS + 1):
             first = turn * BATCH * BATCHES % (len(data.train) - BATCH * BATCHES)
