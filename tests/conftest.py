@@ -6,6 +6,7 @@ import time
 import traceback
 import warnings
 from functools import cache
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -80,7 +81,7 @@ def no_pictures():
     """Have runs draw a pixel: a second saved each. Pictures have tests of their own."""
 
     def draw(*arguments, **_):
-        path = arguments[-1]
+        path = next(value for value in arguments if isinstance(value, Path))
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (1, 1)).save(path)
 
