@@ -56,7 +56,7 @@ def test_links_of_a_page_lead_to_files_and_headings(name):
         if re.match("https?:", link):
             continue
         path, _, heading = link.partition("#")
-        target = (ROOT / name).parent / path
+        target = (ROOT / name).parent / path if path else ROOT / name
         assert target.exists(), link
         headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if heading else []
         slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]  # GitHub's
