@@ -60,8 +60,9 @@ class BatchConfig:
     floor: tuple[float, ...] | None = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
     profile: str | None = None
-    # seconds to measure step times for, all resolutions together
-    profile_seconds: Annotated[float, Within(0, open_low=True)] = 30.0
+    # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
+    # alone, whose batch does not depend on them
+    profile_seconds: Annotated[float | None, Within(0, open_low=True)] = None
     profile_refresh: bool = False  # measure step times even if the cache has them
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
     update_factor: UpdateFactor = "data"

@@ -49,6 +49,7 @@ class Profiler:
         model: The model, on its device.
         accelerator: Device, precision, processes.
         seconds: About how long measuring may take for each resolution.
+        rough: Whether times need not be good: three batch sizes are measured, and nothing is kept.
         refresh: Measure even what the cache has.
         file: Take the profiles from this file instead.
         loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
@@ -69,6 +70,7 @@ class Profiler:
         accelerator: Accelerator,
         *,
         seconds: float,
+        rough: bool = False,
         refresh: bool = False,
         file: Path | None = None,
         loss_of: LossOf | None = None,
@@ -82,6 +84,7 @@ class Profiler:
         self._model = model
         self._accelerator = accelerator
         self._seconds = seconds
+        self._rough = rough
         self._loss_of = loss_of
         self._optimizer_settings = optimizer_settings
         self._example = example
@@ -170,17 +173,21 @@ class Profiler:
             f"measuring steps of {self.setup.model}{px(resolution, ' at ')}, "
             f"{self._seconds:g} s at most"
         )
+        sizes = batch_sizes_to_measure(large_batch_size)
+        if self._rough:
+            sizes = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
         profile = profile_steps(
             self._step(resolution),
-            batch_sizes_to_measure(large_batch_size),
+            sizes,
             seconds=self._seconds,
             held_out=held_out,
         )
         self._known[resolution] = profile
-        try:
-            write_profiles(self.path, self.setup, self._known)
-        except OSError as error:
-            logger.warning("step times are not kept for the next run (%s)", error)
+        if not self._rough:
+            try:
+                write_profiles(self.path, self.setup, self._known)
+            except OSError as error:
+                logger.warning("step times are not kept for the next run (%s)", error)
         return replace(profile, memory=profile.memory and self._adapted(profile.memory))
 
     def _step(self, resolution: int) -> TrainingStep:

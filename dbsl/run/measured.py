@@ -21,6 +21,7 @@ from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
 from dbsl.run.config import RunConfig, for_workers, takes_joint_steps
 
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
+_SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
 
 
 def _optimizer_of_worker(config: RunConfig) -> str:
@@ -100,11 +101,14 @@ def make_profiler(
         # The server clips what is pushed, and a worker's step does not.
         clip=config.clip_mode if config.clip_grad and config.push == "weights" else None,
     )
+    rough = config.profile_seconds is None and config.workers == 1 and not config.small_workers
+    seconds = config.profile_seconds or (_SECONDS_OF_ONE if rough else _SECONDS)
     return Profiler(
         setup,
         model,
         accelerator,
-        seconds=config.profile_seconds / len(config.resolutions),
+        seconds=seconds / len(config.resolutions),
+        rough=rough,
         refresh=config.profile_refresh,
         file=Path(config.profile) if config.profile else None,
         loss_of=loss_of,

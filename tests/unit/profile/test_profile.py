@@ -28,7 +28,8 @@ from dbsl.profile.step_time import (
     profile_memory,
     profile_steps,
 )
-from dbsl.run.measured import _reserve_bytes
+from dbsl.run.config import RunConfig
+from dbsl.run.measured import _reserve_bytes, make_profiler
 from dbsl.run.workers import largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
@@ -430,6 +431,43 @@ def test_profiles_are_measured_once_and_then_come_from_the_cache(profiler, capsy
     profiler(other).profile(32, 64)
     assert profiler.measured == [(32, 64), (24, 64), (32, 128), (32, 64), (32, 64)]
     assert profiler().profile(24, 64).resolution == 24  # still there beside the others
+
+
+def test_rough_times_are_not_kept_and_good_ones_serve_in_their_place(profiler):
+    rough = profiler(rough=True).profile(32, 64)
+    assert rough.batch_sizes == (4, 16, 64)
+    assert not cache_file(profiler.setup).exists()
+    good = profiler().profile(32, 64)
+    assert len(good.batch_sizes) == 5
+    assert profiler(rough=True).profile(32, 64) == good
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({"workers": 1, "small_workers": 0}, 3.0),
+        ({"workers": 1, "small_workers": 1}, 30.0),
+        ({"workers": 2, "small_workers": 0}, 30.0),
+        ({"workers": 1, "small_workers": 0, "profile_seconds": 7.0}, 7.0),
+    ],
+)
+def test_one_worker_alone_measures_for_a_short_time(
+    accelerator, tmp_path, monkeypatch, settings, seconds
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = []
+
+    def fake(step, batch_sizes, *, seconds, held_out):
+        given.append(seconds)
+        return fit_profile(step.resolution, batch_sizes, batch_sizes, batch_sizes, MEMORY)
+
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
+    config = RunConfig(model="test_resnet", resolutions=(16,), **settings)
+    model = build_model("test_resnet", 3, final_resolution=16)
+    data = SimpleNamespace(num_classes=3, example=None)
+    make_profiler(config, model, data, accelerator, None).profile(16, 64)
+    assert given == [seconds]
+    assert bool(list(tmp_path.rglob("*.json"))) == (seconds != 3.0)
 
 
 def test_damaged_cache_is_measured_again(profiler):
