@@ -148,8 +148,8 @@ def _preload() -> None:
     import train  # noqa: F401
     from dbsl.log import plots, worker_plots
 
-    plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments: None
-    worker_plots.worker_history = lambda *arguments: None
+    plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments, **options: None
+    worker_plots.worker_history = lambda *arguments, **options: None
 
 
 def kill(mode: str, folder: Path, rng: random.Random, expected: str, whole_s: float) -> dict:

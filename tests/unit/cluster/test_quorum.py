@@ -87,6 +87,20 @@ def test_when_all_have_come_nobody_waits_for_the_grace():
     assert not server.quorum.missed
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_epoch_ends_with_what_its_last_round_was_merged_to(comes):
+    server = make(rounds=1)
+    push(server, 0, 3.0)
+    push(server, 1, 3.0)
+    assert not server.finished
+    if comes:
+        push(server, 2, 6.0)
+    else:
+        at(server, 5.0)
+    (end,) = server.finished
+    assert end.weights.item() == (4.0 if comes else 3.0)
+
+
 def test_a_push_in_the_last_moment_of_the_grace_counts_and_one_after_it_is_dropped():
     in_time, late = make(), make()
     for server, moment in ((in_time, 5.0), (late, 5.001)):
@@ -167,7 +181,7 @@ def test_a_late_worker_that_a_round_lacks_begins_it_at_once():
     server.drop(1)
     at(server, 100.0)
     come(server, 2, 9.0)
-    assert server.round_of(2) == 1
+    assert server.may_start(2)
     push(server, 2, 3.0)
     assert server.snapshot().item() == 2.0
 
