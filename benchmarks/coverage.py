@@ -451,7 +451,8 @@ def main() -> None:
         for balance in BALANCES:
             rows.append(measure(sync, balance, each, arguments.seed))
             print(json.dumps(rows[-1]), flush=True)
-    record(ROOT / "results/coverage.csv", rows, "python -m benchmarks.coverage")
+    command = f"python -m benchmarks.coverage --cases {arguments.cases}"
+    record(ROOT / "results/coverage.csv", rows, command)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ SETTINGS = {
     "checkpoint_every": 40,
     "eval_every": 40,
     "resume": "auto",
-    "slowdown": ("0:4", "1:4", "2:4"),  # so that a job lasts for long enough
+    "slowdown": ("0:2", "1:2", "2:2"),  # so that a job lasts for long enough
 }
 QUORUM = {"sync": "bsp", "min_workers": 2, "grace_seconds": 2.0}
 
