@@ -410,6 +410,8 @@ def measure(sync: str, balance: str, number: int, start: int) -> dict[str, objec
         except ValueError:
             assume(False)
         total["cases"] += 1
+        if played.ended:  # before its end: what it would have trained on is not counted
+            played.expected = played.trained + played.lost + played.missed
         for name in (
             "turns",
             "changes",
