@@ -15,9 +15,13 @@ from dbsl.loss import first_loss, guessing_loss
 from dbsl.run.config import RunConfig
 
 # Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
-# than to guess. Whole epochs are judged: they may be many more.
+# than to guess. Whole epochs are judged: they may be many more. Where they are few, the first ones
+# at the full rate are often worse before they are better: it takes so many epochs, or steps.
 _JUDGED_STEPS = 16
+_JUDGED_EPOCHS, _MANY_STEPS = 3, 100
 _NO_BETTER = 0.99  # times the loss of guessing
+# A loss above guessing that has lost so much of what is above in one epoch is on its way down.
+_FALLS = 0.5
 
 # Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
@@ -40,6 +44,7 @@ class DivergenceWarning:
         self._shown = f"{self._guessing:{'.2f' if self._guessing >= 0.1 else '.2g'}}"
         self._said = self._said_none_learnt = False
         self._since: tuple[int, int, float, int] | None = None  # epoch, steps, loss, samples
+        self._before: float | None = None  # loss of the epoch before
 
     def look(self, loss: float, what: str) -> None:
         """Take a loss, and in words what it is of, such as ``the training loss of epoch 3``."""
@@ -58,21 +63,30 @@ class DivergenceWarning:
     ) -> None:
         """Take an epoch's training loss, mean over the samples, with the steps of a worker.
 
-        Epochs of few steps are judged together; the warm-up is not, unless the run is over.
+        Epochs of few steps are judged together; the warm-up is not, unless the run is over. A
+        newest epoch that is better than guessing, or falls clearly, is no alarm.
         """
-        config = self._config
+        config, loss_before = self._config, self._before
+        self._before = loss
         last = epoch + 1 == config.epochs
         warm = last or epoch >= (config.warmup_epochs or 0)
         if self._said or self._said_none_learnt or not warm or not self._guessing:
+            return
+        if loss < _NO_BETTER * self._guessing:  # whatever was before, it learns
+            self._since = None
             return
         first, steps_before, sum_before, before = self._since or (epoch, 0, 0.0, 0)
         steps, samples = steps + steps_before, samples + before
         total = loss * (samples - before) + sum_before
         self._since = (first, steps, total, samples)
-        if steps < _JUDGED_STEPS or not samples:
+        enough = last or epoch - first + 1 >= _JUDGED_EPOCHS or steps >= _MANY_STEPS
+        if steps < _JUDGED_STEPS or not samples or not enough:
             return
-        self._since, mean = None, total / samples
-        if mean < _NO_BETTER * self._guessing or not math.isfinite(mean):
+        mean = total / samples
+        if not math.isfinite(mean):
+            return
+        above = loss - self._guessing
+        if loss_before is not None and above <= _FALLS * (loss_before - self._guessing):
             return
         self._said_none_learnt = True
         which = f"epoch {epoch + 1}" if first == epoch else f"epochs {first + 1} to {epoch + 1}"

@@ -43,25 +43,38 @@ def told(losses, steps=8, samples=120, classes=3, **settings):
 def test_a_run_that_learns_nothing_after_its_warm_up_is_told_the_setting_and_what_to_try():
     """Losses of a ResNet-18 at lr 0.1 in batches of 16: far from diverging, and useless."""
     epoch, line = told([1.124, 1.910, 1.468, 1.415])
-    assert epoch == 3  # epochs 2 and 3 have 16 steps together
+    assert epoch == 4  # after epoch 3 it still fell
     assert line == (
-        "warning: the training loss of epochs 2 to 3 is 1.69, no better than guessing among 3 "
+        "warning: the training loss of epochs 2 to 4 is 1.6, no better than guessing among 3 "
         "classes (1.10): nothing is learnt with lr 0.1 (sgd, 16 samples a step); try another, "
         "0.01 first"
     )
-    assert told([1.124, 1.910, 1.468], steps=16)[0] == 2
+    assert told([1.124, 1.910, 1.468], steps=16) is None
+    assert told([1.124, 1.910, 1.468], steps=100)[0] == 2  # an epoch is enough
     assert told([1.2], steps=16, epochs=1)[0] == 1  # the run is over, be it all warm-up
     assert told([1.2] * 2, steps=4, epochs=2) is None  # too few steps to tell
     assert told([1.124, 1.3, 0.7, 1.2, 0.9, 1.1]) is None
+    assert told([1.124, 1.5, 0.9, 1.2]) is None  # it has learnt something
+
+
+@pytest.mark.parametrize("steps", [4, 8, 16, 36])
+@pytest.mark.parametrize("warmup", [0.0, 0.5, 1.0, 2.0])
+def test_a_loss_that_falls_clearly_is_no_alarm(steps, warmup):
+    """Losses of a run that learns: a mean over epochs hides that the newest is better."""
+    losses = [2.44, 2.94, 2.89, 1.93, 1.31]
+    assert warmup < 1 or told(losses, steps, classes=10, warmup_epochs=warmup) is None
+    assert told([3.9, 3.0, 2.5, 2.2], steps, classes=10, warmup_epochs=warmup) is None
+    assert told([3.0, 2.5], steps, classes=10, epochs=2, warmup_epochs=warmup) is None
 
 
 def test_binary_cross_entropy_is_held_against_guessing_by_its_own_loss():
     """It begins at ln 2 a class, which sums to 693 for 1,000 classes, and is no divergence."""
-    bce = {"bce_loss": True, "classes": 1000, "steps": 16}
+    bce = {"bce_loss": True, "classes": 1000, "steps": 100}
     assert told([693.0, 7.7, 7.5], bce_sum=True, **bce) is None
     assert told([693.0, 7.7, 8.5], bce_sum=True, **bce)[0] == 3
     assert told([0.69, 0.007], **bce) is None
-    assert told([0.69, 0.009], **bce)[0] == 2
+    assert told([0.69, 0.009], **bce) is None  # it fell
+    assert told([0.69, 0.009, 0.009], **bce)[0] == 3
     mixed = {"mixup": 0.1, "cutmix": 1.0, "bce_target_thresh": 0.2}
     assert told([0.69, 0.009], **bce, **mixed) is None  # two classes in an image
 
