@@ -109,9 +109,11 @@ def comparison(plan: Plan) -> str:
     if len(plan.workers) == 1:
         return f"{duration(plan.time_s)} an epoch of {plural(plan.workers[0].steps, 'step')}"
     if plan.global_batch_size is not None:
+        steps = plan.workers[0].steps
+        size, larger = divmod(plan.samples, steps)  # steps of one sample more
         return (
-            f"{duration(plan.time_s)} an epoch of {plan.workers[0].steps} joint steps, "
-            f"{plan.global_batch_size} samples each; split equally "
+            f"{duration(plan.time_s)} an epoch of {steps} joint steps, "
+            f"{f'{size} or {size + 1}' if larger else size} samples each; split equally "
             f"{duration(plan.equal_batch_time_s)}; idle {100 * plan.idle_share:.1f} %"
         )
     return (

@@ -94,6 +94,14 @@ class Profiler:
         self._known = {} if refresh and not file else _read(self.path, setup, strict=bool(file))
         self._announced = False
 
+    @property
+    def again(self) -> str:
+        """What to do, in words, about step times that are no good."""
+        if self.file:
+            return f"measure {self.file} again on a quiet machine (python -m dbsl.profile)"
+        longer = " --profile-seconds 30" if self._rough else ""
+        return f"--profile-refresh{longer} measures again (on a quiet machine)"
+
     def in_micro_batches(self, most: int | None) -> Profiler:
         """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
         if most not in self._others:

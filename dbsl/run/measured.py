@@ -21,6 +21,9 @@ from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
 from dbsl.run.config import RunConfig, for_workers, takes_joint_steps
 
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
+# Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
+# would not do: it is low as well where steps take one time whatever their batch.
+_BAD_FIT = 0.20
 _SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
 
 
@@ -149,7 +152,9 @@ def measured_models(
         own = [own[worker] for worker in _own_workers(config, accelerator)]
         for most in dict.fromkeys(own):
             profiles[most] = _measure(profiler.in_micro_batches(most), resolution, largest)
-            accelerator.print(profiles[most].describe())
+            fit, *memory = profiles[most].describe().splitlines()
+            warning = _on_bad_fit(profiles[most], profiler, accelerator)
+            accelerator.print("\n".join([fit + warning, *memory]))
         measured.append([profiles[most] for most in own])
         memory = profiles[None].memory if None in profiles else None
         fits.append(memory.fits(limit) if memory else -1)
@@ -178,6 +183,17 @@ def _measure(profiler: Profiler, resolution: int, largest: int) -> StepProfile:
         f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
         "--micro-batch-size auto"
     )
+
+
+def _on_bad_fit(profile: StepProfile, profiler: Profiler, accelerator: Accelerator) -> str:
+    """Return what to say of a line, here or in another process, that misses measured times."""
+    own = torch.tensor([profile.largest_error], device=accelerator.device)
+    worst = accelerator.gather(own).max().item()
+    if worst <= _BAD_FIT:
+        return ""
+    good_here = profile.largest_error <= _BAD_FIT
+    where = f" in another process (largest error {worst:.1%})" if good_here else ""
+    return f"; a bad fit{where}: predictions may be far off, {profiler.again}"
 
 
 def _own_workers(config: RunConfig, accelerator: Accelerator) -> Sequence[int]:

@@ -328,7 +328,7 @@ def test_a_plan_of_joint_steps_speaks_of_global_batches():
     assert "split equally" in figure.get_suptitle()
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["computes on its part of each global batch", "waits for the slowest worker"]
-    assert "13 joint steps, 80 samples each" in figure.axes[0].get_title(loc="left")
+    assert "13 joint steps, 76 or 77 samples each;" in figure.axes[0].get_title(loc="left")
 
 
 def test_a_plan_that_was_remade_is_drawn_below_the_first_and_both_say_which_they_are():

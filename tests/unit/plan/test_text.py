@@ -1,8 +1,9 @@
 import pytest
 
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.stages import make_stages
-from dbsl.plan.text import format_plan, format_run, nodes_in_words
+from dbsl.plan.text import comparison, format_plan, format_run, nodes_in_words
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,16 @@ def test_the_plan_of_one_worker_speaks_of_no_others():
         "",
         "predicted for all 2 epochs, without evaluation: 2.4 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "words"),
+    [
+        (1437, False, "23 joint steps, 62 or 63 samples each;"),
+        (1437, True, "22 joint steps, 64 samples each;"),
+        (1280, False, "20 joint steps, 64 samples each;"),
+    ],
+)
+def test_a_plan_of_joint_steps_tells_the_samples_that_its_steps_have(samples, drop_last, words):
+    plan = plan_steps(samples, (16, 48), [TimeModel(1e-3, 0.02)] * 2, drop_last=drop_last)
+    assert words in comparison(plan)

@@ -29,7 +29,7 @@ from dbsl.profile.step_time import (
     profile_steps,
 )
 from dbsl.run.config import RunConfig
-from dbsl.run.measured import _reserve_bytes, make_profiler
+from dbsl.run.measured import _reserve_bytes, make_profiler, measured_models
 from dbsl.run.workers import largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
@@ -431,6 +431,32 @@ def test_profiles_are_measured_once_and_then_come_from_the_cache(profiler, capsy
     profiler(other).profile(32, 64)
     assert profiler.measured == [(32, 64), (24, 64), (32, 128), (32, 64), (32, 64)]
     assert profiler().profile(24, 64).resolution == 24  # still there beside the others
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, "--profile-refresh measures again (on a quiet machine)"),
+        ({"rough": True}, "--profile-refresh --profile-seconds 30 measures again (on a"),
+        ({"file": True}, "profile.json again on a quiet machine (python -m dbsl.profile)"),
+    ],
+)
+def test_a_line_that_misses_its_times_is_told_with_what_to_do(
+    profiler, monkeypatch, tmp_path, accelerator, capsys, options, again
+):
+    """Kept or fresh; a line that is flat, with no R2 to speak of, is a good one."""
+    config = RunConfig(workers=1, resolutions=(32,))
+    sizes = (4, 8, 16, 32, 64)
+    for times, bad in (([1.0, 1.01, 1.0, 1.0, 1.01], False), ([1.0, 3.0, 1.0, 3.0, 1.0], True)):
+        fit = fit_profile(32, sizes, times, [0.0] * 5, MEMORY)
+        assert (fit.largest_error > 0.2, fit.r_squared < 0.9) == (bad, True)
+        path = tmp_path / "profile.json" if "file" in options else cache_file(profiler.setup)
+        write_profiles(path, profiler.setup, {32: fit})
+        own = profiler(**options | ({"file": path} if "file" in options else {}))
+        measured_models(config, own, [[64]], None, accelerator)
+        (line,) = [row for row in capsys.readouterr().out.splitlines() if "R2" in row]
+        assert ("; a bad fit: predictions may be far off, " in line) == bad
+        assert (again in line) == bad
 
 
 def test_rough_times_are_not_kept_and_good_ones_serve_in_their_place(profiler):
