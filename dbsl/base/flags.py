@@ -129,6 +129,12 @@ def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
     return {title: names for title, names in groups.items() if names}, words
 
 
+def kinds_in_words(cls: type) -> dict[str, str]:
+    """Return what the fields of a dataclass are in words, such as ``a number``, but switches."""
+    hints = typing.get_type_hints(cls)
+    return {name: _described(hint)[0] for name, hint in hints.items() if hint is not bool}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))

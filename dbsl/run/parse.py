@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.flags import build, read_flags
+from dbsl.base.flags import build, kinds_in_words, read_flags
 from dbsl.cluster.launch import recall
 from dbsl.run.accelerator import launched_precision
 from dbsl.run.bucket import pull_config, url_to_pull
@@ -65,6 +65,8 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
             sources.insert(0, _Source.read(own, known))
     given = [flag for source in sources for flag in yaml_to_argv(source.settings)]
     with _naming_source(sources, said):
+        for source in sources:
+            _check_switches(cls, source.settings)
         config = build(cls, read_flags(cls, given) | said)
     for source in sources:  # what the run itself found out comes first
         for number in range(len(source.files), 0, -1):
@@ -89,6 +91,19 @@ class _Source:
         return _merged(self.files)
 
 
+def _check_switches(cls: type, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a setting of a file that is true or false and must not be."""
+    kinds = kinds_in_words(cls)
+    for name, value in settings.items():
+        kind = kinds.get(str(name).replace("-", "_"))
+        if isinstance(value, bool) and kind is not None:
+            words = "yes or on" if value else "no or off"
+            raise ValueError(
+                f"{name} must be {kind}, got {str(value).lower()}, as which YAML reads an "
+                f"unquoted {words}"
+            )
+
+
 @contextmanager
 def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterator[None]:
     """Say of a setting that is refused which file has set it, unless a flag has."""
@@ -96,7 +111,7 @@ def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterato
         yield
     except ValueError as error:  # its first word is the setting, or its flag
         name = str(error).partition(" ")[0].removeprefix("--").replace("-", "_")
-        paths = [source.path for source in sources if name in source.settings]
+        paths = [s.path for s in sources if name in {k.replace("-", "_") for k in s.settings}]
         if not paths or name in said:
             raise
         raise ValueError(f"{error} ({paths[-1]} sets {name}; a flag wins over it)") from None
@@ -235,9 +250,25 @@ def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which PyYAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    raise yaml.YAMLError(
+                        f"{key.value} is given twice, in lines {lines[key.value]} and {line}"
+                    )
+                lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"config must be a readable YAML file, got {path} ({reason})") from None

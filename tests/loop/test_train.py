@@ -557,6 +557,39 @@ def test_a_setting_of_a_file_that_is_refused_is_told_with_its_file(tmp_path):
         parse_config(Config, given)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "lr: yes\n",
+            "lr must be a number, got true, as which YAML reads an unquoted yes or on .*({} sets",
+        ),
+        (
+            "lr: no\n",
+            "lr must be a number, got false, as which YAML reads an unquoted no or off .*({} sets",
+        ),
+        (
+            "mixed-precision: no\n",
+            "mixed-precision must be auto, no, .*got false, as which .*({} sets",
+        ),
+        (
+            "lr: 1\nepochs: 2\nlr: 3\n",
+            "config must .*, got {} (lr is given twice, in lines 1 and 3)",
+        ),
+    ],
+)
+def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, text, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
+        parse_config(Config, ["--config", str(path)])
+    pattern = ".*".join(map(re.escape, message.format(path).split(".*")))
+    assert re.match(pattern, str(refused.value)), refused.value
+    path.write_text("compile: yes\nmixed_precision: 'no'\nlr: 1\n")
+    config = parse_config(Config, ["--config", str(path)])
+    assert (config.compile, config.mixed_precision, config.lr) == (True, "no", 1.0)
+
+
 def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
     cosine = {"lr_schedule": "cosine", "lr_milestones": (5,)}
     check_effects(Config(**cosine))  # resolutions climb
