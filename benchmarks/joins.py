@@ -98,7 +98,8 @@ class Job:
 
 def play(sync: str, epochs: int, processes: int, folder: Path, rng: random.Random) -> dict:
     """Run a job to its end, killing workers and starting them again; return its row."""
-    flags = [*FLAGS.split(), "--sync", sync, "--staleness", "2", "--epochs", str(epochs)]
+    flags = [*FLAGS.split(), "--sync", sync, "--epochs", str(epochs)]
+    flags += ["--staleness", "2"] if sync == "ssp" else []
     flags += ["--worker-timeout", "200", "--output-dir", str(folder)]
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
 from dbsl.base.errors import NothingLeft, SyncError, join_the_others
-from dbsl.checkpoint.changes import check_joining
+from dbsl.checkpoint.changes import check_joining, without_effect
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
 from dbsl.checkpoint.on_disk import newest, reading_checkpoint
@@ -107,6 +107,8 @@ def open_session(
     config = pulled(config, accelerator)
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
+        if changes := without_effect(found.run_folder, given):
+            accelerator.print(f"warning: without effect on a finished run: {changes}")
         accelerator.print(f"{found.run_folder} is finished: nothing to resume")
         check_hub(config, accelerator)
         with open_mirror(config, found.run_folder, found, accelerator):
@@ -115,7 +117,7 @@ def open_session(
         yield None
         return
     if found is None:
-        check_effects(config)
+        check_effects(config, accelerator.num_processes)
     config = adapt_to_processes(config, found, accelerator.num_processes)
     check_hub(config, accelerator)
 

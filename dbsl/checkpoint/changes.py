@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
+from dbsl.base.flags import read_flags
 from dbsl.checkpoint.manifest import Manifest
 from dbsl.checkpoint.on_disk import Found, read_shard, reading_checkpoint
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
 from dbsl.run.config import RunConfig
-from dbsl.run.parse import in_todays_words
+from dbsl.run.parse import in_todays_words, read_settings, yaml_to_argv
 from dbsl.run.resolved import NODES, PROCESSES, RESOLVED, SOURCES
 from dbsl.run.run import Run
 
@@ -90,6 +92,15 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
         raise ValueError(
             f"allow_config_change must be given for a change of what is trained, got {listed}"
         )
+
+
+def without_effect(run_folder: Path, given: RunConfig) -> str:
+    """Return in words what is given other than a finished run was, where it was trained by that."""
+    own = read_flags(type(given), yaml_to_argv(read_settings(run_folder / "config.yaml")))
+    before = {field.name: field.default for field in fields(given)} | own
+    names = before.keys() - _FREE - {RESOLVED}
+    changed = [name for name in before if name in names and before[name] != getattr(given, name)]
+    return ", ".join(f"{n} {_show(before[n])} -> {_show(getattr(given, n))}" for n in changed)
 
 
 def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:

@@ -189,11 +189,27 @@ def _check_together(config: RunConfig) -> None:
         )
 
 
-def check_effects(config: RunConfig) -> None:
+def check_effects(config: RunConfig, processes: int = 1) -> None:
     """Raise ``ValueError`` for a setting that would change nothing in a run that begins.
 
     A run that goes on may have been begun with it.
     """
+    bounded, outer = config.sync == "ssp", config.merge == "delta"
+    for holds, name, where in (
+        (bounded, "staleness", "but with sync ssp"),
+        (outer, "outer_lr", "but with merge delta"),
+        (outer, "outer_momentum", "but with merge delta"),
+    ):
+        value = getattr(config, name)
+        if not holds and value != getattr(RunConfig, name):
+            raise ValueError(f"{name} must be left out {where}, got {value:g}")
+    workers = config.workers if processes == 1 else processes - config.dedicated_server
+    name = "small_ratio" if config.small_workers is None else "small_workers"
+    if workers == 1 and getattr(config, name):
+        raise ValueError(
+            f"{name} must be 0 with one worker, beside which none is large (see "
+            f"large_batch_size), got {getattr(config, name):g}"
+        )
     if config.lr_schedule == "step":
         return
     where = f"with lr_schedule {config.lr_schedule}"

@@ -243,7 +243,14 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     run(tmp_path / "run", **ROUNDS)
     before = fingerprint(tmp_path / "run")
     run(tmp_path / "run", **ROUNDS, resume="auto")
-    assert "is finished: nothing to resume" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "is finished: nothing to resume" in said
+    assert "without effect" not in said
+    run(tmp_path / "run", **ROUNDS | {"lr": 0.5, "log_every": 7}, model="resnet18", resume="auto")
+    told, finished = capsys.readouterr().out.splitlines()[-2:]
+    words = "model test_resnet -> resnet18"
+    assert told == f"warning: without effect on a finished run: {words}, lr 0.02 -> 0.5"
+    assert "is finished: nothing to resume" in finished
     with pytest.raises(ValueError, match=r"epochs must be at least 3, which .*, got 1$"):
         run(tmp_path / "run", **ROUNDS, resume="auto", epochs=1, lr_milestones=None)
     assert fingerprint(tmp_path / "run") == before

@@ -590,6 +590,32 @@ def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, tex
     assert (config.compile, config.mixed_precision, config.lr) == (True, "no", 1.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"staleness": 3}, "staleness must be left out but with sync ssp, got 3"),
+        ({"staleness": 0, "sync": "asp"}, "staleness must be left out but with sync ssp, got 0"),
+        ({"outer_lr": 0.5}, "outer_lr must be left out but with merge delta, got 0.5"),
+        ({"outer_momentum": 0.5, "merge": "mean"}, "outer_momentum must be left out but with mer"),
+        ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
+        ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_refused_in_a_new_run(settings, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_effects(Config(**settings))
+
+
+def test_settings_that_have_their_default_or_an_effect_are_taken():
+    check_effects(Config(staleness=1, outer_lr=0.7, outer_momentum=0.9))
+    check_effects(Config(staleness=3, sync="ssp"))
+    check_effects(Config(outer_lr=0.5, outer_momentum=0.5, merge="delta"))
+    check_effects(Config(workers=1, small_workers=0, small_ratio=0.1))
+    check_effects(Config(workers=1, small_workers=1), processes=2)  # their number wins
+    with pytest.raises(ValueError, match="small_workers must be 0 with one worker"):
+        check_effects(Config(small_workers=1, dedicated_server=True), processes=2)
+
+
 def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
     cosine = {"lr_schedule": "cosine", "lr_milestones": (5,)}
     check_effects(Config(**cosine))  # resolutions climb
