@@ -143,6 +143,8 @@ class Session:
         stepper.begin(turn, anew=anew)
         self.meter.begin(turn, anew=anew)
         stepper.model.train()
+        if work.over:  # it was stopped at the barrier, and the others may have steps left: they ask
+            self.checkpointer.after_step(round_over=True)
         yield work
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()

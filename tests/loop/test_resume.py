@@ -602,6 +602,52 @@ def test_three_processes_one_killed_all_name_it_and_resume_to_the_same_bits(tmp_
     assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
 
 
+def test_a_round_whose_steps_are_all_taken_asks_again_after_a_resume(tmp_path, monkeypatch):
+    """Others, in processes of their own, may have steps left, and ask when these are taken."""
+    asked, after_step = [], Checkpointer.after_step
+
+    def stops(self, *, round_over):
+        asked.append((round_over, self._progress.steps))
+        if round_over and len(asked) < 10:
+            self._stop()
+        after_step(self, round_over=round_over)
+
+    monkeypatch.setattr(Checkpointer, "after_step", stops)
+    with pytest.raises(RunStopped):
+        run(tmp_path / "run", **ROUNDS)
+    *_, last = asked
+    asked[:] = [None] * 10
+    run(tmp_path / "run", **ROUNDS, resume="auto")
+    assert asked[10] == last
+    assert asked[11][1] == 1
+
+
+@slow
+def test_a_run_stopped_while_some_wait_at_the_barrier_goes_on(tmp_path):
+    """The others are through with their steps, and the first one asks them at its round's end."""
+    unlike = {"local_batch_sizes": (1, 40, 40), "slope": (0.01,), "intercept": (0.0,)}
+    settings = {
+        **unlike,
+        "epochs": 4,
+        "resolutions": (16,),
+        "dropout": (0.1,),
+        "train_samples": 120,
+    }
+    running = start(tmp_path / "run", **settings, worker_timeout=60)
+    wait_for(tmp_path / "run/checkpoints/epoch-0002/manifest.json", running)
+    running[0].terminate()
+    assert wait_all(running) == [75] * 3, running[0].stderr
+    steps = []
+    for rank in range(3):
+        (shard,) = tmp_path.glob(f"run/checkpoints/save-*/rank-0000{rank}.json")
+        progress = json.loads(shard.read_text())["progress"]
+        steps.append(progress["steps"] if progress else 0)
+    assert 0 < steps[0] < 40, steps
+    assert steps[1:] == [1, 1]
+    again = start(tmp_path / "run", **settings, worker_timeout=30)
+    assert wait_all(again) == [0, 0, 0], again[0].stderr
+
+
 LONG = {**ROUNDS, "epochs": 16, "resolutions": (16,), "dropout": (0.1,), "train_samples": 120}
 
 
