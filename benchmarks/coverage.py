@@ -10,6 +10,8 @@ The server, planner and sampler are those that train.py uses. What must hold:
 - a worker that joins trains in the epoch that it has joined for;
 - with a quorum a round is merged from as many pushes as were asked for, or more, all of them begun
   with the same weights, and every sample that a late worker leaves out is counted;
+- where nodes merge by themselves, the workers of a node begin a round alike, and all workers do
+  after a merge of all nodes;
 - with `ssp` nobody is further ahead than `staleness` allows;
 - where gradients are pushed, each push reaches the weights once.
 
@@ -40,7 +42,7 @@ from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.cluster.membership import Change, leave_out
 from dbsl.plan.emulate import Emulation, parse_disturb
 from dbsl.plan.stages import make_stages
-from dbsl.plan.turns import EpochEnd, Round
+from dbsl.plan.turns import EpochEnd, Round, nodes_meet
 from dbsl.plan.types import TimeModel
 from dbsl.run.cluster import connect
 from dbsl.run.plans import PlanMaker
@@ -50,7 +52,8 @@ from dbsl.run.run import Run
 from dbsl.run.workers import Workers
 
 ROOT = Path(__file__).resolve().parent.parent
-SYNCS = ("bsp", "quorum", "ssp", "asp", "step")  # quorum: bsp with min_workers
+# quorum: bsp with min_workers; nodes: bsp with node_rounds
+SYNCS = ("bsp", "quorum", "nodes", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
 _ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
 
@@ -103,6 +106,7 @@ class Played:
     whole: bool = True  # epochs that nobody had begun when the last worker was lost
     idle: int = 0  # workers without a sample in an epoch that they joined for
     ended: bool = False  # those that were left could not carry the plan
+    alike: bool = True  # workers that have merged with each other, when they begin a round
     epochs: list[int] = field(default_factory=list)  # that ended, in order
 
 
@@ -114,10 +118,12 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     push = (
         "weights" if sync == "step" else draw(st.sampled_from(("weights", "weights", "gradients")))
     )
+    if sync == "nodes":
+        push = "weights"
     joint, alone = sync == "step" or push == "gradients", sync in ("ssp", "asp", "quorum")
     workers, epochs = draw(st.integers(2, 5)), draw(st.integers(2, 6 if alone else 4))
     least = draw(st.sampled_from((1, 1, 2)))
-    rounds = 1 if push == "gradients" else draw(st.integers(1, 4))
+    rounds = 1 if push == "gradients" else draw(st.integers(1 + (sync == "nodes"), 4))
     samples = draw(st.integers(workers * rounds * least * 3, 120))
     share = samples // workers // rounds
     large = draw(st.lists(st.integers(least, min(12, share)), min_size=workers, max_size=workers))
@@ -125,7 +131,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     if every and sync in ("ssp", "asp") and not joint:
         every *= rounds
     options = {
-        "sync": "bsp" if sync == "quorum" else sync,
+        "sync": "bsp" if sync in ("quorum", "nodes") else sync,
         "balance": balance,
         "push": push,
         "workers": workers,
@@ -156,6 +162,10 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     if sync == "quorum":
         options["min_workers"] = draw(st.integers(1, workers))
         options["grace_seconds"] = draw(st.sampled_from((0.0, 0.01, 0.05, 0.3, 2.0)))
+    if sync == "nodes":
+        options["node_rounds"] = draw(st.integers(2, rounds))
+        first = draw(st.integers(1, workers - 1))
+        options["node_workers"] = (first, workers - first)
     turns = epochs * workers * rounds
     # About the time of the run, were all as fast as the fastest: most changes come while it lasts.
     epoch_s = samples / workers * model.slope + rounds * model.intercept
@@ -249,6 +259,7 @@ def play(case: Case) -> Played:
     counts = np.zeros((epochs, case.samples), dtype=np.int64)
     missed = np.zeros(epochs, dtype=np.int64)
     pushes: Counter[tuple[int, int]] = Counter()  # in time, by epoch and round
+    began: dict[int, dict[int, float]] = {}  # by round of the run and worker: the weight
     stops, untouched = list(case.stops), 0
     joined: set[tuple[int, int]] = set()  # workers, and the epochs that they joined for
     going = True
@@ -286,6 +297,8 @@ def play(case: Case) -> Played:
                 lead = server.clocks[worker] - server.slowest()
                 played.ahead = max(played.ahead, lead)
             cluster.pull(turn)
+            clock = turn.epoch * run.rounds + turn.round
+            began.setdefault(clock, {})[turn.workers[0]] = float(cluster.weights.vector[0])
             cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
             cluster.push(
                 make_reports(
@@ -306,6 +319,8 @@ def play(case: Case) -> Played:
     played.missed = int(missed.sum())
     played.fewest = min(pushes.values(), default=0)
     played.idle = len(joined)
+    if run.config.node_rounds > 1:
+        played.alike = _begin_alike(run, began)
     played.changes += run.planner.changes
     of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in range(epochs)]
     played.expected, played.trained = sum(of_epoch), int(counts.sum())
@@ -316,6 +331,19 @@ def play(case: Case) -> Played:
     if case.options["push"] == "gradients":
         played.pushed = float(server.snapshot()[0])  # the rest is padding
     return played
+
+
+def _begin_alike(run: Run, began: dict[int, dict[int, float]]) -> bool:
+    """Whether workers of a node begin each round alike, and all do after all have met."""
+    nodes, every = run.worker_nodes, run.config.node_rounds
+    for clock, weights in began.items():
+        met = clock == 0 or nodes_meet((clock - 1) % run.rounds, every, run.rounds)
+        groups: dict[int, set[float]] = {}
+        for worker, weight in weights.items():
+            groups.setdefault(0 if met else nodes[worker], set()).add(weight)
+        if any(len(own) > 1 for own in groups.values()):
+            return False
+    return True
 
 
 def _until_lost(cluster: Any, played: Played) -> Iterator[Round | EpochEnd]:
@@ -356,6 +384,7 @@ def check(case: Case) -> Played:
     """Play a case and assert what must hold of it."""
     played = play(case)
     assert played.twice == 0, f"{played.twice} samples trained on twice"
+    assert played.alike, "workers that have merged with each other begin a round unlike"
     if case.options["sync"] == "ssp":
         assert played.ahead <= case.options["staleness"]
     if "min_workers" in case.options and not played.ended:

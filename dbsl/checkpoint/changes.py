@@ -28,8 +28,8 @@ _FREE = {
     *("profile", "profile_seconds", "profile_refresh", "push_to_hub", "mirror"),
 }
 # What follows from the number of workers, which may change as well.
-_WORKERS = {"workers", "small_workers", "slope", "intercept", "floor", "dedicated_server"}
 _TIMES = ("slope", "intercept", "floor")
+_WORKERS = {"workers", "small_workers", "node_workers", "dedicated_server", *_TIMES}
 _LISTS = (
     *(*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes", "micro_batch_size"),
 )

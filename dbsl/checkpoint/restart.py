@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from dbsl.base.words import px
+from dbsl.cluster.node_server import mean_of_nodes
 from dbsl.plan.turns import Restart
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
 from dbsl.run.run import Run, round_sampler
@@ -18,7 +21,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def plan_restart(
-    state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run, before: Mapping[str, Any]
+    state: Mapping[str, Any],
+    optimizers: Mapping[int, Any],
+    run: Run,
+    before: Mapping[str, Any],
+    of_nodes: Tensor | None = None,
 ) -> Restart:
     """Return what a run takes over from another one's state.
 
@@ -27,6 +34,7 @@ def plan_restart(
         optimizers: Optimizer state of the old workers, by worker.
         run: The new run.
         before: The old run's settings.
+        of_nodes: The mean of nodes that have merged apart from each other (`apart`).
 
     Raises:
         ValueError: If what is left of the epoch cannot be told.
@@ -45,7 +53,7 @@ def plan_restart(
     clocks = [clock if w in there else over for w, clock in enumerate(server["clocks"])]
     lowest = min(clocks[w] for w in there)
     common = {
-        "weights": server["weights"],
+        "weights": server["weights"] if of_nodes is None else of_nodes,
         "version": server["version"],
         "time_s": cluster.get("time_s", 0.0),
     }
@@ -57,6 +65,11 @@ def plan_restart(
                 "up to an epoch's beginning"
             )
         return Restart(clock=lowest, server_optimizer=server["optimizer"], **common)
+    if of_nodes is not None and server.get("outer") is not None:
+        raise ValueError(
+            f"workers must stay {before['workers']} with merge delta until all nodes have merged, "
+            f"got {run.config.workers}"
+        )
     if before["sync"] == "bsp":
         # What part of the workers have pushed is not merged yet. Others may have joined for later.
         came = (server.get("quorum") or {"came": range(len(clocks))})["came"]
@@ -67,6 +80,24 @@ def plan_restart(
         round_ = 0
     clock, outer = epoch * rounds + round_, server.get("outer")
     return Restart(clock=clock, left=left, optimizers=optimizers, outer=outer, **common)
+
+
+def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """Return the mean of nodes that have merged since all have met; None: they are alike.
+
+    Args:
+        states: Of all processes, in order.
+    """
+    first = states[0]["cluster"]
+    simulated = first["server"].get("nodes")
+    if simulated is not None:
+        held, counted = simulated["held"], simulated["counted"]
+    else:
+        of, counted = first["nodes"]["of"], first["nodes"]["counted"]
+        trained = states[len(states) - len(of) :]  # a dedicated server comes before
+        pulled = {n: s["cluster"]["pulled"] for n, s in zip(of, trained, strict=True)}
+        held = {node: pulled[node] for node in counted}
+    return mean_of_nodes(held, counted) if held else None
 
 
 def _joint_restart(state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run) -> Restart:

@@ -23,7 +23,7 @@ from dbsl.checkpoint.on_disk import (
     remove_incomplete,
     set_aside_after,
 )
-from dbsl.checkpoint.restart import plan_restart
+from dbsl.checkpoint.restart import apart, plan_restart
 from dbsl.cluster.collectives import share_text
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
@@ -183,6 +183,10 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             before[name] == getattr(run.config, name)
             for name in ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
         )
+        and all(
+            plain(before.get(name, default)) == plain(getattr(run.config, name))
+            for name, default in (("node_rounds", 1), ("node_workers", None))
+        )
     )
     restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
@@ -190,8 +194,12 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = _own_shard(found, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
+            of_nodes = None
+            if before.get("node_rounds", 1) > 1:
+                ranks = range(manifest.processes)
+                of_nodes = apart([read_shard(found.folder, manifest, r) for r in ranks])
             try:
-                restart = plan_restart(state, _optimizers(found, run), run, before)
+                restart = plan_restart(state, _optimizers(found, run), run, before, of_nodes)
             except ValueError as error:
                 refused = error
         if accelerator.is_main_process:

@@ -25,6 +25,10 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         where = "simulated in one process" if config.workers > 1 else "in one process"
     elif run.nodes[-1]:
         where += f" on {nodes_in_words(run.nodes)}"
+    if config.node_workers:
+        where += f" on {nodes_in_words(run.worker_nodes)}"
+    if config.node_rounds > 1:
+        where += f" that merge every {config.node_rounds} rounds"
     small = f", {config.small_workers} on small batches" if config.workers > 1 else ""
     sync = f", sync {config.sync}" if config.workers > 1 else ""
     threads = plural(torch.get_num_threads(), "CPU thread")
@@ -33,12 +37,11 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
     if run.default_workers:
         why = "for small or local batches" if config.workers > 1 else "which learns most per sample"
         chosen = f" (unset --workers is {config.workers}, {why})"
-    nodes = run.nodes[-config.workers :]  # a dedicated server, rank 0, has no worker
     plans = format_run(
         *(run.stages, run.plans, config.rounds_per_epoch),
         rates=lambda stage: _rates(run, stage),
         timelines=folder is None,
-        nodes=nodes if processes > 1 else (),
+        nodes=run.worker_nodes,
     )
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "

@@ -25,6 +25,8 @@ from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import CPU, SERVER_RANK
+from dbsl.cluster.node_barrier import NodeBarrier
+from dbsl.cluster.node_server import NodeServer
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.quorum import Quorum
@@ -58,9 +60,10 @@ def connect(
     if merge is not None:
         _check_merge(run.config)
     if run.config.link_gbps is not None:
-        exchange_s = run.exchange(run.config.workers - 1, 0, 0)
+        exchange_s = run.exchange(run.config.workers - 1, 0, run.config.node_rounds - 1)
+        each = "each merge of all nodes" if run.config.node_rounds > 1 else "each round"
         accelerator.print(
-            f"emulated link of {run.config.link_gbps:g} Gbit/s: each round takes "
+            f"emulated link of {run.config.link_gbps:g} Gbit/s: {each} takes "
             f"{duration(exchange_s)} longer on the virtual clock than predicted above"
         )
     builder = _Builder(run, accelerator, job)
@@ -133,6 +136,9 @@ class _Builder:
         common["wire"] = self._wire
         if meets:
             common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
+            if config.node_rounds > 1:
+                common |= self._nodes() | {"timeout_s": config.worker_timeout}
+                return NodeBarrier(weights, server, control=control, **common), stepper
             return BarrierCluster(weights, server, control=control, **common), stepper
         common["asks_place"] = config.min_workers is not None
         common["timeout_s"] = timeout_s = config.worker_timeout
@@ -198,14 +204,19 @@ class _Builder:
         if config.merge == "delta":
             trained = len(weights.vector) - len(weights.buffers)
             outer = OuterOptimizer(trained, config.outer_lr, config.outer_momentum)
-        return Server(
-            weights.vector.to(device),
-            config.workers,
-            rule=config.merge or ("mean" if config.sync == "bsp" else "ratio"),
-            outer=outer,
-            own=merge,
+        options = {
+            "rule": config.merge or ("mean" if config.sync == "bsp" else "ratio"),
+            "outer": outer,
+            "own": merge,
             **self._counted(),
-        )
+        }
+        if self._alone and config.node_rounds > 1:
+            options |= self._nodes()
+            return NodeServer(weights.vector.to(device), config.workers, **options)
+        return Server(weights.vector.to(device), config.workers, **options)
+
+    def _nodes(self) -> dict[str, Any]:
+        return {"nodes": self._run.worker_nodes, "node_rounds": self._config.node_rounds}
 
     def _counted(self) -> dict[str, Any]:
         config = self._config
@@ -236,7 +247,7 @@ def _check_merge(config: RunConfig) -> None:
                 f"{name} must not be {fits} with a merge rule of one's own, since no weights are "
                 f"merged, got {fits}"
             )
-    for name, must in (("merge", None), ("wire", "float32")):
+    for name, must in (("merge", None), ("wire", "float32"), ("node_rounds", 1)):
         if getattr(config, name) != must:
             raise ValueError(
                 f"{name} must be {must or 'unset'} with a merge rule of one's own, "

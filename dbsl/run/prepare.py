@@ -65,6 +65,8 @@ def prepare(
     )
     if config.min_workers is not None:
         in_range("min_workers", config.min_workers, 1, workers)
+    nodes = nodes_of(accelerator)
+    _check_nodes(config, workers, nodes)
     by_default = config.workers is None and accelerator.num_processes == 1
     own_sides = config.resolutions is None or "resolutions" in config.resolved
     _check_processes(config, accelerator)
@@ -117,7 +119,7 @@ def prepare(
         micro_batch_sizes=known.micro_batch_sizes,
         default_workers=by_default,
         default_resolutions=own_sides,
-        nodes=nodes_of(accelerator),
+        nodes=nodes,
     )
     if config.cache_gib is not None:
         in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
@@ -203,6 +205,33 @@ def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         raise ValueError(
             f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
             f"true in {processes} processes on {accelerator.device.type}"
+        )
+
+
+def _check_nodes(config: RunConfig, workers: int, nodes: Sequence[int]) -> None:
+    """Raise ``ValueError`` for nodes that the workers are not on, or that do not meet.
+
+    Args:
+        config: The run's settings.
+        workers: Of the run.
+        nodes: The node of each process.
+    """
+    sizes, every = config.node_workers, config.node_rounds
+    if sizes is not None:
+        given = ", ".join(map(str, sizes))
+        if len(nodes) > 1:
+            raise ValueError(
+                "node_workers must be unset with several processes, whose launcher says on which "
+                f"node each is, got {given}"
+            )
+        if sum(sizes) != workers:
+            raise ValueError(f"node_workers must add up to the {workers} workers, got {given}")
+    elif every > 1 and len(nodes) == 1:
+        raise ValueError(f"node_workers must be given with node_rounds {every} in one process")
+    there = len(sizes) if sizes else len(set(nodes[-workers:]))
+    if every > 1 and there == 1:
+        raise ValueError(
+            f"node_rounds must be 1 on one node, whose workers merge after every round, got {every}"
         )
 
 

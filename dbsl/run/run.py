@@ -27,7 +27,7 @@ from dbsl.plan.sampler import (
 )
 from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
-from dbsl.plan.turns import Restart, Round
+from dbsl.plan.turns import Restart, Round, nodes_meet
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, NoiseProbe
 from dbsl.run.average import WeightAverage
@@ -83,6 +83,15 @@ class Run:
     default_workers: bool = False
     default_resolutions: bool = False
     nodes: tuple[int, ...] = (0,)
+
+    @property
+    def worker_nodes(self) -> tuple[int, ...]:
+        """The node of each worker, from 0."""
+        sizes, workers = self.config.node_workers, self.config.workers
+        if sizes is not None:
+            return tuple(node for node, size in enumerate(sizes) for _ in range(size))
+        several = len(self.nodes) > 1  # processes, of which the last ones have the workers
+        return self.nodes[-workers:] if several else (0,) * workers
 
     @property
     def evaluation_transform(self) -> Any:
@@ -207,22 +216,29 @@ class Run:
     def exchange(self, worker: int, epoch: int, round_: int) -> float:
         """Return the seconds that a simulated worker's round takes on the emulated link.
 
-        Worker 0 is where the server is, unless that has a process of its own.
+        Workers of one node share its link, and meet at no cost. The first node is where the server
+        is, unless that has a process of its own.
         """
         config = self.config
         if config.link_gbps is None:
             return 0.0
-        link, workers = Link(config.link_gbps, config.link_ms, config.link_overlap), config.workers
+        link = Link(config.link_gbps, config.link_ms, config.link_overlap)
+        nodes = self.worker_nodes if config.node_workers else range(config.workers)
+        meeting = len(set(nodes))
         parameters, state = self.numbers
         size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
         if config.sync == "step":
             steps = len(self.steps(self.planner.at(epoch, round_), Round((worker,), epoch, round_)))
             compute_s = self.duration(worker, epoch, round_) / max(steps, 1)
-            return steps * link.joint_step_s(size, workers, compute_s)
+            return steps * link.joint_step_s(size, meeting, compute_s)
         if config.sync == "bsp" and config.min_workers is None:
             at_server = config.merge == "delta" or config.push == "gradients"
-            return link.barrier_s(size, workers, at_server=at_server)
-        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
+            if not nodes_meet(round_, config.node_rounds, self.rounds):
+                return 0.0
+            return link.barrier_s(size, meeting, at_server=at_server)
+        return (
+            0.0 if nodes[worker] == 0 and not config.dedicated_server else link.round_trip_s(size)
+        )
 
 
 def steps_of(

@@ -19,7 +19,9 @@ from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.manifest import read_manifest
-from dbsl.checkpoint.restart import left_of_epochs
+from dbsl.checkpoint.on_disk import read_shard
+from dbsl.checkpoint.restart import apart, left_of_epochs
+from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
 from dbsl.log.rows import in_code, read_metrics
@@ -73,6 +75,7 @@ MODES = {
         "slowdown": ("2:2.0",),
         "time_noise": 0.1,
     },
+    "nodes": {**ROUNDS, "rounds_per_epoch": 4, "node_workers": (3, 1), "node_rounds": 3},
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
     "micro": {**JOINT, "push": "gradients", "push_every": 2, "micro_batch_size": (2, 4)},
 }
@@ -152,7 +155,7 @@ def misaligned(monkeypatch):
 
 
 KILLED = dict.fromkeys(MODES, "") | {"balance": "epochs-float32"}
-KILLED |= dict.fromkeys(("delta", "asp", "step", "gradients", "quorum"), "in-rounds-bf16")
+KILLED |= dict.fromkeys(("delta", "asp", "step", "gradients", "quorum", "nodes"), "in-rounds-bf16")
 
 
 @pytest.mark.usefixtures("misaligned")
@@ -438,12 +441,12 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
 @pytest.mark.parametrize(
     ("mode", "workers"),
     [
-        *(("bsp", 3), ("asp", 2), ("step", 6)),
+        *(("bsp", 3), ("nodes", 3), ("asp", 2), ("step", 6)),
         *(
             pytest.param(mode, workers, marks=slow)
-            for mode in ("bsp", "asp", "step")
+            for mode in ("bsp", "nodes", "asp", "step")
             for workers in (2, 3, 6)
-            if (mode, workers) not in (("bsp", 3), ("asp", 2), ("step", 6))
+            if (mode, workers) not in (("bsp", 3), ("nodes", 3), ("asp", 2), ("step", 6))
         ),
     ],
 )
@@ -458,14 +461,25 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
             run(tmp_path / "run", **settings)
     (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
     state = json.loads(saved.read_text())
+    shard = read_shard(saved.parent, read_manifest(saved.parent), 0)
     before = metrics_before(tmp_path / "run", state)
+    if mode == "nodes":
+        settings |= {"node_workers": (workers - 1, 1)}
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
-    run(tmp_path / "run", **settings, allow_config_change=True)
+    with monkeypatch.context() as patches:
+        restart, begun = Server.restart, []
+        patches.setattr(Server, "restart", lambda self, s: begun.append(s) or restart(self, s))
+        run(tmp_path / "run", **settings, allow_config_change=True)
+    if mode == "nodes":  # which had merged apart from each other
+        assert torch.equal(begun[0].weights, apart([shard]))
     rounds = rounds_of(tmp_path / "run")
     after = rounds[len(before) :]
     for epoch in range(3):
         seen = sum(e["samples"] for e in before + after if e["epoch"] == epoch)
-        if mode == "bsp":  # a round that part of the workers had pushed is done again, by all
+        if mode in (
+            "bsp",
+            "nodes",
+        ):  # a round that part of the workers had pushed is done again, by all
             merged = [e for e in before if e["epoch"] == epoch]
             whole = [list(g) for _, g in itertools.groupby(merged, key=lambda e: e["round"])]
             seen -= sum(e["samples"] for g in whole if len(g) < 4 for e in g)
