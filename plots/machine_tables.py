@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from decimal import Decimal
 
+from dbsl.plan.link import Link
 from plots.rows import RESULTS, fixed, interval, read
 
 PLAIN = "accelerate_ddp"
@@ -32,6 +34,7 @@ SPEED = {  # rows of speed.csv's training part
     "plain loop, 2 loaders": "plain Accelerate loop, two loader processes",
     "timm's script": "timm's script",
 }
+_ROUND_S = 10  # of the rounds that a server is held against
 SPEED_COLUMNS = (("24", "float32"), ("32", "float32"), ("24", "bf16"), ("32", "bf16"))
 
 
@@ -88,6 +91,63 @@ def link_costs(up: str) -> list[str]:
         "|---|" + "---|" * len(links),
         *(
             f"| {row['model']}, {row['arm']} | {' | '.join(row[link] for link in links)} |"
+            for row in rows
+        ),
+    ]
+
+
+def server_scale(up: str) -> list[str]:
+    """Return what a push and a pull take as workers grow on one server."""
+    rows = read(RESULTS / "server_scale.csv")
+    models = {row["model"]: _in_millions(row) for row in rows}
+    head = "s each | all, a second | server's CPU, ms each | cores it kept busy"
+    lines = [
+        f"| workers ([CSV]({up}results/server_scale.csv)) | "
+        + " | ".join(f"{text}: {head}" for text in models.values())
+        + " |",
+        "|---|" + "---|" * 4 * len(models),
+    ]
+    for workers in dict.fromkeys(row["workers"] for row in rows):
+        cells = [workers]
+        for model in models:
+            (row,) = (r for r in rows if (r["model"], r["workers"]) == (model, workers))
+            cells += [f"{float(row['push_and_pull_s']):.2g}", f"{float(row['all_per_s']):.3g}"]
+            cells += [f"{1000 * float(row['server_cpu_s']):.2g}", row["server_cores"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def server_limits(up: str) -> list[str]:
+    """Return how many workers one server carries, by its processor and by its link."""
+    rows = read(RESULTS / "server_scale.csv")
+    lines = [
+        f"| model | MB each way | merge alone, ms | server's CPU, ms a push and pull, at most | "
+        f"workers, in rounds of {_ROUND_S} s: on one core | on 10 Gb/s | on 1 Gb/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        size = int(own[0]["bytes"]) / 2
+        merge_s = statistics.median(float(row["merge_s"]) for row in own)
+        cpu_s = max(float(row["server_cpu_s"]) for row in own)
+        cells = [_in_millions(own[0]), f"{size / 1e6:.1f}", f"{1000 * merge_s:.2g}"]
+        cells.append(f"{1000 * cpu_s:.2g}")
+        costs = (cpu_s, Link(10.0).message_s(size), Link(1.0).message_s(size))
+        cells += [f"{int(_ROUND_S / cost):,}" for cost in costs]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def node_costs(up: str) -> list[str]:
+    """Return planned seconds of an epoch by nodes, link and what travels."""
+    rows = read(RESULTS / "node_costs.csv")
+    counts = [name for name in rows[0] if name.endswith(" nodes")]
+    return [
+        f"| s/epoch ([CSV]({up}results/node_costs.csv)) | {' | '.join(counts)} |",
+        "|---|" + "---|" * len(counts),
+        *(
+            f"| {row['model']}, {row['gbps']} Gb/s, {row['arm']} "
+            f"| {' | '.join(row[count] for count in counts)} |"
             for row in rows
         ),
     ]
@@ -292,6 +352,10 @@ def streaming(up: str) -> list[str]:
         cells = (row["part"], row["what"], f"{shown} {row['unit']}", ends, row["beside"])
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _in_millions(row: dict[str, str]) -> str:
+    return f"{int(row['parameters']) / 1e6:.1f} M parameters"
 
 
 def _as_code(text: str) -> str:
