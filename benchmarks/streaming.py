@@ -340,7 +340,7 @@ def shuffle_rows(count: int, bytes_: int) -> Iterator[Row]:
             [100 * same / pairs],
             needed,
         )
-        yield _row("shuffle", f"{name}: mean way of an image", "of the data set", [moved])
+        yield _row("shuffle", f"{name}: mean distance moved", "of the data set", [moved])
 
 
 def main() -> None:

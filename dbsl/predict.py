@@ -26,21 +26,17 @@ _BATCH = 64  # images
 def image_files(places: Sequence[Path]) -> list[Path]:
     """Return files as they are given, and the images of folders, however deep, in order.
 
-    Raises:
-        ValueError: If a place does not exist, or a folder has no image.
+    A place that does not exist and a folder without an image are returned as they are given:
+    `predict` says why they cannot be read.
     """
     endings = Image.registered_extensions()
     files: list[Path] = []
     for place in places:
         if place.is_dir():
             found = sorted(path for path in place.rglob("*") if path.suffix.lower() in endings)
-            if not found:
-                raise ValueError(f"images must name files or folders with images, got {place}")
-            files += found
-        elif place.is_file():
-            files.append(place)
+            files += found or [place]
         else:
-            raise ValueError(f"images must name files or folders that exist, got {place}")
+            files.append(place)
     return files
 
 
@@ -75,6 +71,10 @@ def predict(
             try:
                 with Image.open(file) as image:
                     images[file] = transform(upright(image).convert("RGB"))
+            except FileNotFoundError:
+                failed[file] = "it does not exist"
+            except IsADirectoryError:
+                failed[file] = "the folder has no image"
             except Exception as error:  # Pillow raises OSError, SyntaxError and more
                 failed[file] = " ".join(str(error).split()) or type(error).__name__
         if images:

@@ -344,12 +344,12 @@ def timm_options(up: str) -> list[str]:
 
 def streaming(up: str) -> list[str]:
     """Return what data larger than the disk cost, and how they are shuffled."""
-    lines = ["| | | | range | |", "|---|---|---|---|---|"]
+    lines = ["| part | what | median (range) | note |", "|---|---|---|---|"]
     for row in read(RESULTS / "streaming.csv"):
-        ends = "" if row["low"] == row["high"] else f"{row['low']} to {row['high']}"
+        ends = "" if row["low"] == row["high"] else f" ({row['low']} to {row['high']})"
         number = float(row["median"])
         shown = f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
-        cells = (row["part"], row["what"], f"{shown} {row['unit']}", ends, row["beside"])
+        cells = (row["part"], row["what"], f"{shown} {row['unit']}{ends}", row["beside"])
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -49,21 +49,27 @@ def test_each_image_gets_the_classes_that_the_model_finds_likeliest(
     assert rows[0]["classes"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_image_that_cannot_be_read_is_named_and_the_others_are_told(
-    run_folder, photographs, capsys
+def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
+    run_folder, photographs, tmp_path, capsys
 ):
     (photographs / "bad.png").write_bytes(b"no image")
-    assert predict.main([str(run_folder), str(photographs)]) == 1
+    (tmp_path / "empty").mkdir()
+    places = [tmp_path / "nowhere.png", photographs, tmp_path / "empty"]
+    assert predict.main([str(run_folder), *map(str, places)]) == 1
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 2
-    assert "bad.png cannot be read" in err
+    assert [line.partition("  ")[0].rpartition("/")[2] for line in out.splitlines()] == [
+        "a.png",
+        "b.png",
+    ]
+    lines = err.splitlines()
+    assert lines[0].endswith("nowhere.png cannot be read (it does not exist)")
+    assert "bad.png cannot be read (cannot identify image file" in lines[1]
+    assert lines[2].endswith("empty cannot be read (the folder has no image)")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["{run}", "nowhere.png"], "images must name files or folders that exist, got nowhere.png"),
-        (["{run}", "{empty}"], "images must name files or folders with images, got"),
         (["{empty}", "{images}"], "folder must hold config.json, got"),
         (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
