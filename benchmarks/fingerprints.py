@@ -34,7 +34,8 @@ CASES = {
     "bsp": ROUNDS,
     "bsp bf16": f"{ROUNDS} --mixed-precision bf16",
     "progressive, sqrt, linear rates": f"{ROUNDS} --schedule progressive --update-factor sqrt "
-    "--lr-scaling linear --lr-schedule cosine --warmup-epochs 1",
+    "--lr-scaling linear --warmup-epochs 1",
+    "cosine": f"{ROUNDS} --lr-schedule cosine --warmup-epochs 1",
     "one worker": "--workers 1 --local-batch-sizes 8",
     "adamw, forgetting": f"{ROUNDS} --optimizer adamw --lr 0.001 --reset-momentum round",
     "ssp": f"{ROUNDS} --sync ssp --slowdown 0:2.0 --reset-momentum stage",
