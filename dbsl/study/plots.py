@@ -49,10 +49,10 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
     for axes, (name, own) in zip(panels, results.items(), strict=True):
         sizes, steps = _columns(own)
         knees = find_knees(dict(zip(sizes.tolist(), steps.tolist(), strict=True)))
-        low, high = sizes[0] / 1.3, sizes[-1] * 1.3
+        first, last = sizes[0], sizes[-1]  # nothing is known beyond these
         # If no larger batch was tried, the end of the gain has not been seen.
-        useful = knees.useful if knees.is_seen else high
-        ends = (low, min(knees.perfect, useful), useful, high)
+        useful = knees.useful if knees.is_seen else last
+        ends = (first, min(knees.perfect, useful), useful, last)
         for (label, color), start, end in zip(_REGIONS, ends, ends[1:], strict=False):
             if end > start:
                 axes.axvspan(start, end, color=color, alpha=0.15, lw=0, label=label)
@@ -64,11 +64,11 @@ def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:
                 f"{count:g}", (size, count), (0, 6), textcoords="offset points", fontsize=8
             )
         _finish(axes, sizes, f"{name}, error < {goals[name]:g}", "steps to the goal")
-        axes.set_xlim(low, high)
+        axes.set_xlim(first / 1.3, last * 1.3)
         axes.legend(fontsize=8, loc="lower left")
     figure.suptitle(
         "Fewest steps to the goal, everything else tuned at each batch size\n"
-        f"perfect scaling up to {PERFECT_RULE}; no gain from {USEFUL_RULE}",
+        f"perfect scaling up to {PERFECT_RULE}\nno gain from {USEFUL_RULE}",
         fontsize=10,
     )
     return figure

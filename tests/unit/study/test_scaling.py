@@ -6,6 +6,7 @@ import tarfile
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dbsl.study.files import find_studies, read_study, read_workloads, write_study, write_trial
 from dbsl.study.plots import examples_figure, rates_figure, steps_figure
@@ -271,6 +272,13 @@ def test_pictures_show_what_was_computed():
     assert "diminishing returns" not in spans
     (axes,) = steps_figure({"w": own[:3]}, {"w": 0.3}).axes
     assert "no gain" not in {p.get_label() for p in axes.patches}  # nobody has seen it
+    figure = steps_figure({"w": [result(8, 1000), result(16, 700)]}, {"w": 0.3})
+    (span,) = figure.axes[0].patches  # from the first size to the last, nothing beyond
+    assert span.get_label() == "diminishing returns"
+    assert (span.get_x(), span.get_x() + span.get_width()) == (8, 16)
+    FigureCanvasAgg(figure).draw()
+    title = figure.texts[0].get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= figure.bbox.width
     (axes,) = examples_figure({"w": own}, {"w": 0.3}).axes
     assert axes.lines[0].get_ydata().tolist() == [8000, 8000, 9600, 18560, 35840]
     left, right = rates_figure({"w": own}).axes
