@@ -58,9 +58,20 @@ def write_comparison(
         "accuracy and loss at the last epoch; differences are paired by seed; *: p below 0.05, "
         "corrected for the number of arms (Holm); s/point: worker seconds more than "
         f"{baseline}'s for each point over it; {folder}",
+        *_unreached(rows),
         *_undetected(rows),
     ]
     return "\n".join(lines)
+
+
+def _unreached(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on what "-" stands for in the column of the times to an accuracy."""
+    missed = [row for row in rows if row["time_to_target_s"] == math.inf]
+    if not missed:
+        return []
+    arms = ", ".join(f"{row['arm']}: {row['reached']} of {row['seeds']}" for row in missed)
+    target = f"{rows[0]['target']:.1f} %"
+    return [f"- below 'to {target}': not every seed has reached {target} (seeds that have: {arms})"]
 
 
 def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:

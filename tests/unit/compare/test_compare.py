@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import scipy.stats
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
 from dbsl import jobs
@@ -17,6 +18,7 @@ from dbsl.base.errors import one_line_errors
 from dbsl.base.flags import parse_flags
 from dbsl.compare import compare
 from dbsl.compare.plots import arms_figure
+from dbsl.compare.report import write_comparison
 from dbsl.compare.statistics import (
     Run,
     averaged,
@@ -163,6 +165,30 @@ def test_figure_shows_means_and_intervals():
         pytest.approx([35.0, 70.0]),
     ]
     assert [text.get_text() for text in right.get_yticklabels()] == ["a", "b"]
+
+
+def test_figure_hides_no_point_and_ends_where_accuracy_does():
+    arms = {"a": [run_of(0, 0.9), run_of(1, 0.6)], "b": [run_of(0, 0.7), run_of(1, 0.71)]}
+    figure = arms_figure(arms)  # the interval of a is 75 +- 191 %
+    FigureCanvasAgg(figure).draw()
+    left, right = figure.axes
+    legend, panel = left.get_legend().get_window_extent(), left.get_window_extent()
+    assert legend.x0 >= panel.x1
+    assert right.get_xlim() == (0, 100)
+    marks = [(line.get_marker(), *line.get_xydata()[0]) for line in right.lines]
+    assert [mark for mark in marks if mark[0] in "<>"] == [("<", 0, 0), (">", 100, 0)]
+    assert "goes on" in right.get_xlabel()
+    assert "goes on" not in arms_figure({"b": arms["b"]}).axes[1].get_xlabel()
+
+
+def test_a_time_that_not_every_seed_has_is_explained_below_the_table(tmp_path):
+    arms = {"base": [run_of(0, 0.5), run_of(1, 0.6)], "fast": [run_of(0, 0.4), run_of(1, 0.9)]}
+    printed = write_comparison(arms, "base", 0.5, tmp_path, "")
+    assert (
+        "- below 'to 50.0 %': not every seed has reached 50.0 % (seeds that have: fast: 1 of 2)"
+        in (printed)
+    )
+    assert "- below" not in write_comparison(arms, "base", 0.3, tmp_path, "")
 
 
 @pytest.fixture
