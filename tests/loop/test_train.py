@@ -230,12 +230,12 @@ def test_two_processes_through_the_server_finish_with_everything_counted(tmp_pat
 
 
 def test_an_outer_step_in_processes_is_that_of_one_process(tmp_path):
-    settings = {"merge": "delta", "rounds_per_epoch": 2, "lr": 0.005}
-    settings |= {"outer_lr": 0.3, "outer_momentum": 0.5, "mixed_precision": "no"}
-    run_in_ranks(tmp_path / "two", **settings)
-    run(tmp_path / "one", workers=2, **settings)
+    settings = {"rounds_per_epoch": 2, "lr": 0.005, "mixed_precision": "no"}
+    outer = {"merge": "delta", "outer_lr": 0.3, "outer_momentum": 0.5}
+    run_in_ranks(tmp_path / "two", **settings, **outer)
+    run(tmp_path / "one", workers=2, **settings, **outer)
     assert eval_losses(tmp_path / "two") == pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
-    run(tmp_path / "mean", workers=2, **settings | {"merge": "mean"})
+    run(tmp_path / "mean", workers=2, **settings, merge="mean")
     assert eval_losses(tmp_path / "mean") != pytest.approx(eval_losses(tmp_path / "one"), 1e-4)
 
 
