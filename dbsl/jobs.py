@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import queue
 import shutil
@@ -11,16 +12,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from dbsl.base.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped
 from dbsl.run.config import CHECKPOINTS
 from dbsl.run.folder import holder_of
+from dbsl.run.parse import parse_config
 from dbsl.run.stopping import Stopping
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+_NAME = "dbsl_train_script"  # of the imported script
 _END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
 
 
@@ -39,6 +44,15 @@ class Launch:
     folder: Path
     flags: tuple[str, ...] = field(repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Read flags as train.py does, and train nothing.
+
+    Raises:
+        ValueError: If train.py would refuse them.
+    """
+    parse_config(_script().Config, flags)
 
 
 def is_finished(folder: Path) -> bool:
@@ -80,6 +94,15 @@ def launch_all(
         )
     if any(statuses) or None in statuses:
         raise RunStopped("stopped; the same command goes on")
+
+
+@cache
+def _script() -> ModuleType:
+    """Return train.py, which stands outside of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(_NAME, SCRIPT)
+    module = sys.modules[_NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Runs:

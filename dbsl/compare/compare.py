@@ -30,7 +30,7 @@ from dbsl.base.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.base.words import plural
 from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
-from dbsl.jobs import Launch, is_finished, launch_all
+from dbsl.jobs import Launch, check_flags, is_finished, launch_all
 from dbsl.run.parse import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 
@@ -209,11 +209,16 @@ def _make(
             folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
             if config.report_only and not is_finished(folder):
                 continue
-            _check_same(arm, folder)
             folders[folder] = (arm, seed)
             flags = arm.flags(seed, folder, config.jobs)
             names = _names_in_trackers(group, arm.run, seed)
             launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags, names))
+
+    # All is checked before anything is written.
+    for arm in {arm.name: arm for f, (arm, _) in folders.items() if not is_finished(f)}.values():
+        _check_settings(arm)
+    for folder, (arm, _) in folders.items():
+        _check_same(arm, folder)
 
     def finished() -> dict[str, list[Run]]:
         for folder, (arm, seed) in folders.items():
@@ -293,6 +298,14 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     else:
         dataset = given
     return Arm(own, own, path, {**settings, **shared}, shared, dataset)
+
+
+def _check_settings(arm: Arm) -> None:
+    """Refuse an arm that train.py would refuse: no run begins before all arms are right."""
+    try:
+        check_flags(("--config", str(arm.path), *yaml_to_argv(arm.extra)))
+    except ValueError as error:
+        raise ValueError(f"{error} (arm {arm.name})") from None
 
 
 def _check_same(arm: Arm, folder: Path) -> None:

@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -439,6 +440,20 @@ def test_varied_settings_are_arms_of_their_own(arms, tmp_path):
     with open(tmp_path / "results/tiny/arms.csv", newline="") as file:
         found = [row["arm"] for row in csv.DictReader(file)]
     assert found == ["large-lr0.1-momentum0.5", "large-lr0.05-momentum0.5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vary", "lrr=1,2"], "--lr, got --lrr (arm large-lrr1)"),
+        (["--set", "momentun=0.5"], "--momentum, got --momentun (arm large)"),
+        (["--vary", "lr=0.1,fast"], "--lr must be a number, got 'fast' (arm large-lrfast)"),
+    ],
+)
+def test_a_setting_that_train_refuses_is_refused_before_any_run(arms, tmp_path, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        compare.main([arms[0], *options])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_arm_may_not_set_what_the_comparison_sets(arms, tmp_path):
