@@ -120,6 +120,8 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
     try:
         if not path.exists() and (kind == "file" or not HUB_ID.fullmatch(dataset)):
             raise FileNotFoundError(f"the {kind} does not exist")
+        if kind == "folder" and path.is_file():  # `datasets` would take it for a hub id
+            raise ValueError("it is a file whose name does not end in .parquet")
         if kind == "file":
             found = datasets.load_dataset("parquet", data_files=str(path))
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):

@@ -340,6 +340,15 @@ def test_load_data_missing_folder_asks_no_hub(monkeypatch):
         load_data("nothing.parquet")
 
 
+def test_a_file_that_is_no_data_set_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("looked further"))
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(b"no table")
+    why = r"'digits', a folder, .* \(it is a file whose name does not end in .parquet\)$"
+    with pytest.raises(ValueError, match=why):
+        load_data(str(file))
+
+
 def test_load_data_hub_out_of_reach_is_told_in_one_line():
     with pytest.raises(ValueError, match=r"^dataset must be .* \(there is no such folder, ") as e:
         load_data("nobody/nothing")
