@@ -51,10 +51,10 @@ def plan_timeline(
 
 
 def accuracy_and_loss(
-    metrics: Sequence[Mapping[str, Any]], path: Path, *, bce: bool = False
+    metrics: Sequence[Mapping[str, Any]], path: Path, *, bce: bool = False, falling: bool = False
 ) -> None:
     """Draw `curves_figure` into a PNG."""
-    save_figure(curves_figure(metrics, bce=bce), path)
+    save_figure(curves_figure(metrics, bce=bce, falling=falling), path)
 
 
 def timeline_figure(
@@ -132,15 +132,20 @@ def timeline_figure(
     return figure
 
 
-def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) -> Figure:
+def curves_figure(
+    metrics: Sequence[Mapping[str, Any]], *, bce: bool = False, falling: bool = False
+) -> Figure:
     """Return accuracy and loss over epochs and over training time, sub-stages shaded.
 
     Time is the simulated cluster's clock where all evaluations have it, else, and for one worker,
     measured. It is known when an epoch was evaluated, and interpolated between. With `bce`
-    training's loss is binary cross-entropy, evaluation's is cross-entropy.
+    training's loss is binary cross-entropy, evaluation's is cross-entropy. With `falling` the
+    learning rate falls inside a sub-stage, which is named by the rate of its last step.
     """
     evaluations = [row for row in metrics if row["event"] == "eval"]
     stages = stage_spans(metrics)
+    if falling:
+        stages = [stage | {"learning_rate": _rate_at_end(metrics, stage)} for stage in stages]
     several = any(row.get("worker") for row in metrics if row["event"] == "round")
     simulated = several and all("virtual_time_s" in row for row in evaluations)
     time_key = "virtual_time_s" if simulated else "train_time_s"
@@ -150,7 +155,8 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) ->
 
     figure = Figure(figsize=(14, 9), dpi=DPI, layout="constrained")
     figure.suptitle(
-        "Accuracy and loss of the run (each strip: epochs with one resolution and learning rate)",
+        "Accuracy and loss of the run (each strip: epochs with one resolution"
+        + ("; lr: where it ends)" if falling else " and learning rate)"),
         fontsize=14,
     )
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
@@ -183,7 +189,7 @@ def curves_figure(metrics: Sequence[Mapping[str, Any]], *, bce: bool = False) ->
             else:
                 axes.text(0.5, 0.5, "no evaluation yet", transform=axes.transAxes, ha="center")
         if bottom.lines:
-            _shade(top, bottom, stages, position, end)
+            _shade(top, bottom, stages, position, end, "to lr" if falling else "lr")
     panels[1, 0].xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     if not evaluations:
         panels[0, 0].set_ylim(0, 100)
@@ -305,6 +311,18 @@ def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_
     )
 
 
+def _rate_at_end(metrics: Sequence[Mapping[str, Any]], span: Mapping[str, Any]) -> float:
+    """Return the highest learning rate of a worker in the last round of a span, or nan."""
+    own = [
+        ((row["epoch"], row.get("round", 0)), row["learning_rate"])
+        for row in metrics
+        if row["event"] == "round"
+        and "learning_rate" in row
+        and span["first_epoch"] <= row["epoch"] < span["end_epoch"]
+    ]
+    return max(own, default=(None, math.nan))[1]
+
+
 def _train_losses(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
     """Return completed epochs and, for each, its rounds' loss as a mean over samples."""
     rounds: dict[int, list[tuple[float, int]]] = {}
@@ -338,8 +356,12 @@ def _shade(
     stages: Sequence[Mapping[str, Any]],
     position: Callable[[float], float],
     end: float,
+    rate: str,
 ) -> None:
-    """Shade every other sub-stage in both panels; name each above the top one."""
+    """Shade every other sub-stage in both panels; name each above the top one.
+
+    `rate` is the word before a learning rate; one that is nan is not named.
+    """
     spans = [
         (float(position(stage["first_epoch"])), float(position(stage["end_epoch"])), stage)
         for stage in stages
@@ -353,11 +375,13 @@ def _shade(
                 axes.axvspan(start, stop, color="black", alpha=0.07, lw=0)
         if stop - start < 0.02 * end:  # no room for a name
             continue
-        side = px(stage["resolution"], after=", " if narrow else "\n")
+        told = [px(stage["resolution"])] if stage["resolution"] else []
+        if math.isfinite(stage["learning_rate"]):
+            told.append(f"{rate} {stage['learning_rate']:.3g}")
         top.text(
             (start + stop) / 2,
             1.01,
-            f"{side}lr {stage['learning_rate']:.3g}",
+            (", " if narrow else "\n").join(told),
             transform=top.get_xaxis_transform(),
             rotation=90 if narrow else 0,
             ha="center",

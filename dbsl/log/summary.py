@@ -78,7 +78,9 @@ def sum_up(session: Session) -> None:
 
         metrics = read_metrics(folder / "metrics.jsonl")
         bce = getattr(run.config, "bce_loss", False)
-        accuracy_and_loss(metrics, folder / "plots/accuracy.png", bce=bce)
+        falling = run.config.lr_schedule != "step"
+        picture = folder / "plots/accuracy.png"
+        accuracy_and_loss(metrics, picture, bce=bce, falling=falling)
         worker_history(metrics, folder / "plots/workers.png")
         config, names = run.config, ["accuracy", "workers"]
         if latest := log.latest_plans:

@@ -211,6 +211,21 @@ def test_curves_shade_every_other_substage_and_name_all():
     assert strips == [(1, 1), (3, 1)]
 
 
+def test_curves_name_a_rate_that_falls_inside_a_substage_by_its_last_step():
+    stages = make_stages(4, [24, 32], learning_rate=0.1, gamma=1.0, milestones=[])
+    rows = metrics_of(stages, 4)
+    for row in rows:
+        if row["event"] == "round":  # the second worker's rate is lower
+            row["learning_rate"] = 0.08 - 0.02 * row["epoch"] - 0.001 * row["worker"]
+    figure = plots.curves_figure(rows, falling=True)
+    assert texts(figure.axes[0]) == ["24 px\nto lr 0.06", "32 px\nto lr 0.02"]
+    assert figure.get_suptitle().endswith(
+        "(each strip: epochs with one resolution; lr: where it ends)"
+    )
+    untold = plots.curves_figure(metrics_of(stages, 4), falling=True)  # rows without a rate
+    assert texts(untold.axes[0]) == ["24 px", "32 px"]
+
+
 def test_stages_of_a_longer_run_take_the_place_of_older_ones_from_where_it_went_on():
     rows = metrics_of(make_stages(2, [24, 32], learning_rate=0.1), 2)
     longer = metrics_of(make_stages(6, [24, 32], learning_rate=0.1), 0)
