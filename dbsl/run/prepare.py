@@ -11,7 +11,6 @@ from torch import nn
 
 from dbsl.architecture import check_patches, init_head, least_batch
 from dbsl.base.bounds import in_range
-from dbsl.base.words import plural
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
@@ -34,12 +33,13 @@ from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.average import WeightAverage
-from dbsl.run.config import RunConfig, takes_joint_steps
+from dbsl.run.checks import check_micro_batches, check_nodes, check_processes, check_samples
+from dbsl.run.config import RunConfig
 from dbsl.run.notes import with_notes
 from dbsl.run.own import Own
 from dbsl.run.plans import PlanMaker
 from dbsl.run.run import Run, round_sampler, steps_of
-from dbsl.run.workers import Workers, know_workers
+from dbsl.run.workers import know_workers
 
 _NOTHING_OWN = Own()
 
@@ -63,13 +63,13 @@ def prepare(
         local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
+    nodes = nodes_of(accelerator)
+    check_processes(config, accelerator)
+    check_nodes(config, workers, nodes)
     if config.min_workers is not None:
         in_range("min_workers", config.min_workers, 1, workers)
-    nodes = nodes_of(accelerator)
-    _check_nodes(config, workers, nodes)
     by_default = config.workers is None and accelerator.num_processes == 1
     own_sides = config.resolutions is None or "resolutions" in config.resolved
-    _check_processes(config, accelerator)
     emulation = _make_emulation(config, workers)
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
     config = replace(config, workers=workers, small_workers=small_workers)
@@ -78,9 +78,9 @@ def prepare(
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
-    _check_samples(data, config, least)
+    check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
-    _check_micro_batches(known, least)
+    check_micro_batches(known, least)
     maker = PlanMaker(config, known, len(data.train), least)
     plans = {
         resolution: with_notes(plan, known, resolution)
@@ -184,57 +184,6 @@ def _first_plans(
     return plans
 
 
-def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
-    """Raise ``ValueError`` for a setting that goes with another number of processes."""
-    processes = accelerator.num_processes
-    if config.time_noise and processes > 1:
-        raise ValueError(
-            f"time_noise must be 0 with several processes, whose times are real, "
-            f"got {config.time_noise:g}"
-        )
-    if config.link_gbps is not None and processes > 1:
-        raise ValueError(
-            "link_gbps must be unset with several processes, whose network is real, "
-            f"got {config.link_gbps:g}"
-        )
-    if config.wire != "float32" and processes == 1:
-        raise ValueError(
-            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
-        )
-    if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
-        raise ValueError(
-            f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
-            f"true in {processes} processes on {accelerator.device.type}"
-        )
-
-
-def _check_nodes(config: RunConfig, workers: int, nodes: Sequence[int]) -> None:
-    """Raise ``ValueError`` for nodes that the workers are not on, or that do not meet.
-
-    Args:
-        config: The run's settings.
-        workers: Of the run.
-        nodes: The node of each process.
-    """
-    sizes, every = config.node_workers, config.node_rounds
-    if sizes is not None:
-        given = ", ".join(map(str, sizes))
-        if len(nodes) > 1:
-            raise ValueError(
-                "node_workers must be unset with several processes, whose launcher says on which "
-                f"node each is, got {given}"
-            )
-        if sum(sizes) != workers:
-            raise ValueError(f"node_workers must add up to the {workers} workers, got {given}")
-    elif every > 1 and len(nodes) == 1:
-        raise ValueError(f"node_workers must be given with node_rounds {every} in one process")
-    there = len(sizes) if sizes else len(set(nodes[-workers:]))
-    if every > 1 and there == 1:
-        raise ValueError(
-            f"node_rounds must be 1 on one node, whose workers merge after every round, got {every}"
-        )
-
-
 def _make_stages(
     config: RunConfig, data: TrainingData, accelerator: Accelerator
 ) -> tuple[RunConfig, tuple[Stage, ...]]:
@@ -300,29 +249,6 @@ def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
         raise ValueError(f"resolutions must be positive for images, got {NO_SIDE}")
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
         return load_configured(config, config.seed, accelerator.device)
-
-
-def _check_micro_batches(known: Workers, least: int) -> None:
-    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
-    if sizes and min(sizes) < least:
-        raise ValueError(
-            f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
-            f"of a single sample, got {min(sizes)}"
-        )
-
-
-def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
-    """Raise ``ValueError`` unless each worker can have `least` samples in each round."""
-    samples = len(data.train)
-    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
-    needed = config.workers * rounds * least
-    if samples < needed:
-        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
-        raise ValueError(
-            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
-            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
-            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
-        )
 
 
 def make_planner(
