@@ -74,8 +74,8 @@ class StepProfile:
         """The fitted line of step times, and their floor."""
         return TimeModel(self.slope, self.intercept, self.floor)
 
-    def describe(self, limit_bytes: float | None = None) -> str:
-        """Return the fit in one line, and in another what fits into memory."""
+    def describe(self, limit_bytes: float | None = None, note: str = "") -> str:
+        """Return the fit with a note in one line, and in another what fits into memory."""
         holds = (
             f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
             if self.holds_from is not None
@@ -91,6 +91,7 @@ class StepProfile:
             rows = zip(self.held_out_sizes, self.held_out_times_s, strict=True)
             off = [f"{x}: {self.time_model.time(x, 1) / t - 1:+.1%}" for x, t in rows]
             text = f"{text}; predicted for held-out batches, against measured: {', '.join(off)}"
+        text += note
         return f"{text}\n  {self.memory.describe(limit_bytes)}" if self.memory else text
 
 

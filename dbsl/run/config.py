@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from dbsl.base.bounds import Within, check_bounds
@@ -19,8 +19,6 @@ from dbsl.run.accelerator import Precision
 
 CHECKPOINTS = "checkpoints"
 
-
-T = TypeVar("T")
 
 # Optimizers that can take the part of a step that one push of a global batch is worth.
 _STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
@@ -137,6 +135,13 @@ def _check_together(config: RunConfig) -> None:
         raise ValueError("slope must be given with floor, got floor alone")
     if config.clip_mode != "norm" and config.clip_grad is None:
         raise ValueError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
+    _check_rounds(config)
+    _check_pushes(config)
+    _check_places(config)
+
+
+def _check_rounds(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a setting of when workers meet that does not go with another."""
     if config.sync != "bsp" and config.min_workers is not None:
         why = "where nobody waits for all"
         if config.sync == "step":
@@ -156,6 +161,16 @@ def _check_together(config: RunConfig) -> None:
         given, other = ("min_workers", "grace_seconds")[:: 1 if config.min_workers else -1]
         value = getattr(config, given)
         raise ValueError(f"{other} must be given with {given}, got {given} {value:g} alone")
+    parts = (config.balance_every or 0) % config.rounds_per_epoch
+    if parts and config.sync in ("ssp", "asp"):
+        raise ValueError(
+            f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
+            f"{config.sync}, got {config.balance_every}"
+        )
+
+
+def _check_pushes(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a setting of what is merged that does not go with another."""
     rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
     if config.push == "gradients" and config.merge == "delta":
         raise ValueError("merge must not be delta with push gradients, got delta")
@@ -163,6 +178,21 @@ def _check_together(config: RunConfig) -> None:
         raise ValueError(
             f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
         )
+    if config.push == "gradients" and config.mixed_precision == "fp16":
+        raise ValueError(
+            "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
+            "loss scale each worker would choose for itself"
+        )
+    in_parts = config.push == "gradients" and config.sync != "bsp"
+    if in_parts and config.optimizer not in _STEP_IN_PARTS:
+        raise ValueError(
+            f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
+            f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
+        )
+
+
+def _check_places(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a place to read from or write to that does not go with another."""
     if config.eval_only and config.output_dir and config.resume != "auto":
         raise ValueError(f"output_dir must be left out with eval_only, got {config.output_dir}")
     for name in ("mirror", "resume"):
@@ -175,23 +205,6 @@ def _check_together(config: RunConfig) -> None:
     if is_url(config.resume) and (config.eval_only or config.plan_only):
         what = "eval_only" if config.eval_only else "plan_only"
         raise ValueError(f"resume must be a run folder with {what}, got {config.resume}")
-    if config.push == "gradients" and config.mixed_precision == "fp16":
-        raise ValueError(
-            "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
-            "loss scale each worker would choose for itself"
-        )
-    in_parts = config.push == "gradients" and config.sync != "bsp"
-    if in_parts and config.optimizer not in _STEP_IN_PARTS:
-        raise ValueError(
-            f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
-            f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
-        )
-    parts = (config.balance_every or 0) % config.rounds_per_epoch
-    if parts and config.sync in ("ssp", "asp"):
-        raise ValueError(
-            f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
-            f"{config.sync}, got {config.balance_every}"
-        )
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
@@ -321,36 +334,6 @@ def parse_interval(value: int | str) -> Interval:
             f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"
         )
     return Interval(minutes=minutes)
-
-
-def for_workers(
-    name: str, values: Sequence[T] | None, resolutions: Sequence[int], workers: int
-) -> list[list[T | None]]:
-    """Return a value for each resolution and worker: [resolution][worker].
-
-    From none, one for all, one for each resolution, or one for each resolution and worker (all
-    workers of the first resolution, then of the second).
-
-    Raises:
-        ValueError: If the number of values is none of these.
-    """
-    rows = len(resolutions)
-    values = [None] if values is None else list(values)
-    if len(values) not in (1, rows, rows * workers):
-        raise ValueError(
-            f"{name} must have 1 value, one per resolution ({rows}) or one per resolution and "
-            f"worker ({rows * workers}), got {len(values)} values"
-        )
-    if len(values) == rows * workers:
-        return [values[r * workers : (r + 1) * workers] for r in range(rows)]
-    return [[value] * workers for value in (values * rows if len(values) == 1 else values)]
-
-
-def from_workers(values: Sequence[Sequence[T]]) -> tuple[T, ...]:
-    """Return the shortest setting from which `for_workers` gives [resolution][worker] back."""
-    if all(len(set(row)) == 1 for row in values):
-        return tuple(row[0] for row in values)
-    return tuple(value for row in values for value in row)
 
 
 def takes_joint_steps(config: RunConfig) -> bool:

@@ -18,7 +18,8 @@ from dbsl.profile.memory import GIB, is_short_of_memory
 from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
-from dbsl.run.config import RunConfig, for_workers, takes_joint_steps
+from dbsl.run.by_worker import for_workers
+from dbsl.run.config import RunConfig, takes_joint_steps
 
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
 # Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
@@ -152,9 +153,8 @@ def measured_models(
         own = [own[worker] for worker in _own_workers(config, accelerator)]
         for most in dict.fromkeys(own):
             profiles[most] = _measure(profiler.in_micro_batches(most), resolution, largest)
-            fit, *memory = profiles[most].describe().splitlines()
             warning = _on_bad_fit(profiles[most], profiler, accelerator)
-            accelerator.print("\n".join([fit + warning, *memory]))
+            accelerator.print(profiles[most].describe(note=warning))
         measured.append([profiles[most] for most in own])
         memory = profiles[None].memory if None in profiles else None
         fits.append(memory.fits(limit) if memory else -1)

@@ -13,7 +13,8 @@ from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
 from dbsl.plan.machines import Machines, largest_remainder
 from dbsl.plan.split import balanced_sizes, check_global_batch
 from dbsl.plan.types import Plan, TimeModel, WorkerPlan
-from dbsl.run.config import RunConfig, for_workers, from_workers, takes_joint_steps
+from dbsl.run.by_worker import for_workers, from_workers
+from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.workers import Workers
 
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)

@@ -13,7 +13,8 @@ from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
 from dbsl.profile.noise_probe import LossOf
-from dbsl.run.config import RunConfig, for_workers, from_workers, takes_joint_steps
+from dbsl.run.by_worker import for_workers, from_workers
+from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.evidence import useful_batch_size
 from dbsl.run.measured import (
     largest_batches,
