@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dbsl.base.numbers import as_counts, as_numbers
+from dbsl.cluster.global_weights import GlobalWeights, merge_one
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.quorum import Quorum
 from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
@@ -26,20 +27,7 @@ MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 _AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
 
 
-@torch.no_grad()
-def merge_one(
-    global_: Tensor, pushed: Tensor, weight: float, rule: Merge, out: Tensor | None = None
-) -> None:
-    """Merge one worker's weights w into the global weights g with factor f in (0, 1].
-
-    ``ratio`` (journal): g <- (g + f*w)/(1 + f). ``half`` (conference): g <- ((2 - f)*g + f*w)/2.
-    In place, or into `out`.
-    """
-    part = weight / (1 + weight) if rule == "ratio" else weight / 2
-    torch.lerp(global_, pushed, part, out=global_ if out is None else out)
-
-
-class Server:
+class Server(GlobalWeights):
     """Global weights that workers pull and push, one round at a time.
 
     `mean` collects the pushes of all workers and then sets g <- sum(f_i*w_i)/sum(f_i); `delta` does
@@ -79,6 +67,7 @@ class Server:
         if rule in _AT_BARRIER and staleness != 0:
             raise ValueError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
         assert (rule == "delta") == (outer is not None)
+        super().__init__(weights)
         self.rule: Merge = rule
         self._outer = outer
         self._own = own
@@ -94,9 +83,6 @@ class Server:
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
-        self._weights = weights.detach().clone()
-        self._snapshot: Tensor | None = None
-        self._readers = 0  # that may still read the snapshot
         self._pulled_version = [0] * workers
         self._sum: Tensor | None = None
         self._sum_weight = 0.0
@@ -296,30 +282,6 @@ class Server:
         if self.quorum is not None:
             self.quorum.restart(start.clock)
         self._load_outer(start.outer)
-
-    def snapshot(self) -> Tensor:
-        """Return the current global weights; later merges leave the returned tensor as it is.
-
-        That lasts until it is given back with `release`, if it is.
-        """
-        # Readers share one tensor per version: pulls copy nothing until a merge has to write.
-        if self._snapshot is None:
-            self._snapshot, self._readers = self._weights, 0
-        self._readers += 1
-        return self._snapshot
-
-    def release(self, snapshot: Tensor) -> None:
-        """Note that a reader of a snapshot is done: without readers, merges write in place."""
-        if snapshot is self._snapshot:
-            self._readers -= 1
-            if self._readers == 0:
-                self._snapshot = None
-
-    def _writable(self) -> Tensor:
-        """Return the tensor that the next global weights are to be written to, all of them."""
-        if self._snapshot is not None:  # somebody reads it
-            self._weights, self._snapshot = torch.empty_like(self._snapshot), None
-        return self._weights
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         """Merge a push by itself."""

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from dbsl.base.serialize import pack, unpack
+from dbsl.cluster.global_weights import merge_one
 from dbsl.cluster.outer import OuterOptimizer
-from dbsl.cluster.server import Server, merge_one
+from dbsl.cluster.server import Server
 from dbsl.plan.turns import Restart, RoundReport
 
 
