@@ -189,12 +189,7 @@ def train(session: Session) -> None:
             train_round(session, turn)
         for report in cluster.reports():  # all workers' rounds; none but on the main process
             log.round(report, virtual_time_s=cluster.time_s)
-        for worker in cluster.lost():  # its process died, and the others go on
-            log.lost(worker)
-        for missed in cluster.missed():  # merged without a worker that is late (--min-workers)
-            log.missed(missed)
-        for worker in cluster.joined():  # its process was launched again
-            log.joined(worker)
+        log.members.hear(cluster)  # of workers that were lost, are late, or have come back
         if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
             end_epoch(session, turn)
             session.checkpointer.after_epoch(turn)

@@ -151,7 +151,7 @@ class Writer:
                 mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
                 prune(self._folder, max(1, keep), mirror.uploading)
                 first = int(self._run.config.dedicated_server)  # the rank of worker 0
-                mirror.wake({first + worker for worker in self._session.log.away})
+                mirror.wake({first + worker for worker in self._session.log.members.away})
             self.last_good = copy.name
         except Exception as error:
             if self.late and not target.exists():

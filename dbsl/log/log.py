@@ -21,6 +21,7 @@ from dbsl.base.words import duration, plural, px, short_loss
 from dbsl.log.charts import Charts
 from dbsl.log.display import Display, speed_in_words
 from dbsl.log.divergence import DivergenceWarning
+from dbsl.log.members import Members
 from dbsl.log.meter import StepMeter
 from dbsl.log.planned import Planned, epochs_done
 from dbsl.log.rows import (
@@ -51,14 +52,7 @@ from dbsl.log.rows import (
 from dbsl.log.sink import Sink
 from dbsl.log.trackers import tracker_ids, trackers_before
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.turns import (
-    JoinedWorker,
-    LostWorker,
-    MissedRound,
-    RoundReport,
-    StepLine,
-    report_from_plain,
-)
+from dbsl.plan.turns import RoundReport, StepLine, report_from_plain
 from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.evaluation import Evaluation
@@ -107,9 +101,7 @@ class RunLog:
         divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.lost_workers: list[int] = []
-        self.missed_samples = 0  # of rounds that were merged without their worker
-        self.away: set[int] = set()  # of them those that have not come back
+        self.members = Members()
         self.enabled = accelerator.is_main_process
         self.meter = meter or StepMeter(0)
         if not self.enabled:
@@ -142,6 +134,7 @@ class RunLog:
         steps, epochs = self._planned.steps, self._planned.epochs
         self._display = Display(steps, done, epochs, self._unit, self._loss, alone=most == 1)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
+        self.members.record(self._sink.write, self._display.print)
         new = self._planned.new_rows(state, self._epochs_done)
         for row in new:
             self._sink.write("plan", row)
@@ -168,8 +161,7 @@ class RunLog:
             "samples": self._samples,
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "epoch": self._epochs_done - 1,
-            "lost_workers": list(self.lost_workers),
-            "missed_samples": self.missed_samples,
+            **self.members.state_dict(),
             "noise": self._noise.state_dict(),
             "trackers": tracker_ids(self._accelerator),
         }
@@ -182,8 +174,7 @@ class RunLog:
         self._samples = state["samples"]
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         self._epochs_done = epochs_done(state)
-        self.lost_workers = list(state["lost_workers"])
-        self.missed_samples = state.get("missed_samples", 0)  # not in checkpoints of before
+        self.members.load_state_dict(state)
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
 
@@ -219,41 +210,6 @@ class RunLog:
             self._display.step(
                 report.samples, report.epoch, report.learning_rate, report.worker, report.steps
             )
-
-    def lost(self, loss: LostWorker) -> None:
-        """Record that a worker was lost, and that the others go on."""
-        if not self.enabled:
-            return
-        self.lost_workers.append(loss.worker)
-        self.away.add(loss.worker)
-        self._sink.write("lost", asdict(loss))
-        out = f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
-        self._display.print(
-            f"warning: rank {loss.rank} (worker {loss.worker}) was lost after "
-            f"{plural(loss.rounds, 'round')} ({loss.reason}); the others share its "
-            f"samples from their next round on{out}"
-        )
-
-    def missed(self, missed: MissedRound) -> None:
-        """Record that a round was merged without a worker."""
-        if not self.enabled:
-            return
-        self.missed_samples += missed.samples
-        self._sink.write("missed", asdict(missed))
-        self._display.print(
-            f"warning: round {missed.round + 1} of epoch {missed.epoch + 1} was merged without "
-            f"worker {missed.worker}, which is late; {plural(missed.samples, 'sample')} left out"
-        )
-
-    def joined(self, new: JoinedWorker) -> None:
-        """Record that a worker has come, and that the others share with it."""
-        if not self.enabled:
-            return
-        self._sink.write("joined", asdict(new))
-        self.away.discard(new.worker)
-        self._display.print(
-            f"rank {new.rank} has joined, its share begins in epoch {new.epoch + 1}"
-        )
 
     def plan(self, epoch: int, plan: Plan) -> None:
         """Record the plan in force, if it is another than before."""

@@ -79,14 +79,16 @@ def sum_up(session: Session) -> None:
         metrics = read_metrics(folder / "metrics.jsonl")
         bce = getattr(run.config, "bce_loss", False)
         falling = run.config.lr_schedule != "step"
-        picture = folder / "plots/accuracy.png"
-        accuracy_and_loss(metrics, picture, bce=bce, falling=falling)
-        worker_history(metrics, folder / "plots/workers.png")
-        config, names = run.config, ["accuracy", "workers"]
+        pictures = {f"plots/{n}": folder / f"plots/{n}.png" for n in ("accuracy", "workers")}
+        accuracy_and_loss(metrics, pictures["plots/accuracy"], bce=bce, falling=falling)
+        worker_history(metrics, pictures["plots/workers"])
+        config = run.config
         if latest := log.latest_plans:
-            rounds, names = config.rounds_per_epoch, ["plan", *names]
-            plan_timeline(run.stages, run.plans, rounds, folder / "plots/plan.png", latest)
-        log.images({f"plots/{n}": folder / f"plots/{n}.png" for n in names})
+            pictures |= {"plots/plan": folder / "plots/plan.png"}
+            plan_timeline(
+                *(run.stages, run.plans, config.rounds_per_epoch, pictures["plots/plan"], latest)
+            )
+        log.images(pictures)
         names = ("epochs", "seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
@@ -117,8 +119,8 @@ def _mishaps(session: Session) -> dict[str, Any]:
     bad = {name: sorted(source.bad) for name, source in sources.items() if source.bad}
     found = {
         "refused_rounds": session.cluster.refused,
-        "lost_workers": session.log.lost_workers,
-        "missed_samples": session.log.missed_samples,
+        "lost_workers": session.log.members.lost,
+        "missed_samples": session.log.members.missed_samples,
         "late_pushes": session.cluster.late_pushes,
         "bad_images": bad,
         "mirror_failures": session.mirror.failures,

@@ -90,11 +90,6 @@ class Session:
         return together and self.accelerator.num_processes > 1
 
     @property
-    def evaluates(self) -> bool:
-        """Whether this process evaluates."""
-        return self.accelerator.is_main_process or self.waits_for_evaluation
-
-    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return self.run.data.num_classes
@@ -107,7 +102,8 @@ class Session:
     def start_training(self) -> None:
         """Have ready what the first batches need, and begin to count the time of training."""
         sources = [self.run.data.train] * bool(self.cluster.workers)
-        sources += [self.run.data.evaluation] * self.evaluates
+        evaluates = self.accelerator.is_main_process or self.shares_evaluation
+        sources += [self.run.data.evaluation] * evaluates
         for source in sources:
             if start := getattr(source, "start", None):  # data of one's own may not know of it
                 start()
@@ -240,10 +236,7 @@ class Work:
             yield
         progress.steps += 1
         progress.learning_rate = learning_rate
-        for worker in session.cluster.lost():  # said at once, and before the next save has the log
-            session.log.lost(worker)
-        for worker in session.cluster.joined():
-            session.log.joined(worker)
+        session.log.members.hear(session.cluster)  # at once, before the next save has the log
 
     def forget(self) -> None:
         """Clear the optimizer state of the turn's workers."""
