@@ -16,7 +16,7 @@ from dbsl.base.errors import NothingLeft, SyncError, join_the_others
 from dbsl.checkpoint.changes import check_joining, without_effect
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
-from dbsl.checkpoint.on_disk import newest, reading_checkpoint
+from dbsl.checkpoint.on_disk import Found, newest, reading_checkpoint
 from dbsl.checkpoint.pull import pulled
 from dbsl.checkpoint.resume import (
     Resumed,
@@ -107,13 +107,7 @@ def open_session(
     config = pulled(config, accelerator)
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
-        if changes := without_effect(found.run_folder, given):
-            accelerator.print(f"warning: without effect on a finished run: {changes}")
-        accelerator.print(f"{found.run_folder} is finished: nothing to resume")
-        check_hub(config, accelerator)
-        with open_mirror(config, found.run_folder, found, accelerator):
-            pass  # what could not be mirrored at its end is now
-        _end(config, found.run_folder, accelerator)
+        _leave_finished(found, config, given, accelerator)
         yield None
         return
     if found is None:
@@ -259,6 +253,19 @@ def _start(
     )
     session.checkpointer = Checkpointer(session, resumed)
     return session
+
+
+def _leave_finished(
+    found: Found, config: RunConfig, given: RunConfig, accelerator: Accelerator
+) -> None:
+    """Say that a run is finished, and do what could not be done at its end."""
+    if changes := without_effect(found.run_folder, given):
+        accelerator.print(f"warning: without effect on a finished run: {changes}")
+    accelerator.print(f"{found.run_folder} is finished: nothing to resume")
+    check_hub(config, accelerator)
+    with open_mirror(config, found.run_folder, found, accelerator):
+        pass  # what could not be mirrored at its end is now
+    _end(config, found.run_folder, accelerator)
 
 
 def _end(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
