@@ -32,9 +32,7 @@ def main() -> None:
     """Plan all arms on all links."""
     rows = []
     for name, samples, classes, side, line, batches in SETTINGS:
-        model = build_model(name, classes, final_resolution=side)
-        gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
-        weights = 4 * len(FlatWeights(model).vector)
+        gradients, weights = bytes_of(name, classes, side)
         for batch in batches:
             plan = plan_steps(samples, [batch // WORKERS] * WORKERS, [line] * WORKERS)
             steps = plan.workers[0].steps
@@ -45,6 +43,19 @@ def main() -> None:
             seconds = [plan.time_s + rounds * _merge_s(link, weights) for link in LINKS]
             rows.append(_row(name, f"{rounds} merge{'s' * (rounds > 1)} an epoch", seconds))
     record(Path("results/link_costs.csv"), rows, "python -m benchmarks.link_costs")
+
+
+def bytes_of(name: str, classes: int, side: int) -> tuple[int, int]:
+    """Return the bytes of a model's gradients and of its weights as they travel, in float32.
+
+    Args:
+        name: The model.
+        classes: Outputs of its last layer.
+        side: Pixels of an image's side.
+    """
+    model = build_model(name, classes, final_resolution=side)
+    gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return gradients, 4 * len(FlatWeights(model).vector)
 
 
 def _joint_s(gbps: float | None, size: float) -> float:

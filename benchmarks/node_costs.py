@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.link_costs import bytes_of
 from benchmarks.record import record
-from dbsl.cluster.weights import FlatWeights
-from dbsl.model import build_model
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.link import Link
@@ -37,9 +36,7 @@ def main() -> None:
     """Plan all arms on all links and numbers of nodes."""
     rows = []
     for name, samples, classes, side, line, batch in SETTINGS:
-        model = build_model(name, classes, final_resolution=side)
-        gradients = 4 * sum(parameter.numel() for parameter in model.parameters())
-        weights = 4 * len(FlatWeights(model).vector)
+        gradients, weights = bytes_of(name, classes, side)
         for gbps in LINKS:
             for overlap in OVERLAPS:
                 hidden = f", {overlap:.0%} of computing hides exchanges" if overlap else ""

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import record
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
@@ -56,7 +57,7 @@ def merge_seconds(name: str, merges: int = 50) -> float:
     for round_ in range(merges):
         server.release(server.pull(0))
         began = time.perf_counter()
-        server.push(pushed, _report(0, round_))
+        server.push(pushed, report_of(0, round_))
         seconds.append(time.perf_counter() - began)
     return median(seconds)
 
@@ -126,20 +127,7 @@ def _take_part(name: str, rank: int, workers: int, rounds: int) -> dict[str, Any
     """Serve, or push and pull; return what this rank found."""
     model = build_model(name, 100, final_resolution=32)
     weights = FlatWeights(model)
-    plan = plan_dual_batch(10 * workers, workers, 0, 10, _LINE)
-    server = None
-    if rank == 0:
-        options = {"rule": "ratio", "staleness": None, "rounds_per_epoch": rounds}
-        server = Server(weights.vector, workers, **options)
-    cluster = through_server(
-        weights,
-        server,
-        planner=Planner({32: plan}, lambda epoch: 32, {32: [_LINE] * workers}),
-        workers=() if rank == 0 else (rank - 1,),
-        epochs=1,
-        rounds_per_epoch=rounds,
-        timeout_s=_PATIENCE_S,
-    )
+    cluster = served_cluster(weights, workers, rounds, timeout_s=_PATIENCE_S)
     dist.barrier()
     began, spent, seconds = time.perf_counter(), time.process_time(), []
     if rank == 0:
@@ -149,7 +137,7 @@ def _take_part(name: str, rank: int, workers: int, rounds: int) -> dict[str, Any
         cluster.pull(Round((rank - 1,), 0, 0))
         for round_ in range(rounds):
             start = time.perf_counter()
-            cluster.push([_report(rank - 1, round_)])
+            cluster.push([report_of(rank - 1, round_)])
             if round_ + 1 < rounds:
                 cluster.pull(Round((rank - 1,), 0, round_ + 1))
                 seconds.append(time.perf_counter() - start)
@@ -160,7 +148,43 @@ def _take_part(name: str, rank: int, workers: int, rounds: int) -> dict[str, Any
     return found | {"seconds": seconds[_WARM:], "bytes": size, "parameters": parameters}
 
 
-def _report(worker: int, round_: int) -> RoundReport:
+def served_cluster(
+    weights: FlatWeights,
+    workers: int,
+    rounds: int,
+    *,
+    timeout_s: float,
+    wire: torch.dtype | None = None,
+) -> Cluster:
+    """Return this rank's side of a dedicated server, rank 0, and a worker on each other rank.
+
+    Args:
+        weights: What is pushed and pulled.
+        workers: Ranks beside the server's.
+        rounds: Pushes of each worker, all in one epoch.
+        timeout_s: Longest silence of a worker.
+        wire: What pushes travel as.
+    """
+    rank, server = dist.get_rank(), None
+    if rank == 0:
+        server = Server(
+            weights.vector, workers, rule="ratio", staleness=None, rounds_per_epoch=rounds
+        )
+    plan = plan_dual_batch(10 * workers, workers, 0, 10, _LINE)
+    return through_server(
+        weights,
+        server,
+        planner=Planner({32: plan}, lambda epoch: 32, {32: [_LINE] * workers}),
+        workers=() if rank == 0 else (rank - 1,),  # the server's rank has nothing else to do
+        epochs=1,
+        rounds_per_epoch=rounds,
+        timeout_s=timeout_s,
+        wire=wire,
+    )
+
+
+def report_of(worker: int, round_: int) -> RoundReport:
+    """Return the report of a worker that pushes and does not compute."""
     return RoundReport(worker, 0, round_, 32, 10, 10, 1, 0.1, 1.0, 1.0)
 
 

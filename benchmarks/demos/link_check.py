@@ -15,9 +15,8 @@ from typing import Any
 
 from benchmarks.demos.arms import run_train
 from benchmarks.demos.slow_link import ADDRESSES, BATCH, link
+from benchmarks.link_costs import bytes_of
 from benchmarks.record import record
-from dbsl.cluster.weights import FlatWeights
-from dbsl.model import build_model
 from dbsl.plan.link import Link
 
 SAMPLES, CLASSES, SIDE, EPOCHS = 5000, 20, 32, 3
@@ -53,12 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def exchanges_s(way: str, model: str, megabits: float) -> float:
     """Return the seconds of an epoch's exchanges between two workers by `dbsl.plan.link`."""
-    network, where = build_model(model, CLASSES, final_resolution=SIDE), Link(megabits / 1e3)
+    (gradients, weights), where = bytes_of(model, CLASSES, SIDE), Link(megabits / 1e3)
     if way == "step":
-        size = 4 * sum(parameter.numel() for parameter in network.parameters())
-        return -(-SAMPLES // (2 * BATCH)) * where.joint_step_s(size, 2, 0.0)
-    size = 4 * len(FlatWeights(network).vector)
-    return WAYS[way]["rounds-per-epoch"] * where.barrier_s(size, 2, at_server=False)
+        return -(-SAMPLES // (2 * BATCH)) * where.joint_step_s(gradients, 2, 0.0)
+    return WAYS[way]["rounds-per-epoch"] * where.barrier_s(weights, 2, at_server=False)
 
 
 def _epoch_s(megabits: float | None, flags: dict[str, Any]) -> float:

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import through_server
+from benchmarks.server_scale import report_of, served_cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
-from dbsl.plan.follow import Planner
-from dbsl.plan.turns import Round, RoundReport
+from dbsl.plan.turns import Round
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURNS, TRANSFERS = 15, 8
@@ -69,25 +66,11 @@ def measure(wire: str) -> dict[str, Any]:
     """Let bare transfers and the server take turns; return the rates of both."""
     rank = dist.get_rank()
     weights = FlatWeights(build_model("resnet18", 100, final_resolution=32))
-    workers, rounds = 1, TURNS * (1 + TRANSFERS)
-    plan = plan_dual_batch(100, workers, 0, 10, TimeModel(0.001, 0.01))
-    planner = Planner({32: plan}, lambda epoch: 32, {32: [TimeModel(0.001, 0.01)]})
-    server = None
-    if rank == 0:
-        options = {"rule": "ratio", "staleness": None, "rounds_per_epoch": rounds}
-        server = Server(weights.vector, workers, **options)
-    sync = through_server(
-        weights,
-        server,
-        planner=planner,
-        workers=() if rank == 0 else (0,),  # a dedicated server, whose rank has nothing else to do
-        epochs=1,
-        rounds_per_epoch=rounds,
-        timeout_s=60.0,
-        wire=torch.bfloat16 if wire == "bf16" else None,
-    )
+    rounds = TURNS * (1 + TRANSFERS)
+    sent_as = torch.bfloat16 if wire == "bf16" else None
+    sync = served_cluster(weights, 1, rounds, timeout_s=60.0, wire=sent_as)
     pair = dist.new_group([0, 1], backend="gloo")
-    there = weights.vector.clone().to(torch.bfloat16 if wire == "bf16" else torch.float32)
+    there = weights.vector.clone().to(sent_as or torch.float32)
     back = weights.vector.clone()
 
     def bare() -> None:
@@ -99,7 +82,7 @@ def measure(wire: str) -> dict[str, Any]:
             dist.send(back, 1, group=pair)
 
     if rank == 0:
-        thread = threading.Thread(target=lambda: [bare() for _ in range(TURNS * (1 + TRANSFERS))])
+        thread = threading.Thread(target=lambda: [bare() for _ in range(rounds)])
         thread.start()  # it waits for its messages, as the serving thread does
         for _ in sync.turns():
             pass
@@ -111,7 +94,7 @@ def measure(wire: str) -> dict[str, Any]:
 
     def push_and_pull() -> None:
         nonlocal done
-        sync.push([RoundReport(0, 0, done, 32, 10, 10, 1, 0.1, 1.0, 1.0)])
+        sync.push([report_of(0, done)])
         done += 1
         if done < rounds:
             sync.pull(Round((0,), 0, done))
