@@ -11,6 +11,7 @@ from typing import Any
 from dbsl.base.flags import read_flags
 from dbsl.checkpoint.manifest import Manifest
 from dbsl.checkpoint.on_disk import Found, read_shard, reading_checkpoint
+from dbsl.checkpoint.restart import pushes_per_epoch
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
@@ -139,10 +140,7 @@ def epochs_under_way(
         at_epoch_end: Whether it was saved where all meet at an epoch's end, not inside a round.
     """
     cluster, planner = state["cluster"], state["planner"]
-    rounds = before["rounds_per_epoch"]
-    if before["push"] == "gradients":
-        plan = next(iter(planner["current"].values()))
-        rounds = -(-plan["workers"][0]["steps"] // before["push_every"])
+    rounds = pushes_per_epoch(planner, before)
     server = cluster.get("server") or {"clocks": [cluster["clock"]], "active": [0]}
     clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
     if "queue" in cluster:  # simulated: it is known who is in a round

@@ -6,14 +6,15 @@ are planned anew; what the old workers had left of an epoch is covered exactly o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from dbsl.base.words import px
 from dbsl.cluster.node_server import mean_of_nodes
-from dbsl.plan.turns import Restart
+from dbsl.plan.turns import MissedRound, Restart
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
 from dbsl.run.run import Run, round_sampler
 
@@ -45,41 +46,30 @@ def plan_restart(
     if joint:
         return _joint_restart(state, optimizers, run)
     cluster, rounds = state["cluster"], run.rounds
-    server = cluster["server"]
-    there = set(server["active"])
-    last = max(server["clocks"][w] for w in there)
-    over = -(-last // before["rounds_per_epoch"]) * before["rounds_per_epoch"]
-    # What a lost worker had left was counted as lost: nothing of it is to come.
-    clocks = [clock if w in there else over for w, clock in enumerate(server["clocks"])]
-    lowest = min(clocks[w] for w in there)
+    server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
+    clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
+    epoch, round_ = divmod(min(clocks), rounds_before)
+    if rounds_before != rounds:
+        round_ = 0
+    quorum = server.get("quorum") or {}
     common = {
         "weights": server["weights"] if of_nodes is None else of_nodes,
         "version": server["version"],
+        "clock": epoch * rounds + round_,
         "time_s": cluster.get("time_s", 0.0),
+        "missed": tuple(MissedRound(**row) for row in quorum.get("missed", ())),
+        "late_pushes": quorum.get("late_pushes", 0),
     }
     if before["push"] == "gradients":
-        if before["sync"] != "bsp" and len(set(clocks)) > 1:
-            raise ValueError(
-                f"workers must stay {before['workers']} with push gradients and sync "
-                f"{before['sync']}, got {run.config.workers}: pushes of single batches do not add "
-                "up to an epoch's beginning"
-            )
-        return Restart(clock=lowest, server_optimizer=server["optimizer"], **common)
+        _check_whole_steps(state["planner"], clocks, again, run, before)
+        return Restart(server_optimizer=server["optimizer"], **common)
     if of_nodes is not None and server.get("outer") is not None:
         raise ValueError(
             f"workers must stay {before['workers']} with merge delta until all nodes have merged, "
             f"got {run.config.workers}"
         )
-    if before["sync"] == "bsp":
-        # What part of the workers have pushed is not merged yet. Others may have joined for later.
-        came = (server.get("quorum") or {"came": range(len(clocks))})["came"]
-        clocks = [lowest if w in came else clock for w, clock in enumerate(clocks)]
-    left = left_of_epochs(state["planner"], clocks, run, before["rounds_per_epoch"])
-    epoch, round_ = divmod(lowest, before["rounds_per_epoch"])
-    if before["rounds_per_epoch"] != rounds:
-        round_ = 0
-    clock, outer = epoch * rounds + round_, server.get("outer")
-    return Restart(clock=clock, left=left, optimizers=optimizers, outer=outer, **common)
+    left = left_of_epochs(state["planner"], clocks, run, rounds_before, again)
+    return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
 
 
 def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
@@ -114,33 +104,81 @@ def _joint_restart(state: Mapping[str, Any], optimizers: Mapping[int, Any], run:
     )
 
 
+def _rounds_behind(
+    server: Mapping[str, Any], *, at_barrier: bool
+) -> tuple[list[float], Collection[int]]:
+    """Return the rounds that each worker has behind it, and who has to do the lowest one again.
+
+    A lost worker has all behind it: what it had left was counted as lost, and is not to come. What
+    a barrier has collected is not merged: it is to be trained on again, that of a worker that was
+    lost since, too.
+    """
+    there = server["active"]
+    clocks = [clock if w in there else math.inf for w, clock in enumerate(server["clocks"])]
+    if not at_barrier:
+        return clocks, ()
+    if (quorum := server.get("quorum")) is not None:
+        return clocks, quorum["came"]
+    ahead = {w for w, clock in enumerate(server["clocks"]) if clock > min(clocks)}
+    return clocks, ahead.difference(server.get("newcomers", ()))
+
+
 def left_of_epochs(
-    planner: Mapping[str, Any], clocks: Sequence[int], run: Run, rounds: int
+    planner: Mapping[str, Any],
+    clocks: Sequence[float],
+    run: Run,
+    rounds: int,
+    again: Collection[int] = (),
 ) -> dict[int, Ranges]:
     """Return what workers had left of the epochs that any of them had begun.
 
     Args:
         planner: State of the planner that they worked by.
-        clocks: Rounds that each had pushed.
+        clocks: Rounds that each has behind it; infinite: nothing of its share is to come.
         run: The new run, of the same samples and seed.
         rounds: Rounds per epoch, of the old run.
+        again: Workers that have to do the lowest of these rounds again.
+    """
+    samples = len(run.data.train)
+    left: dict[int, list[tuple[int, int]]] = {}
+    for epoch, round_, segment, workers in _under_way(planner, clocks, run, rounds, again):
+        sampler = round_sampler(segment, rounds, samples, run.config.seed, run.least)
+        ranges = left.setdefault(epoch, [])
+        for worker in workers:
+            ranges += sampler.places(worker, round_)
+    return {epoch: _joined(ranges) for epoch, ranges in left.items()}
+
+
+def _under_way(
+    planner: Mapping[str, Any],
+    clocks: Sequence[float],
+    run: Run,
+    rounds: int,
+    again: Collection[int],
+) -> Iterator[tuple[int, int, CurrentPlan, list[int]]]:
+    """Yield each round from the lowest on with its plan and the workers that it is to come of.
+
+    It goes on to the end of the epochs that any worker has begun, or that keep the plan of before
+    a loss. Arguments are as for `left_of_epochs`.
     """
     current = {r: plan_from_plain(plan) for r, plan in planner["current"].items()}
-    known = segments_from_plain(planner["segments"]) | segments_from_plain(planner["fixed"])
-    samples = len(run.data.train)
-    left = {}
-    for epoch in range(min(clocks) // rounds, -(-max(clocks) // rounds)):
-        whole = [CurrentPlan(current[run.stage_at(epoch).resolution])]
-        ranges = []
-        for round_ in range(rounds):
-            segments = known.get(epoch, whole)
-            segment = next(s for s in reversed(segments) if s.first_round <= round_)
-            sampler = round_sampler(segment, rounds, samples, run.config.seed, run.least)
-            for worker, clock in enumerate(clocks):
-                if clock <= epoch * rounds + round_:
-                    ranges += sampler.places(worker, round_)
-        left[epoch] = _joined(ranges)
-    return left
+    fixed = segments_from_plain(planner["fixed"])
+    known = segments_from_plain(planner["segments"]) | fixed
+    lowest = min(clocks)
+    begun = max(clock for clock in clocks if clock < math.inf)
+    stop = max(-(-begun // rounds), *(epoch + 1 for epoch in fixed), 0)
+    for moment in range(lowest, stop * rounds):
+        epoch, round_ = divmod(moment, rounds)
+        segments = known.get(epoch) or [CurrentPlan(current[run.stage_at(epoch).resolution])]
+        segment = next(s for s in reversed(segments) if s.first_round <= round_)
+        yield (
+            *(epoch, round_, segment),
+            [
+                worker
+                for worker, clock in enumerate(clocks)
+                if clock <= moment or (moment == lowest and worker in again)
+            ],
+        )
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
@@ -168,3 +206,36 @@ def _check_same_steps(state: Mapping[str, Any], run: Run, before: Mapping[str, A
         raise ValueError(
             f"rounds_per_epoch must stay {rounds} when joint steps are resumed, got {run.rounds}"
         )
+
+
+def _check_whole_steps(
+    planner: Mapping[str, Any],
+    clocks: Sequence[float],
+    again: Collection[int],
+    run: Run,
+    before: Mapping[str, Any],
+) -> None:
+    """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
+    rounds = pushes_per_epoch(planner, before)
+    for *_, segment, workers in _under_way(planner, clocks, run, rounds, again):
+        shares = enumerate(segment.plan.workers)
+        if any(share.samples and worker not in workers for worker, share in shares):
+            raise ValueError(
+                f"workers must stay {before['workers']} with push gradients until all have pushed "
+                f"the same batches, and those that a lost worker has left out are over, "
+                f"got {run.config.workers}"
+            )
+    if run.config.push_every != before["push_every"] and min(clocks) % rounds:
+        raise ValueError(
+            f"push_every must stay {before['push_every']} inside an epoch, "
+            f"got {run.config.push_every}"
+        )
+
+
+def pushes_per_epoch(planner: Mapping[str, Any], before: Mapping[str, Any]) -> int:
+    """Return the rounds of an epoch, of a run with this planner's state and these settings."""
+    if before["push"] != "gradients":
+        return before["rounds_per_epoch"]
+    plan = next(iter(planner["current"].values()))
+    steps = max(worker["steps"] for worker in plan["workers"])  # a lost worker has none
+    return -(-steps // before["push_every"])

@@ -173,6 +173,11 @@ class Quorum:
         """Begin with a round, which these workers have pushed."""
         self.round, self._came = round_, set(came)
 
+    def take_over(self, missed: Collection[MissedRound], late_pushes: int) -> None:
+        """Go on counting where other workers stopped."""
+        self.missed.extend(missed)
+        self.late_pushes = late_pushes
+
     def restart_clock(self) -> None:
         """Measure anew: this is another process than before, with another clock."""
         self._deadline_s = self._opened_s = None

@@ -281,6 +281,7 @@ class Server(GlobalWeights):
         self._epochs_ended = start.clock // self.rounds_per_epoch
         if self.quorum is not None:
             self.quorum.restart(start.clock)
+            self.quorum.take_over(start.missed, start.late_pushes)
         self._load_outer(start.outer)
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:

@@ -108,6 +108,8 @@ class Restart:
         server_optimizer: State of the server's optimizer, where gradients are pushed.
         time_s: The virtual clock.
         outer: State of the server's outer optimizer, where `merge` is delta.
+        missed: Rounds merged without a worker that have not been told of.
+        late_pushes: Pushes that were dropped so far.
     """
 
     weights: Any = field(repr=False)
@@ -119,6 +121,8 @@ class Restart:
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
     time_s: float = 0.0
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
+    missed: tuple[MissedRound, ...] = ()
+    late_pushes: int = 0
 
 
 @dataclass(frozen=True)

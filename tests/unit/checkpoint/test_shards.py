@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace as Bag
 
+import numpy as np
 import pytest
 
 from dbsl.checkpoint import resume
@@ -12,6 +13,7 @@ from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
+from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.types import CurrentPlan, TimeModel
 from dbsl.run.run import round_sampler
 
@@ -120,3 +122,21 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
     (left,) = restart.left.values()
     assert sum(end - begin for begin, end in left) == count
+
+
+@pytest.mark.parametrize(("clock", "expected"), [(3, 2), (6, 4), (4, None)])
+def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_steps(60, np.array([5, 5]), [fast] * 2)  # six steps: three pushes, then two
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2}, rounds_per_epoch=3)
+    server = {"clocks": [clock] * 2, "active": [0, 1], "weights": None, "version": 9}
+    state = {"cluster": {"server": server | {"optimizer": {}}}, "planner": planner.state_dict()}
+    config = Bag(workers=2, push_every=3)
+    run = Bag(rounds=2, config=config, plans={8: plan}, stage_at=lambda epoch: Bag(resolution=8))
+    before = {"sync": "bsp", "push": "gradients", "push_every": 2, "workers": 2}
+    before["rounds_per_epoch"] = 1
+    if expected is None:
+        with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
+            plan_restart(state, {}, run, before)
+    else:
+        assert plan_restart(state, {}, run, before).clock == expected

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from benchmarks.coverage import cases, check
+from benchmarks.coverage.cases import cases
+from benchmarks.coverage.player import NoSuchRunError, check
 from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.restart import apart
 from dbsl.cluster.node_server import NodeServer
@@ -192,7 +193,7 @@ def test_workers_of_another_number_begin_alike():
 def test_every_sample_is_trained_on_once_an_epoch_whatever_the_nodes(case):
     try:
         check(case)
-    except ValueError:  # there is no such plan
+    except NoSuchRunError:
         assume(False)
 
 

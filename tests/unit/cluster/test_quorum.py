@@ -1,17 +1,20 @@
 """Rounds at a barrier that go on with those who came: who counts, who is late, what is counted."""
 
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
-from benchmarks.coverage import cases, check, play
+from benchmarks.coverage.cases import Stop, cases
+from benchmarks.coverage.player import NoSuchRunError, check, play
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
 from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import Server
-from dbsl.plan.turns import MissedRound, RoundReport
+from dbsl.plan.turns import MissedRound, Restart, RoundReport
 from tests.helpers import slow
 from tests.unit.plan.test_members import case
 from train import Config
@@ -261,12 +264,36 @@ def test_simulated_fewer_workers_than_rounds_need_end_the_run():
     assert played.ended
 
 
+@pytest.mark.parametrize("push", ["weights", "gradients"])
+@pytest.mark.parametrize("workers", [2, 3, 5])  # of three, one of which was lost
+@pytest.mark.parametrize("grace_s", [0.01, 60.0])  # over when the run is stopped, or not
+def test_resumed_after_a_loss_every_sample_is_trained_on_once_or_counted(grace_s, workers, push):
+    resized = 0
+    for lost_s, turn in itertools.product((0.05, 0.095, 0.15), range(1, 6)):  # it pushes at 0.09
+        options = {"min_workers": 1, "grace_seconds": grace_s, "push": push, "epochs": 3}
+        played = late_case((lost_s, 1, False), **options)
+        played = check(replace(played, stops=(Stop(turn, workers), Stop(turn + 1, 4))))
+        assert (played.lost_workers, played.ended) == (1, False)
+        resized += played.resized
+    assert resized > 5
+
+
+def test_what_is_counted_of_late_workers_goes_on_when_others_take_over():
+    server = late_by(5.1)
+    other = make(workers=2)
+    row = MissedRound(2, 0, 0, 200)
+    state = server.quorum.state_dict()
+    other.restart(Restart(torch.zeros(1), 1, 1, missed=(row,), late_pushes=state["late_pushes"]))
+    assert other.quorum.late_pushes == 1
+    assert list(other.quorum.missed) == [row]
+
+
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(cases("quorum"))
 def test_with_a_quorum_every_sample_is_trained_on_once_or_counted(case):
     try:
         check(case)
-    except ValueError:  # there is no such plan
+    except NoSuchRunError:
         assume(False)
 
 
@@ -276,7 +303,7 @@ def test_with_a_quorum_every_sample_is_trained_on_once_or_counted(case):
 def test_with_a_quorum_every_sample_is_trained_on_once_or_counted_at_length(case):
     try:
         check(case)
-    except ValueError:  # there is no such plan
+    except NoSuchRunError:
         assume(False)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.coverage import Case, check, play, prepare
+from benchmarks.coverage.cases import Case
+from benchmarks.coverage.player import check, play, prepare
 from dbsl.cluster import through_server
 from dbsl.cluster.collectives import SharedPlans
 from dbsl.cluster.membership import Change
@@ -16,12 +17,13 @@ from dbsl.plan.types import CurrentPlan, TimeModel
 
 def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):
     options |= {"sync": sync, "workers": workers, "rounds_per_epoch": rounds, "epochs": epochs}
-    options |= {
+    options = {
         "push": "weights",
         "small_workers": 0,
         "resolutions": (8,),
         "min_batch_size": 1,
         "staleness": 2,
+        **options,
     }
     emulation = Emulation(slowdown=slow or {}, disturbance=None, noise=0.0, seed=0)
     model = TimeModel(0.001, 0.01)

@@ -1,0 +1,385 @@
+"""A case, played in the simulated cluster to its end, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.coverage.cases import Case
+from dbsl.base.errors import SyncError
+from dbsl.base.serialize import pack, unpack
+from dbsl.checkpoint.restart import apart, plan_restart
+from dbsl.checkpoint.resume import with_lost_workers
+from dbsl.cluster.membership import leave_out
+from dbsl.plan.blocks import Blocks
+from dbsl.plan.stages import make_stages
+from dbsl.plan.turns import EpochEnd, Restart, Round, nodes_meet
+from dbsl.plan.types import CurrentPlan
+from dbsl.run.cluster import connect
+from dbsl.run.plans import PlanMaker
+from dbsl.run.prepare import make_planner, rounds_of_epoch
+from dbsl.run.progress import make_reports
+from dbsl.run.run import Run
+from dbsl.run.workers import Workers
+
+_ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
+
+
+@dataclass
+class Played:
+    """What came of a case."""
+
+    turns: int = 0
+    changes: int = 0  # of plans, by measured times
+    stops: int = 0
+    resized: int = 0  # stops that another number of workers went on from
+    lost_workers: int = 0
+    joined_workers: int = 0
+    lost: int = 0  # samples that the planner counted
+    missed: int = 0  # samples that were counted as of rounds merged without their worker
+    late: int = 0  # pushes that were dropped
+    stale: int = 0  # updates, the most that a merged push was behind
+    short: int = 0  # rounds that were merged from fewer pushes than were asked for
+    expected: int = 0
+    trained: int = 0
+    twice: int = 0
+    ahead: int = 0  # rounds, the most that a worker that began one was before the slowest
+    pushed: float = 0.0  # samples in the server's weights, where gradients are pushed
+    whole: bool = True  # epochs that nobody had begun when the last worker was lost
+    idle: int = 0  # workers without a sample in an epoch that they joined for
+    ended: bool = False  # those that were left could not carry the plan
+    alike: bool = True  # workers that have merged with each other, when they begin a round
+    epochs: list[int] = field(default_factory=list)  # that ended, in order
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Training data of which only the order counts."""
+
+    count: int
+    blocks: Blocks | None
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def prepare(case: Case) -> Run:
+    """Return what `setup.prepare` makes of a config, without data and with a model of one number.
+
+    Raises:
+        ValueError: If there is no such plan.
+    """
+    from train import Config
+
+    config = Config(
+        **case.options, optimizer="momentum", momentum=0.0, weight_decay=0.0, noise_scale=False
+    )
+    resolutions = config.resolutions
+    # Where all are equal, a batch and a share of a round for each is known to fit.
+    known = Workers(
+        models={
+            r: [type(m)(m.slope * r / 8, m.intercept) for m in case.models] for r in resolutions
+        },
+        large_batch_sizes=dict.fromkeys(resolutions, case.large),
+        limits=dict.fromkeys(resolutions),
+        measured=True,
+    )
+    maker = PlanMaker(config, known, case.samples, case.least)
+    plans = {r: maker.first(r, lambda line: None) for r in resolutions}
+    rounds = rounds_of_epoch(plans, config)
+    stages = make_stages(
+        config.epochs,
+        resolutions,
+        schedule="cyclic",
+        dropout=(0.0,),
+        learning_rate=1.0,
+        milestones=(),
+        gamma=1.0,
+    )
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return Run(
+        config=config,
+        data=SimpleNamespace(train=_Samples(case.samples, case.blocks)),
+        stages=tuple(stages),
+        model=model,
+        plans=plans,
+        planner=make_planner(config, maker, plans, stages, known.models, rounds, case.samples),
+        models=known.models,
+        emulation=case.emulation,
+        transforms={},
+        rounds=rounds,
+        least=case.least,
+        noise=None,
+        mixing=None,
+        ema=None,
+        loss_of=None,
+        measured=True,
+    )
+
+
+def play(case: Case) -> Played:
+    """Play a case to its end.
+
+    Raises:
+        NoSuchRunError: If it cannot begin.
+    """
+    return _Player(case).play()
+
+
+class NoSuchRunError(ValueError):
+    """A case's settings do not go together: no run begins with them."""
+
+
+class _Player:
+    """Plays a case: what train.py's loop does, with counts in place of training."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self.played = case, Played()
+        try:
+            self._connect(prepare(case))
+            if case.absent:
+                leave_out(self._cluster.server, self._run.planner, case.absent)
+        except ValueError as error:
+            raise NoSuchRunError(str(error)) from error
+        self._cluster.changes = list(case.changes)
+        epochs = self._run.config.epochs
+        self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
+        self._missed = np.zeros(epochs, dtype=np.int64)  # in rounds merged without their worker
+        self._untouched = 0  # epoch that nobody had begun when the last worker was lost
+        self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
+        self._stops = list(case.stops)
+        self._collected: list[tuple[int, Round, np.ndarray]] = []  # the last pushes, by version
+        self._pushes: Counter[int] = Counter()  # in time, by round of the run
+        self._began: dict[int, dict[int, float]] = {}  # by round of the run and worker: the weight
+
+    def play(self) -> Played:
+        """Play to the end."""
+        while self._goes_on():
+            pass
+        self._hear()
+        self._close()
+        return self._result()
+
+    def _connect(self, run: Run) -> None:
+        self._run = run
+        self._cluster, self._stepper = connect(run, _ACCELERATOR)
+
+    def _goes_on(self) -> bool:
+        """Play until the run is stopped, and resume it; False: it is over."""
+        for turn in self._turns():
+            self._hear()
+            if isinstance(turn, EpochEnd):
+                self._cluster.load(turn)
+                self.played.epochs.append(turn.epoch)
+                continue
+            segment = self._cluster.plan(turn)
+            if self._stops and self._stops[0].turn <= self.played.turns:
+                self._stop(self._stops.pop(0).workers)  # inside the round, whose plan is known
+                return True
+            self._train(turn, segment)
+        return False
+
+    def _turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield the cluster's turns; where no plan is left after a loss, the run ends."""
+        try:
+            yield from self._cluster.turns()
+        except SyncError:
+            self.played.ended = True
+
+    def _train(self, turn: Round, segment: CurrentPlan) -> None:
+        """Count the samples of a turn as trained on, unless its push is late, and push."""
+        run, cluster, played = self._run, self._cluster, self.played
+        server, version = cluster.server, cluster.server and cluster.server.version
+        played.turns += 1
+        steps = run.steps(segment, turn)
+        own = dict.fromkeys(turn.workers, 0)
+        quorum = server and server.quorum
+        late = bool(quorum and quorum.behind.intersection(turn.workers))
+        played.late += late
+        for part in (part for step in steps for part in step.parts):
+            own[part.worker] += len(part.indices)
+            self._joined.discard((part.worker, turn.epoch))
+            if not late:
+                np.add.at(self._counts[turn.epoch], part.indices, 1)
+                self._collected.append((version, turn, part.indices))
+        if server is not None:
+            lead = server.clocks[turn.workers[0]] - server.slowest()
+            played.ahead = max(played.ahead, lead)
+        cluster.pull(turn)
+        began = self._began.setdefault(self._clock_of(turn), {})
+        began[turn.workers[0]] = float(cluster.weights.vector[0])
+        cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
+        cluster.push(
+            make_reports(
+                turn,
+                segment.plan,
+                len(steps),
+                own,
+                resolution=run.stage_at(turn.epoch).resolution,
+                learning_rate=1.0,
+                losses={},
+                clock=self._stepper.clock,
+            )
+        )
+        for report in cluster.reports():
+            played.stale = max(played.stale, report.staleness)
+            self._pushes[self._clock_of(report)] += 1
+        if server is not None and server.version != version:
+            self._collected.clear()
+
+    def _clock_of(self, turn: Any) -> int:
+        return turn.epoch * self._run.rounds + turn.round
+
+    def _hear(self) -> None:
+        """Count who was lost, was late and has joined."""
+        server, played, joined = self._cluster.server, self.played, self._joined
+        for row in self._cluster.missed():
+            self._missed[row.epoch] += row.samples
+            joined.discard((row.worker, row.epoch))
+        for loss in self._cluster.lost():
+            played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
+            epoch = max(server.clocks) // server.rounds_per_epoch + 1
+            self._untouched = max(self._untouched, epoch)
+            self._joined = joined = {pair for pair in joined if pair[0] != loss.worker}
+        for worker in self._cluster.joined():
+            played.joined_workers += 1
+            if worker.worker in server.active:
+                joined.add((worker.worker, worker.epoch))
+
+    def _stop(self, workers: int | None) -> None:
+        """Stop the run, and resume it, with another number of workers if that can be."""
+        played, cluster = self.played, self._cluster
+        played.stops += 1
+        played.changes += self._run.planner.changes
+        state = {"cluster": cluster.state_dict(), "planner": self._run.planner.state_dict()}
+        state |= {"model": {"weights": cluster.weights.vector}, "progress": None}
+        tree, tensors = pack(state)
+        state = unpack(json.loads(json.dumps(tree)), tensors)
+        resized = self._resized(workers, state)
+        if resized is None:
+            self._resume(state)
+        else:
+            self._restart(*resized)
+        self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
+        self._run.planner.changes = 0
+
+    @property
+    def _workers(self) -> int:
+        return self._case.options["workers"]
+
+    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Run, Restart] | None:
+        """Return how the run goes on with so many workers; None: it does with those it has."""
+        if workers in (None, self._workers):
+            return None
+        case, before = self._case.with_workers(workers), self._run.config
+        try:
+            run = prepare(case)
+        except ValueError:  # there is no plan for them
+            return None
+        of_nodes = apart([state]) if before.node_rounds > 1 else None
+        try:
+            return case, run, plan_restart(state, {}, run, asdict(before), of_nodes)
+        except ValueError as error:
+            if "workers must stay" not in str(error):
+                raise
+        return None
+
+    def _resume(self, state: Any) -> None:
+        """Go on with the same workers, lost ones back."""
+        self._connect(prepare(self._case))
+        if self._cluster.server is not None:
+            there, inside = state["cluster"]["server"]["active"], state["cluster"]["queue"]
+            state["cluster"]["queue"] = [(time_s, w) for time_s, w in inside if w in there]
+            state = with_lost_workers(state, self._run, self._run.config.epochs)
+        self._run.planner.load_state_dict(state["planner"])
+        self._cluster.load_state_dict(state["cluster"])
+
+    def _restart(self, case: Case, run: Run, start: Restart) -> None:
+        """Go on with other workers; what a barrier had collected is trained on again."""
+        self.played.resized += 1
+        for version, turn, indices in self._collected:
+            if self._cluster.server is not None and version == self._cluster.server.version:
+                np.subtract.at(self._counts[turn.epoch], indices, 1)
+                self._pushes.pop(self._clock_of(turn), None)
+        self._collected.clear()
+        self._close()
+        self._joined.clear()
+        self._case = case
+        self._connect(run)
+        self._cluster.restart(start)
+        run.planner.fixed = run.fixed_segments(start)
+
+    def _close(self) -> None:
+        """Look at what workers have done that do not go on."""
+        played, least = self.played, self._run.config.min_workers
+        if least is not None and not played.ended:
+            played.short += sum(count < least for count in self._pushes.values())
+        if self._run.config.node_rounds > 1:
+            played.alike = played.alike and _begin_alike(self._run, self._began)
+        self._pushes.clear()
+        self._began.clear()
+
+    def _result(self) -> Played:
+        run, played, counts = self._run, self.played, self._counts
+        epochs = range(run.config.epochs)
+        of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in epochs]
+        played.missed, played.idle = int(self._missed.sum()), len(self._joined)
+        played.changes += run.planner.changes
+        played.expected, played.trained = sum(of_epoch), int(counts.sum())
+        played.twice = int((counts > 1).sum())
+        if first := self._untouched:
+            there = counts.sum(1) + self._missed
+            played.whole = there[first:].tolist() == of_epoch[first:]
+        if run.config.push == "gradients":
+            played.pushed = float(self._cluster.server.snapshot()[0])  # the rest is padding
+        return played
+
+
+def _begin_alike(run: Run, began: dict[int, dict[int, float]]) -> bool:
+    """Whether workers of a node begin each round alike, and all do after all have met."""
+    nodes, every = run.worker_nodes, run.config.node_rounds
+    for clock, weights in began.items():
+        met = clock == 0 or nodes_meet((clock - 1) % run.rounds, every, run.rounds)
+        groups: dict[int, set[float]] = {}
+        for worker, weight in weights.items():
+            groups.setdefault(0 if met else nodes[worker], set()).add(weight)
+        if any(len(own) > 1 for own in groups.values()):
+            return False
+    return True
+
+
+def check(case: Case) -> Played:
+    """Play a case and assert what must hold of it.
+
+    Raises:
+        NoSuchRunError: If it cannot begin.
+    """
+    played = play(case)
+    assert played.twice == 0, f"{played.twice} samples trained on twice"
+    assert played.alike, "workers that have merged with each other begin a round unlike"
+    if case.options["sync"] == "ssp":
+        assert played.ahead <= case.options["staleness"]
+    if played.ended:
+        return played
+    out, quorum = played.lost + played.missed, "min_workers" in case.options
+    if quorum:
+        assert played.short == 0, f"{played.short} rounds merged from too few pushes"
+        assert played.stale == 0
+    scaled = quorum and out  # a step's sum is that of those who came
+    if case.options["push"] == "gradients" and not scaled:
+        assert abs(played.pushed - played.trained) < 0.01  # sums of float32
+    left = played.expected - played.trained
+    assert left == out, f"{left} samples left out, {out} counted"
+    assert played.idle == 0 or case.options["push"] == "gradients", "a worker joined for nothing"
+    assert played.whole, "samples missed in an epoch that nobody had begun"
+    assert played.epochs == list(range(case.options["epochs"]))
+    return played
