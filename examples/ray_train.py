@@ -21,7 +21,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 import train
-from dbsl.base.errors import EXIT_STOPPED, RunStopped
+from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.run.parse import parse_config
 
 ROOT = Path(train.__file__).resolve().parent
@@ -37,25 +37,37 @@ def train_worker(settings: dict[str, Any]) -> str | None:
     return None
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the number of workers, or the least and the most."""
+    numbers = tuple(int(n) if n.isdigit() else 0 for n in text.split("-"))
+    if len(numbers) > 2 or min(numbers) < 1 or numbers != tuple(sorted(numbers)):
+        raise argparse.ArgumentTypeError(f"must be a number of workers, or as in 1-4, got {text}")
+    return numbers
+
+
 def main() -> None:
     """Train on Ray's workers; exit with status 75 where the run was stopped, to be run again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output-dir", required=True, help="run folder, which all nodes see")
-    parser.add_argument("--ray-workers", default="2", help="number of workers, or as in 1-4")
+    parser.add_argument(
+        "--ray-workers", type=_numbers, default=(2,), help="their number, or as in 1-4"
+    )
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
     parser.add_argument("--max-failures", type=int, default=3, help="restarts after lost workers")
     arguments, others = parser.parse_known_args()
     folder = Path(arguments.output_dir).resolve()
+    numbers = arguments.ray_workers
     flags = ["--resume", "auto", "--output-dir", str(folder), *others]
-    parse_config(train.Config, flags)  # a wrong flag ends it here, not in each worker's restarts
-    numbers = tuple(int(number) for number in arguments.ray_workers.split("-"))
-    environment = {"PYTHONPATH": str(ROOT)}  # where the workers find train.py
+    with one_line_errors():  # a wrong flag ends it here, not in each worker's restarts
+        parse_config(train.Config, flags)
+    # Where the workers find train.py; and their lines once, although a tracker wraps stdout.
+    environment = {"PYTHONPATH": str(ROOT), "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     ray.init(runtime_env={"env_vars": environment}, ignore_reinit_error=True)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"flags": flags, "folder": os.getcwd()},
         scaling_config=ScalingConfig(
-            num_workers=numbers[0] if len(numbers) == 1 else numbers, use_gpu=arguments.gpu
+            num_workers=numbers if len(numbers) > 1 else numbers[0], use_gpu=arguments.gpu
         ),
         # Ray's own records; the checkpoints are train.py's, in its run folder.
         run_config=RunConfig(
