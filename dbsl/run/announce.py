@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from dbsl.base.words import plural
+from dbsl.base.words import duration, plural
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.run.accelerator import describe_precision
@@ -54,10 +54,24 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
+        *_on_link(run),
         *_on_rate(run),
         "",
     ]
     accelerator.print("\n".join(lines))
+
+
+def _on_link(run: Run) -> list[str]:
+    """Return a line on the emulated link, if there is one."""
+    config = run.config
+    if config.link_gbps is None:
+        return []
+    exchange_s = run.exchange(config.workers - 1, 0, config.node_rounds - 1)
+    each = "each merge of all nodes" if config.node_rounds > 1 else "each round"
+    return [
+        f"emulated link of {config.link_gbps:g} Gbit/s: {each} takes {duration(exchange_s)} longer "
+        "on the virtual clock than predicted above"
+    ]
 
 
 def _on_resolutions(run: Run) -> list[str]:

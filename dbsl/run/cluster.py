@@ -13,7 +13,6 @@ from torch import nn
 
 from dbsl.architecture import join_batch_norm
 from dbsl.base.errors import one_of_several
-from dbsl.base.words import duration
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clipping import Clip, make_clip
 from dbsl.cluster.clock import ComputeClock
@@ -59,13 +58,6 @@ def connect(
     """
     if merge is not None:
         _check_merge(run.config)
-    if run.config.link_gbps is not None:
-        exchange_s = run.exchange(run.config.workers - 1, 0, run.config.node_rounds - 1)
-        each = "each merge of all nodes" if run.config.node_rounds > 1 else "each round"
-        accelerator.print(
-            f"emulated link of {run.config.link_gbps:g} Gbit/s: {each} takes "
-            f"{duration(exchange_s)} longer on the virtual clock than predicted above"
-        )
     builder = _Builder(run, accelerator, job)
     return builder.joint() if run.config.sync == "step" else builder.rounds(merge)
 
