@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 from benchmarks import coverage
 from benchmarks.coverage.cases import BALANCES, SYNCS, Case, cases
-from benchmarks.coverage.player import NoSuchRunError, check
+from benchmarks.coverage.check import check
+from benchmarks.coverage.player import NoSuchRunError
 from benchmarks.record import record
 
 RESULTS = Path(__file__).resolve().parents[2] / "results/coverage.csv"

@@ -11,24 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from benchmarks.coverage.cases import Case
+from benchmarks.coverage.prepare import prepare
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.restart import apart, plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.cluster.membership import leave_out
-from dbsl.plan.blocks import Blocks
-from dbsl.plan.stages import make_stages
 from dbsl.plan.turns import EpochEnd, Restart, Round, nodes_meet
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.cluster import connect
-from dbsl.run.plans import PlanMaker
-from dbsl.run.prepare import make_planner, rounds_of_epoch
 from dbsl.run.progress import make_reports
 from dbsl.run.run import Run
-from dbsl.run.workers import Workers
 
 _ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
 
@@ -58,72 +53,6 @@ class Played:
     ended: bool = False  # those that were left could not carry the plan
     alike: bool = True  # workers that have merged with each other, when they begin a round
     epochs: list[int] = field(default_factory=list)  # that ended, in order
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """Training data of which only the order counts."""
-
-    count: int
-    blocks: Blocks | None
-
-    def __len__(self) -> int:
-        return self.count
-
-
-def prepare(case: Case) -> Run:
-    """Return what `setup.prepare` makes of a config, without data and with a model of one number.
-
-    Raises:
-        ValueError: If there is no such plan.
-    """
-    from train import Config
-
-    config = Config(
-        **case.options, optimizer="momentum", momentum=0.0, weight_decay=0.0, noise_scale=False
-    )
-    resolutions = config.resolutions
-    # Where all are equal, a batch and a share of a round for each is known to fit.
-    known = Workers(
-        models={
-            r: [type(m)(m.slope * r / 8, m.intercept) for m in case.models] for r in resolutions
-        },
-        large_batch_sizes=dict.fromkeys(resolutions, case.large),
-        limits=dict.fromkeys(resolutions),
-        measured=True,
-    )
-    maker = PlanMaker(config, known, case.samples, case.least)
-    plans = {r: maker.first(r, lambda line: None) for r in resolutions}
-    rounds = rounds_of_epoch(plans, config)
-    stages = make_stages(
-        config.epochs,
-        resolutions,
-        schedule="cyclic",
-        dropout=(0.0,),
-        learning_rate=1.0,
-        milestones=(),
-        gamma=1.0,
-    )
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    return Run(
-        config=config,
-        data=SimpleNamespace(train=_Samples(case.samples, case.blocks)),
-        stages=tuple(stages),
-        model=model,
-        plans=plans,
-        planner=make_planner(config, maker, plans, stages, known.models, rounds, case.samples),
-        models=known.models,
-        emulation=case.emulation,
-        transforms={},
-        rounds=rounds,
-        least=case.least,
-        noise=None,
-        mixing=None,
-        ema=None,
-        loss_of=None,
-        measured=True,
-    )
 
 
 def play(case: Case) -> Played:
@@ -355,31 +284,3 @@ def _begin_alike(run: Run, began: dict[int, dict[int, float]]) -> bool:
         if any(len(own) > 1 for own in groups.values()):
             return False
     return True
-
-
-def check(case: Case) -> Played:
-    """Play a case and assert what must hold of it.
-
-    Raises:
-        NoSuchRunError: If it cannot begin.
-    """
-    played = play(case)
-    assert played.twice == 0, f"{played.twice} samples trained on twice"
-    assert played.alike, "workers that have merged with each other begin a round unlike"
-    if case.options["sync"] == "ssp":
-        assert played.ahead <= case.options["staleness"]
-    if played.ended:
-        return played
-    out, quorum = played.lost + played.missed, "min_workers" in case.options
-    if quorum:
-        assert played.short == 0, f"{played.short} rounds merged from too few pushes"
-        assert played.stale == 0
-    scaled = quorum and out  # a step's sum is that of those who came
-    if case.options["push"] == "gradients" and not scaled:
-        assert abs(played.pushed - played.trained) < 0.01  # sums of float32
-    left = played.expected - played.trained
-    assert left == out, f"{left} samples left out, {out} counted"
-    assert played.idle == 0 or case.options["push"] == "gradients", "a worker joined for nothing"
-    assert played.whole, "samples missed in an epoch that nobody had begun"
-    assert played.epochs == list(range(case.options["epochs"]))
-    return played

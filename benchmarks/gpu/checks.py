@@ -141,7 +141,7 @@ def two_processes(settings: Settings, sync: str) -> Iterator[dict[str, Any]]:
 def killed_rank(settings: Settings, sync: str) -> Iterator[dict[str, Any]]:
     """Kill one of two processes on one GPU: the other must end, and name it."""
     os.environ["DBSL_BACKEND"] = "gloo"
-    from benchmarks.faults import TIMEOUT_S, Run
+    from benchmarks.faults.run import TIMEOUT_S, Run
 
     flags = ["--local-batch-sizes", "7,13", "--rounds-per-epoch", "2", "--checkpoint-every", "1"]
     flags += ["--sync", sync, "--worker-timeout", f"{TIMEOUT_S:g}"]

@@ -3,7 +3,8 @@
 from hypothesis import HealthCheck, assume, given, settings
 
 from benchmarks.coverage.cases import cases
-from benchmarks.coverage.player import NoSuchRunError, check
+from benchmarks.coverage.check import check
+from benchmarks.coverage.player import NoSuchRunError
 from tests.helpers import slow
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from benchmarks.coverage.cases import cases
-from benchmarks.coverage.player import NoSuchRunError, check
+from benchmarks.coverage.check import check
+from benchmarks.coverage.player import NoSuchRunError
 from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.restart import apart
 from dbsl.cluster.node_server import NodeServer

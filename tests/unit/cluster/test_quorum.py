@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from benchmarks.coverage.cases import Stop, cases
-from benchmarks.coverage.player import NoSuchRunError, check, play
+from benchmarks.coverage.check import check
+from benchmarks.coverage.player import NoSuchRunError, play
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
 from dbsl.cluster.quorum import Quorum

@@ -3,7 +3,9 @@
 import pytest
 
 from benchmarks.coverage.cases import Case
-from benchmarks.coverage.player import check, play, prepare
+from benchmarks.coverage.check import check
+from benchmarks.coverage.player import play
+from benchmarks.coverage.prepare import prepare
 from dbsl.cluster import through_server
 from dbsl.cluster.collectives import SharedPlans
 from dbsl.cluster.membership import Change

@@ -1,0 +1,55 @@
+"""Breaks runs and writes results/faults.csv."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import faults
+from benchmarks.faults import files, processes, stops
+from benchmarks.faults.run import Row
+from benchmarks.kills import ROOT
+from benchmarks.record import record
+
+FAULTS = (
+    processes.worker_dies,
+    processes.worker_dies_with_quorum,
+    processes.worker_dies_at_barrier,
+    processes.server_dies,
+    processes.launcher_restarts,
+    stops.asked_to_stop,
+    stops.not_finite,
+    files.damaged_checkpoint,
+    files.no_room,
+    files.bad_images,
+)
+
+
+def main() -> None:
+    """Run all faults, or those whose function's name contains a word."""
+    parser = argparse.ArgumentParser(description=faults.__doc__.splitlines()[0])
+    parser.add_argument("--only", default="")
+    only = parser.parse_args().only
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for fault in FAULTS:
+            if only in fault.__name__:
+                for row in fault(Path(scratch)):
+                    rows.append(row)
+                    print(json.dumps(vars(row)), flush=True)
+    measured = {(row.fault, row.mode): {k: str(v) for k, v in vars(row).items()} for row in rows}
+    table = ROOT / "results/faults.csv"
+    if only and table.exists():  # rows that were not run again stay
+        with table.open(newline="", encoding="utf-8") as file:
+            before = {(old["fault"], old["mode"]): old for old in csv.DictReader(file)}
+        measured = before | measured
+    record(table, list(measured.values()), "python -m benchmarks.faults")
+    sys.exit(not all(row.kept for row in rows))
+
+
+if __name__ == "__main__":
+    main()
