@@ -20,6 +20,7 @@ FAULTS = (
     processes.worker_dies_with_quorum,
     processes.worker_dies_at_barrier,
     processes.server_dies,
+    processes.server_dies_with_quorum,
     processes.launcher_restarts,
     stops.asked_to_stop,
     stops.not_finite,

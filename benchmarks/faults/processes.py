@@ -105,23 +105,32 @@ def server_dies(scratch: Path) -> Iterator[Row]:
     """Rank 0 is killed."""
     for sync in ("bsp", "step", "ssp", "asp"):
         flags = JOINT if sync == "step" else [*FLAGS, "--sync", sync]
-        folder = scratch / f"server-{sync}"
-        run = Run(folder, flags)
-        run.wait_for_epoch(2)
-        run.processes[0].kill()
-        began = time.monotonic()
-        statuses = run.wait([1, 2], timeout_s=4 * TIMEOUT_S)
-        noticed = round(time.monotonic() - began, 1)
-        named = all(run.said("error: .*rank 0", rank) for rank in (1, 2))
-        resumed = Run(folder, [*flags, "--resume", "auto"]).wait()
-        yield Row(
-            "the server rank is killed (SIGKILL)",
-            sync,
-            "every rank stops within the timeout and names it; the run can be resumed",
-            f"status {statuses}, named by all: {named}; resumed {resumed}",
-            statuses == [2, 2] and named and resumed == [0, 0, 0] and noticed <= TIMEOUT_S + 6,
-            noticed,
-        )
+        yield _ends(scratch / f"server-{sync}", sync, flags)
+
+
+def server_dies_with_quorum(scratch: Path) -> Iterator[Row]:
+    """Rank 0 is killed, which rounds do not go on without."""
+    yield _ends(scratch / "server-quorum", "bsp, quorum", [*FLAGS, *_QUORUM])
+
+
+def _ends(folder: Path, mode: str, flags: list[str]) -> Row:
+    """Kill rank 0 of a run, which is to stop and to be resumed."""
+    run = Run(folder, flags)
+    run.wait_for_epoch(2)
+    run.processes[0].kill()
+    began = time.monotonic()
+    statuses = run.wait([1, 2], timeout_s=4 * TIMEOUT_S)
+    noticed = round(time.monotonic() - began, 1)
+    named = all(run.said("error: .*rank 0", rank) for rank in (1, 2))
+    resumed = Run(folder, [*flags, "--resume", "auto"]).wait()
+    return Row(
+        "the server rank is killed (SIGKILL)",
+        mode,
+        "every rank stops within the timeout and names it; the run can be resumed",
+        f"status {statuses}, named by all: {named}; resumed {resumed}",
+        statuses == [2, 2] and named and resumed == [0, 0, 0] and noticed <= TIMEOUT_S + 6,
+        noticed,
+    )
 
 
 def launcher_restarts(scratch: Path) -> Iterator[Row]:
