@@ -1,11 +1,12 @@
 """Kill workers of a running job and start them again, and count its samples.
 
     python -m benchmarks.joins --minutes 10
+    python -m benchmarks.joins --minutes 5 --jobs quorum    # rows of other jobs stay
 
-Jobs of several processes on this machine, without a barrier. A worker at random is killed (SIGKILL)
-and started again with the same command, over and over, until the job ends; then the next job
-begins. What must hold: in each epoch, and over the job, the samples that were trained on and those
-that were counted as lost are all samples of the data.
+Jobs of several processes on this machine, without a barrier, or with one that has a quorum. A
+worker at random is killed (SIGKILL) and started again with the same command, over and over, until
+the job ends; then the next job begins. What must hold: in each epoch, and over the job, the samples
+that were trained on and those that were counted as lost or missed are all samples of the data.
 
 A row is a job: how often a worker was killed and has joined, how long it took from the kill until
 rank 0 had noticed, and from the start of a process (a fork, whose imports are done) until its first
@@ -15,6 +16,7 @@ push had come.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import random
@@ -37,6 +39,11 @@ FLAGS = (
     "--large-batch-size 10 --slope 0.001 --intercept 0.01 --lr 0.02 --report-to none "
     "--cpu-threads 1 --eval-every 20 --checkpoint-every 20 --resume auto"
 )
+JOBS = {
+    "asp": "--sync asp",
+    "ssp": "--sync ssp --staleness 2",
+    "quorum": "--sync bsp --min-workers 2 --grace-seconds 0.2",
+}
 _PATIENCE_S = 300.0  # for a kill to be noticed, or a worker to push
 
 
@@ -68,10 +75,20 @@ class Job:
         return self._wait(lambda: self._count("lost", rank) > before, began)
 
     def start_again(self, rank: int) -> float | None:
-        """Start a rank again; return the seconds until its first push, None: the job has ended."""
-        began, before = time.monotonic(), self._count("round", rank)
+        """Start a rank again; return the seconds until its first push, None: the job has ended.
+
+        Rounds that it had pushed before it was killed may be told of later than its loss.
+        """
+        began, before = time.monotonic(), self._count("joined", rank)
         self.ranks[rank] = self._start(rank)
-        return self._wait(lambda: self._count("round", rank) > before, began)
+
+        def has_pushed() -> bool:
+            events = [event for event in self.events() if event.get("worker") == rank]
+            joined = [event["epoch"] for event in events if event["event"] == "joined"]
+            rounds = [event["epoch"] for event in events if event["event"] == "round"]
+            return len(joined) > before and max(rounds, default=0) >= joined[-1]
+
+        return self._wait(has_pushed, began)
 
     def ended(self) -> bool:
         """Whether rank 0 has come to the end."""
@@ -96,10 +113,9 @@ class Job:
         return time.monotonic() - began
 
 
-def play(sync: str, epochs: int, processes: int, folder: Path, rng: random.Random) -> dict:
+def play(kind: str, epochs: int, processes: int, folder: Path, rng: random.Random) -> dict:
     """Run a job to its end, killing workers and starting them again; return its row."""
-    flags = [*FLAGS.split(), "--sync", sync, "--epochs", str(epochs)]
-    flags += ["--staleness", "2"] if sync == "ssp" else []
+    flags = [*FLAGS.split(), *JOBS[kind].split(), "--epochs", str(epochs)]
     flags += ["--worker-timeout", "200", "--output-dir", str(folder)]
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
@@ -122,9 +138,12 @@ def play(sync: str, epochs: int, processes: int, folder: Path, rng: random.Rando
     for event in events:
         if event["event"] == "round":
             trained[event["epoch"]] += event["samples"]
-    lost = sum(event["samples"] for event in events if event["event"] == "lost")
+    lost, missed = (
+        sum(event["samples"] for event in events if event["event"] == name)
+        for name in ("lost", "missed")
+    )
     return {
-        "sync": sync,
+        "sync": kind,
         "processes": processes,
         "epochs": epochs,
         "kills": len(noticed),
@@ -132,7 +151,8 @@ def play(sync: str, epochs: int, processes: int, folder: Path, rng: random.Rando
         "samples": SAMPLES * epochs,
         "trained": sum(trained.values()),
         "counted_as_lost": lost,
-        "missed_uncounted": SAMPLES * epochs - sum(trained.values()) - lost,
+        "counted_as_missed": missed,
+        "uncounted": SAMPLES * epochs - sum(trained.values()) - lost - missed,
         "epochs_with_too_many": sum(count > SAMPLES for count in trained.values()),
         "noticed_median_s": round(statistics.median(noticed), 2) if noticed else None,
         "noticed_most_s": round(max(noticed), 2) if noticed else None,
@@ -150,20 +170,24 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     _preload()
-    rng, rows = random.Random(arguments.seed), []
+    rng, rows, kinds = random.Random(arguments.seed), [], arguments.jobs
+    table = ROOT / "results/joins.csv"
+    with table.open(newline="", encoding="utf-8") as file:
+        before = [row for row in csv.DictReader(file) if row["sync"] not in kinds]
+    command = f"python -m benchmarks.joins --minutes {arguments.minutes:g}"
+    command += f" --epochs {arguments.epochs} --processes {arguments.processes}"
+    command += f" --jobs {' '.join(kinds)}"
     end = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as scratch:
         while time.monotonic() < end:
-            sync = ("asp", "ssp")[len(rows) % 2]
-            folder = Path(scratch) / "run"
-            rows.append(play(sync, arguments.epochs, arguments.processes, folder, rng))
+            kind, folder = kinds[len(rows) % len(kinds)], Path(scratch) / "run"
+            rows.append(play(kind, arguments.epochs, arguments.processes, folder, rng))
             print(json.dumps(rows[-1]), flush=True)
-            command = f"python -m benchmarks.joins --minutes {arguments.minutes:g}"
-            command += f" --epochs {arguments.epochs} --processes {arguments.processes}"
-            record(ROOT / "results/joins.csv", rows, command)
+            record(table, before + rows, command)
 
 
 if __name__ == "__main__":
