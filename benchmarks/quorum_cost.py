@@ -48,8 +48,8 @@ def seconds_per_round(model: str, processes: int, arm: str, folder: Path) -> flo
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(statuses):
         raise RuntimeError(f"{arm} of {processes} processes ended with {statuses}")
-    missed = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["missed_samples"]
-    if missed:
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if missed := summary.get("missed_samples", 0):
         raise RuntimeError(f"nobody was to be late, got {missed} missed samples")
     events = read_metrics(folder / "metrics.jsonl")
     ends = [event["train_time_s"] for event in events if event["event"] == "eval"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dbsl.base.words import px
 from dbsl.cluster.node_server import mean_of_nodes
-from dbsl.plan.turns import MissedRound, Restart
+from dbsl.plan.turns import EpochEnd, MissedRound, Restart, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
 from dbsl.run.run import Run, round_sampler
 
@@ -48,7 +48,7 @@ def plan_restart(
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
-    epoch, round_ = divmod(min(clocks), rounds_before)
+    epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
     quorum = server.get("quorum") or {}
@@ -59,6 +59,12 @@ def plan_restart(
         "time_s": cluster.get("time_s", 0.0),
         "missed": tuple(MissedRound(**row) for row in quorum.get("missed", ())),
         "late_pushes": quorum.get("late_pushes", 0),
+        "reports": tuple(
+            report
+            for report in map(report_from_plain, server.get("reports", ()))
+            if report.worker not in again or (report.epoch, report.round) != lowest
+        ),
+        "finished": tuple(EpochEnd(**end) for end in server.get("finished", ())),
     }
     if before["push"] == "gradients":
         _check_whole_steps(state["planner"], clocks, again, run, before)

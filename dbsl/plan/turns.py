@@ -110,6 +110,8 @@ class Restart:
         outer: State of the server's outer optimizer, where `merge` is delta.
         missed: Rounds merged without a worker that have not been told of.
         late_pushes: Pushes that were dropped so far.
+        reports: Of rounds that were merged, and have not been told of.
+        finished: Ends of epochs that have not been told of.
     """
 
     weights: Any = field(repr=False)
@@ -123,6 +125,8 @@ class Restart:
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
     missed: tuple[MissedRound, ...] = ()
     late_pushes: int = 0
+    reports: tuple[RoundReport, ...] = ()
+    finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

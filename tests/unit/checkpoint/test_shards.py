@@ -1,9 +1,11 @@
 """What a process takes from a checkpoint where workers go by themselves, at clocks of their own."""
 
+from dataclasses import asdict
 from types import SimpleNamespace as Bag
 
 import numpy as np
 import pytest
+import torch
 
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import epochs_under_way
@@ -11,9 +13,11 @@ from dbsl.checkpoint.manifest import CheckpointError
 from dbsl.checkpoint.on_disk import Found
 from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
+from dbsl.cluster.server import Server
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.turns import RoundReport
 from dbsl.plan.types import CurrentPlan, TimeModel
 from dbsl.run.run import round_sampler
 
@@ -122,6 +126,27 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
     (left,) = restart.left.values()
     assert sum(end - begin for begin, end in left) == count
+
+
+def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(60, 3, 1, 4, fast, time_ratio=1.05, rounds=2)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, rounds_per_epoch=2)
+    reports = [
+        RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
+        for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
+    ]
+    server = {"clocks": [5, 6, 5], "active": [0, 1, 2], "weights": torch.ones(1), "version": 9}
+    server["reports"] = [asdict(report) for report in reports]
+    server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
+    state = {"cluster": {"server": server}, "planner": planner.state_dict()}
+    run = Bag(rounds=2, config=Bag(seed=3, workers=2), data=Bag(train=range(60)), least=1)
+    run.stage_at = lambda epoch: Bag(resolution=8)
+    before = {"sync": "bsp", "push": "weights", "rounds_per_epoch": 2, "workers": 3}
+    other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
+    other.restart(plan_restart(state, {}, run, before))
+    assert list(other.reports) == reports[:2]
+    assert [end.epoch for end in other.finished] == [1]
 
 
 @pytest.mark.parametrize(("clock", "expected"), [(3, 2), (6, 4), (4, None)])
