@@ -72,7 +72,7 @@ class EpochSampler:
 
     Args:
         shares: Samples per worker and epoch, each at least `rounds`; where the epoch has begun
-            with other shares, of its remainder.
+            with other shares, of its remainder, which may be too few for that.
         rounds: Rounds per epoch, or those that are left.
         seed: The run's seed.
         first_round: Rounds of the epoch that are over.
@@ -97,8 +97,9 @@ class EpochSampler:
         blocks: Blocks | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
-        smallest = self._shares[self._shares > 0].min()  # a worker that was lost has none
-        if smallest < rounds:
+        # A worker that was lost has none.
+        smallest = self._shares[self._shares > 0].min(initial=self._shares.max())
+        if smallest < rounds and not (start or first_round or left):
             raise ValueError(
                 f"rounds must be at most the smallest share ({smallest}), got {rounds}"
             )
@@ -141,8 +142,12 @@ class EpochSampler:
         return found
 
     def steps(self, worker: int, epoch: int, round_: int, local_batch_size: int) -> list[Step]:
-        """Return a worker's steps of one round, each one part of at most `local_batch_size`."""
-        batches = split_evenly(self.indices(worker, epoch, round_), local_batch_size, self._least)
+        """Return a worker's steps of one round, each one part of at most `local_batch_size`.
+
+        There are none where a remainder has too few samples for all workers and rounds.
+        """
+        indices = self.indices(worker, epoch, round_)
+        batches = split_evenly(indices, local_batch_size, self._least) if len(indices) else []
         rounds = self.first_round + self.rounds
         return [
             Step((Part(worker, indices, 1.0),), (round_ + k / len(batches)) / rounds)
@@ -150,7 +155,12 @@ class EpochSampler:
         ]
 
     def _before(self, round_: int) -> np.ndarray:
-        return self._shares * (round_ - self.first_round) // self.rounds
+        """Return the samples of each worker before a round; too few for all come in the last."""
+        over = round_ - self.first_round
+        few = self._shares < self.rounds * self._least
+        return np.where(
+            few, self._shares * (over // self.rounds), self._shares * over // self.rounds
+        )
 
 
 class StepSampler:

@@ -288,11 +288,12 @@ def round_sampler(
     shares = np.array([worker.samples for worker in segment.plan.workers])
     if segment.start or segment.first_round:  # the shares of an epoch, scaled to what is left
         left, rounds_left = samples - segment.start, rounds - segment.first_round
-        there = shares > 0  # a worker that was lost stays without
-        shares = shares.copy()
-        lowest = min(rounds_left * least, left // there.sum())
+        there = np.flatnonzero(shares)  # a worker that was lost stays without
+        each = rounds_left * least
+        there = there[: max(1, left // each)]  # of few samples the first ones have enough
+        weights, shares = shares[there], np.zeros_like(shares)
         shares[there] = bounded_split(
-            left, shares[there], np.full(there.sum(), lowest), np.full(there.sum(), left)
+            left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)
         )
     return EpochSampler(
         shares,

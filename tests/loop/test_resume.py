@@ -489,6 +489,22 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
     assert {e["worker"] for e in after} == set(range(workers))
 
 
+def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, monkeypatch):
+    settings = {"sync": "asp", "rounds_per_epoch": 3, "train_samples": 72, "epochs": 2}
+    settings |= {"intercept": (0.01,), "large_batch_size": (4,), "lr_milestones": ()}
+    settings |= {"resolutions": (16,), "dropout": (0.0,)}
+    slow_first = {"slope": (0.5, 0.001), "workers": 2}
+    with monkeypatch.context() as patches:  # the other one has done all its rounds
+        at_step(patches, 38, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **settings, **slow_first)
+    resumed = {"workers": 6, "slope": (0.001,), "resume": str(tmp_path / "run")}
+    run(tmp_path / "run", **settings, **resumed, allow_config_change=True)
+    rounds = rounds_of(tmp_path / "run")
+    assert any(e["steps"] == 0 for e in rounds)
+    assert sum(e["samples"] for e in rounds) == 2 * 72
+
+
 def metrics_before(folder, state):
     content = (folder / "metrics.jsonl").read_bytes()[: state["log"]["metrics_bytes"]]
     rows = map(in_code, map(json.loads, content.splitlines()))
