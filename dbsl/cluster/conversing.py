@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.heartbeats import Pulse
+from dbsl.cluster.joining import Door
 from dbsl.cluster.membership import check_quorum, lose_worker
 from dbsl.cluster.messages import (
     CPU,
@@ -61,6 +62,7 @@ class Conversing(Cluster):
         timeout_s: Longest silence of a worker before it counts as lost.
         narrow: Dtype of pushes, if it is not the weights'.
         sends_changes: Whether a push is the weights' change since the pull.
+        door: Where processes that are launched again ask to join; None: there is no launcher.
     """
 
     server: Server
@@ -73,9 +75,11 @@ class Conversing(Cluster):
         timeout_s: float,
         narrow: torch.dtype | None,
         sends_changes: bool,
+        door: Door | None = None,
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
+        self._door = door
         self._timeout_s = timeout_s
         self._narrow_dtype = narrow
         self._sends_changes = sends_changes
@@ -153,7 +157,8 @@ class Conversing(Cluster):
         except Exception as error:
             reason = pulse.reason(error)
             with self._changed:
-                self._lose(rank, worker, reason)
+                if self._lose(rank, worker, reason) and self._door is not None:
+                    self._door.leave_out(rank, reason)
                 self._changed.notify_all()
             pulse.give_up()
 
@@ -262,23 +267,24 @@ class Conversing(Cluster):
             with self._changed:
                 self.server.release(weights)
 
-    def _lose(self, rank: int, worker: int, reason: str) -> None:
-        """Go on without a worker, if there is another; called with the lock held."""
+    def _lose(self, rank: int, worker: int, reason: str) -> bool:
+        """Go on without a worker, with the lock held; return whether others do."""
         if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
-            return  # it has nothing more to give
+            return False  # it has nothing more to give
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
-            return
+            return False
         clock = self.server.clocks[worker]
         try:
             samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
             check_quorum(self.server, f"rank {rank} was lost ({reason})")
         except SyncError as error:
             self._failure = error
-            return
+            return False
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
-            return
+            return False
         self._lost.append(LostWorker(rank, worker, clock, samples, reason))
+        return True

@@ -185,6 +185,7 @@ class Pulse:
 
     Attributes:
         failure: Why the other one counts as lost, or None.
+        is_refused: Whether it is there, and answers no more.
     """
 
     _TAG = 1  # messages of any other tag are not mistaken for these
@@ -199,6 +200,7 @@ class Pulse:
         on_lost: Callable[[], object] = lambda: None,
     ) -> None:
         self.failure: str | None = None
+        self.is_refused = False
         self._peer, self._pair, self._asks = peer, pair, asks
         self._timeout_s = timeout_s
         self._on_lost = on_lost
@@ -232,6 +234,8 @@ class Pulse:
         except RuntimeError as error:
             silent = "timed out" in str(error).lower()
             found = f"rank {self._peer} has said nothing for {self._timeout_s:g} s"
+            if not self._asks:  # the one that asks waits for longer than is set
+                found += " (--worker-timeout)"
             self.failure = self.failure or (found if silent else reason_of(error))
             self._on_lost()
 
@@ -240,6 +244,7 @@ class Pulse:
             self._say(0.0)
             if self._hear(self._timeout_s):
                 self.failure = f"rank {self._peer} goes on without this process"
+                self.is_refused = True
                 self._hear(0.001)  # in vain, which closes the connection
         self._say(1.0)
 

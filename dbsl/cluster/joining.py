@@ -30,6 +30,7 @@ NOTHING_LEFT = "nothing is left to do"
 _LOOK_S = 0.2  # between looks at who asks
 _PAIR_S = 60.0  # that two processes may come to their connection apart
 _GRACE_S = 30.0  # that rank 0 may answer late
+_LEFT_OUT_S = 2.0  # that rank 0 may be later than a process in noticing that they are apart
 _OVER = "over"
 _COME = "come"
 
@@ -50,6 +51,7 @@ class Admission(NamedTuple):
     pair: dist.ProcessGroup  # with rank 0
     clock: int  # rounds behind it
     sequence: int  # number of the last save
+    number: int  # of its question: how often its rank has asked
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class RunningJob:
             pair.recv([head], 0, 0).wait(timedelta(seconds=_GRACE_S))
             clock, sequence = (int(value) for value in head.tolist())
             if clock >= 0:
-                return Admission(pair, clock, sequence)
+                return Admission(pair, clock, sequence, number)
             said = store.get(f"refused/{self.rank}/{number}").decode()
         if said.startswith(NOTHING_LEFT):
             raise NothingLeft(f"rank {self.rank} joins no more: {said}")
@@ -113,20 +115,39 @@ def find_running_job() -> RunningJob | None:
         SyncError: If the job has come to its end, or is stopping.
     """
     rank, processes = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if rank == SERVER_RANK or processes < 2 or not address or not port:
-        return None
-    try:  # at a first start nothing may answer yet
-        socket.create_connection((address, int(port)), timeout=2).close()
-        store = _store()
-        if store is None or not store.check(["open"]):
-            return None
-        settings = store.get("open").decode()
-    except (OSError, RuntimeError):
+    if rank == SERVER_RANK or (settings := _look_up("open")) is None:
         return None
     if settings == _OVER:
-        raise SyncError(f"the job at {address}:{port} is over, and takes rank {rank} in no more")
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise SyncError(f"the job at {where} is over, and takes rank {rank} in no more")
     return RunningJob(rank, processes, json.loads(settings))
+
+
+def why_left_out(number: int) -> str | None:
+    """Return why rank 0 goes on without this process; None: it does not, or is not heard.
+
+    Args:
+        number: Of the question with which the process has joined; 0: it began with the others.
+    """
+    deadline = time.monotonic() + _LEFT_OUT_S
+    while (reason := _look_up(f"left out/{os.environ.get('RANK')}/{number}")) is None:
+        if time.monotonic() > deadline or _look_up("open") in (None, _OVER):
+            return None
+        time.sleep(_LOOK_S)
+    return reason
+
+
+def _look_up(key: str) -> str | None:
+    """Return what the launcher's store has at a key now; None: nothing, or no store answers."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port:
+        return None
+    try:  # a store that is not there would be asked again and again
+        socket.create_connection((address, int(port)), timeout=2).close()
+        store = _store()
+        return store.get(key).decode() if store is not None and store.check([key]) else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def greeting(clock: int, sequence: int) -> Tensor:
@@ -149,10 +170,12 @@ class Door:
         self._timeout_s = timeout_s
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._store: dist.Store | None = None
+        self._taken_in: dict[int, int] = {}  # by rank: the number of its question
 
     def open(self, host: Host) -> None:
         """Begin to listen, where there is a launcher's store."""
-        store = _store()
+        self._store = store = _store()
         if store is None:
             return
         self._host = host
@@ -161,6 +184,12 @@ class Door:
             target=self._listen, args=(store,), name="door", daemon=True
         )
         self._thread.start()
+
+    def leave_out(self, rank: int, reason: str) -> None:
+        """Leave word for a process that others go on without, and that may still be there."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and with it the launcher
+                self._store.set(f"left out/{rank}/{self._taken_in.get(rank, 0)}", reason)
 
     def close(self) -> None:
         """Take nobody in any more."""
@@ -201,6 +230,7 @@ class Door:
             pair = _connect(store, rank, number, own=0)
             try:
                 self._host.admit(rank, pair)
+                self._taken_in[rank] = number
             except ValueError as reason:
                 store.set(f"refused/{rank}/{number}", str(reason))
                 pair.send([greeting(-1, 0)], 1, 0).wait(timedelta(seconds=_GRACE_S))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.conversing import Conversing
-from dbsl.cluster.joining import NOTHING_LEFT, Door, greeting
+from dbsl.cluster.joining import NOTHING_LEFT, greeting
 from dbsl.cluster.membership import join_worker
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -32,7 +32,6 @@ class ServingCluster(Conversing):
         weights: As for `Conversing`, like all that is not named here.
         server: The server, its weights in host memory.
         pairs: Connections with the other ranks.
-        door: Where processes that are launched again ask to join; None: there is no launcher.
     """
 
     def __init__(
@@ -41,12 +40,10 @@ class ServingCluster(Conversing):
         server: Server,
         *,
         pairs: Mapping[int, dist.ProcessGroup],
-        door: Door | None = None,
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
         self._joined: deque[JoinedWorker] = deque()  # until they are told of
-        self._door = door
         self._ending = False  # an epoch's end is looked at
         self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
 

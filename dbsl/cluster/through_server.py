@@ -22,7 +22,7 @@ from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Pulse
-from dbsl.cluster.joining import Admission, Door
+from dbsl.cluster.joining import Admission, Door, why_left_out
 from dbsl.cluster.messages import (
     CPU,
     SERVER_RANK,
@@ -92,7 +92,7 @@ def through_server(
     pair = pairs[SERVER_RANK]
     cluster = ServedCluster(weights, pair=pair, asks_place=asks_place, **common)
     if admission is not None:
-        cluster.begin_at(admission.clock, admission.sequence)
+        cluster.begin_at(admission.clock, admission.sequence, admission.number)
     return cluster
 
 
@@ -124,6 +124,7 @@ class ServedCluster(Cluster):
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
         self._can_change = False  # this round began with `_pulled`
+        self._number = 0  # of the question with which this process has joined
         # Later than the server would: where the network is at fault, that says who was lost.
         self._pulse = Pulse(SERVER_RANK, pair, timeout_s + _GRACE_S, asks=True)
         self._whole = Transfer(weights.vector, pair)
@@ -185,9 +186,12 @@ class ServedCluster(Cluster):
         self._waited_s = time.perf_counter() - began
         return report.refused
 
-    def begin_at(self, clock: int, sequence: int) -> None:
-        """Begin with so many rounds behind this worker; the save of this number is over."""
-        self._clock, self._announced = clock, (sequence, -1)
+    def begin_at(self, clock: int, sequence: int, number: int) -> None:
+        """Begin with so many rounds behind this worker; the save of this number is over.
+
+        `number` is that of the question with which it has joined.
+        """
+        self._clock, self._announced, self._number = clock, (sequence, -1), number
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save that rank 0 has announced."""
@@ -221,7 +225,15 @@ class ServedCluster(Cluster):
             yield
         except RuntimeError as error:
             reason = self._pulse.reason(error)
-            raise SyncError(f"the server (rank {SERVER_RANK}) was lost: {reason}") from error
+            if why := why_left_out(self._number):  # a process that was stopped sees no more itself
+                said = (
+                    f"rank {SERVER_RANK} has left this process out: {why}; launch it again to join"
+                )
+            elif self._pulse.is_refused:
+                said = reason
+            else:
+                said = f"the server (rank {SERVER_RANK}) was lost: {reason}"
+            raise SyncError(said) from error
 
     def _ask(self, kind: int) -> tuple[bool, tuple[int, int]]:
         """Send a question; return whether the run stops, and the save to take part in."""

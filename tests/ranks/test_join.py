@@ -14,7 +14,7 @@ from dbsl.base.errors import NothingLeft, SyncError
 from dbsl.cluster.joining import Door, find_running_job
 from dbsl.plan.turns import EpochEnd
 from tests.helpers import free_port
-from tests.ranks.test_sync import make, make_reports
+from tests.ranks.test_sync import make, make_reports, stop_for
 
 TIMEOUT_S = 20.0
 
@@ -37,16 +37,18 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0):
     return taken, lost, joined
 
 
-def first(rank, sync, epochs, rounds, pause_s, wire):
+def first(rank, sync, epochs, rounds, pause_s, wire, timeout_s=TIMEOUT_S, stopped_s=0.0):
     """Be launched with the others; after so many rounds die, if it is said how many."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    more = {"door": Door({"sync": sync}, 2, TIMEOUT_S)} if rank == 0 else {}
+    more = {"door": Door({"sync": sync}, 2, timeout_s)} if rank == 0 else {}
     _, cluster, plan = make(
-        rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, **more
+        rank, sync, world_size=2, epochs=epochs, timeout_s=timeout_s, wire=wire, **more
     )
+    if stopped_s:
+        stop_for(stopped_s)
     seen = train(cluster, plan, rounds=rounds, pause_s=pause_s)
     if rounds is not None:
         os._exit(9)
@@ -126,6 +128,19 @@ def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(lau
     assert epochs == list(range(clock, 60))
     assert 1 < clock < 60
     assert finite
+
+
+def stopped(rank):
+    """Be silent for longer than the timeout, as where a machine is stopped, and come back."""
+    return first(rank, "asp", 200, None, 0.02, None, 1.0, 2.0)
+
+
+def test_a_process_that_was_left_out_is_told_so_when_it_comes_back(launch):
+    server = launch(first, 0, "asp", 200, None, 0.02, None, 1.0)
+    said = launch(stopped, 1)()
+    assert said.startswith("SyncError: rank 0 has left this process out: rank 1 has said nothing")
+    assert said.endswith("for 1 s (--worker-timeout); launch it again to join")
+    assert [worker for worker, _ in server()[1]] == [1]
 
 
 def test_a_second_process_of_a_rank_that_is_heard_is_refused(launch):
