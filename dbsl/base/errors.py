@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
+
+# Words of torch's about exchanges that failed.
+_EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket")
 
 _joined = threading.Event()
 
@@ -78,6 +82,9 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
+        elif one_of_several() and is_lost_peer(error) and _raised_in(dist.__path__[0], error):
+            # While a run starts nobody watches the others; from then on the cluster names the rank.
+            error = SyncError(f"another process died or fell silent: {reason_of(error)}")
         elif not isinstance(error, _OWN) or not _raised_here(error):
             if one_of_several():
                 traceback.print_exc()
@@ -108,6 +115,22 @@ def _say(text: str, printed: bool) -> None:
         print("(the line above counts; the launcher adds a traceback)", file=sys.stderr, flush=True)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what torch says of a failed exchange, in short.
+
+    That is without the place in torch's sources, and without its advice behind the first sentence.
+    """
+    words = " ".join(str(error).split()) or repr(error)
+    return re.sub(r"^\[\S+:\d+\] ", "", words).split(". ")[0]
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether torch says that an exchange between processes failed."""
+    return isinstance(error, RuntimeError) and any(
+        word in reason_of(error).lower() for word in _EXCHANGE
+    )
+
+
 def in_line(error: BaseException) -> str:
     """Return what an error and its cause say, in one line; of a missing library how to get it."""
     said = [error, error.__cause__] if error.__cause__ else [error]
@@ -128,5 +151,12 @@ def join_the_others() -> None:
 
 def _raised_here(error: BaseException) -> bool:
     package = Path(__file__).resolve().parent.parent
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return package in raised_in.parents or raised_in == package.parent / "train.py"
+    return _raised_in(package, error) or _last_file(error) == package.parent / "train.py"
+
+
+def _raised_in(folder: str | Path, error: BaseException) -> bool:
+    return Path(folder).resolve() in _last_file(error).parents
+
+
+def _last_file(error: BaseException) -> Path:
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()

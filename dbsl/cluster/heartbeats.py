@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dbsl.base.errors import SyncError
+from dbsl.base.errors import SyncError, is_lost_peer, reason_of
 from dbsl.cluster.launch import STORE_PATIENCE, connect_store, restarts
 from dbsl.cluster.transfer import irecv, isend
 
@@ -75,11 +74,9 @@ class Heartbeats:
         try:
             yield
         except RuntimeError as error:
-            reason = reason_of(error)
-            peers = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket")
-            if self._store is None or not any(word in reason.lower() for word in peers):
+            if self._store is None or not is_lost_peer(error):
                 raise
-            raise SyncError(self._verdict(reason)) from error
+            raise SyncError(self._verdict(reason_of(error))) from error
 
     def close(self) -> None:
         """Leave: from now on this process may be silent."""
@@ -257,15 +254,6 @@ class Pulse:
         work = irecv(self._beat, self._pair, self._TAG)
         work.wait(timedelta(seconds=timeout_s))
         return bool(self._beat.item())
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what torch says of a failed exchange, in short.
-
-    That is without the place in torch's sources, and without its advice behind the first sentence.
-    """
-    words = " ".join(str(error).split()) or repr(error)
-    return re.sub(r"^\[\S+:\d+\] ", "", words).split(". ")[0]
 
 
 def _entered(beat: str) -> float:

@@ -10,13 +10,18 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from dbsl.base.errors import SyncError, reason_of
+
 STORE_PATIENCE = timedelta(seconds=20)
+_LOOK_S = 0.1  # between looks at who has come
+_QUIET_S = 30.0  # that processes wait for each other without a word
 
 
 def restarts() -> int:
@@ -41,8 +46,8 @@ def recall(key: str) -> str | None:
     return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
-def join_processes(timeout_s: float, *, cpu: bool) -> None:
-    """Prepare the process group of processes that a launcher started, or restarted.
+def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
+    """Meet the processes that a launcher started, or restarted, and prepare their group.
 
     Accelerate makes the group itself, but after a restart: the launcher's store still holds the
     addresses of the processes before (torch 2.15), so that each attempt needs keys of its own.
@@ -50,12 +55,20 @@ def join_processes(timeout_s: float, *, cpu: bool) -> None:
     Args:
         timeout_s: Longest wait of one process for another.
         cpu: Whether the processes compute on the CPU, be there an accelerator or not.
+
+    Returns:
+        The store at which they have met, to be kept until there is a group; None: there is no
+        launcher.
+
+    Raises:
+        SyncError: If not all have come in time.
     """
     _bind_to_launcher()
+    met = _meet(timeout_s)
     # The launcher's store is there for the group as well, under other keys.
     store = connect_store(f"group/{restarts()}") if restarts() else None
     if store is None or not (cpu or torch.cuda.is_available()):
-        return
+        return met
     dist.init_process_group(
         chosen_backend() or ("gloo" if cpu else "nccl"),
         store=store,
@@ -63,6 +76,72 @@ def join_processes(timeout_s: float, *, cpu: bool) -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s),
     )
+    return met
+
+
+def _meet(timeout_s: float) -> dist.Store | None:
+    """Wait until all processes of a launch have come; return the store at which they have met.
+
+    torch waits as long, but tells nobody who is missing, and ends with a traceback.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    rank, processes = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+    if not address or not port or rank < 0 or processes < 2:
+        return None
+    began = time.monotonic()
+    store = _open_store(address, int(port), rank, timeout_s)
+    keys = [f"dbsl/start/{restarts()}/{other}" for other in range(processes)]
+    came, told = 0, False
+    try:
+        store.set(keys[rank], "")
+        while not store.check(keys):
+            came = sum(store.check([key]) for key in keys)
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                raise SyncError(
+                    f"{came} of {processes} processes have come within {timeout_s:g} s "
+                    "(--worker-timeout)"
+                )
+            if rank == 0 and waited_s > _QUIET_S and not told:
+                told = True
+                _tell(f"{came} of {processes} processes have come; waiting for the others")
+            time.sleep(_LOOK_S)
+    except SyncError:
+        raise
+    except RuntimeError as error:
+        raise SyncError(
+            f"rank 0 or the launcher ended while {came} of {processes} processes had come"
+        ) from error
+    return store
+
+
+def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.Store:
+    """Return a connection with the launcher's store, which rank 0 serves where no launcher does."""
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    began = time.monotonic()
+    while True:
+        left_s = timeout_s - (time.monotonic() - began)
+        patience = timedelta(seconds=max(0.1, min(left_s, _QUIET_S)))
+        try:
+            return dist.TCPStore(  # many tenants: the process group's store has the same server
+                *(address, port, None, serves, patience),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            where = f"{address}:{port}"
+            if serves:
+                raise SyncError(f"rank 0 cannot listen at {where}: {reason_of(error)}") from error
+            if left_s <= _QUIET_S:
+                raise SyncError(
+                    f"nothing answers at {where}, where rank 0 was to be within {timeout_s:g} s "
+                    "(--worker-timeout)"
+                ) from error
+            _tell(f"rank {rank} waits for rank 0 at {where}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def chosen_backend() -> str | None:

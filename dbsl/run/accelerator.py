@@ -53,12 +53,13 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
 
     Raises:
         ValueError: If the launcher was asked for what is not done here.
+        SyncError: If not all processes have come in time.
     """
     check_launcher()
     # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
     # is made before Accelerate reads what `accelerate launch --cpu` has set.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    join_processes(timeout_s, cpu=cpu)
+    meeting_point = join_processes(timeout_s, cpu=cpu)
     keep_freed_memory()
     # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
     torch.backends.cudnn.benchmark = not cpu
@@ -74,6 +75,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
         accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+    del meeting_point  # the group has it now
     if accelerator.num_processes == 1 and _asked_for_several():
         print(
             "warning: accelerate launch was asked for several processes and has started one; "

@@ -2,10 +2,13 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
@@ -13,9 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import dbsl.cluster.launch
 import dbsl.run.accelerator
-from dbsl.base.errors import EXIT_INTERRUPTED, one_line_errors
+from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors
 from dbsl.base.lazy import lazy_import
-from dbsl.cluster.launch import chosen_backend, remember
+from dbsl.cluster.launch import chosen_backend, join_processes, remember
 from dbsl.run.accelerator import (
     check_launcher,
     common_threads,
@@ -25,7 +28,7 @@ from dbsl.run.accelerator import (
     start_accelerator,
 )
 from dbsl.run.parse import parse_config
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT, free_port, run
 from train import Config
 
 # With the handler that a terminal's process has; that of a background job is ignored.
@@ -252,6 +255,56 @@ def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
     if variable == "TORCHELASTIC_ERROR_FILE":  # as torchrun reads it
         failure = ProcessFailure(0, 7, 2, str(tmp_path / "error.json"))
         assert line in ChildFailedError("train.py", {0: failure}).format_msg()
+
+
+def coming_rank(rank, port, missing):
+    """Come to a launch of three, unless missing; return what is said."""
+    if rank in missing:
+        return None
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_PORT": str(port)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    time.sleep(0.5 * rank)  # the last to end is another one than rank 0
+    try:
+        return join_processes(1.5, cpu=True) is not None
+    except SyncError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("missing", [(), (2,), (0, 1)])
+def test_processes_that_do_not_come_are_counted_in_one_line(run_ranks, missing):
+    port = free_port()
+    said = run_ranks(coming_rank, port, missing, world_size=3)
+    late = " within 1.5 s (--worker-timeout)"
+    found = {
+        0: [True, True, True],
+        1: [
+            f"2 of 3 processes have come{late}",
+            "rank 0 or the launcher ended while 2 of 3 processes had come",
+            None,
+        ],
+        2: [
+            None,
+            None,
+            f"nothing answers at 127.0.0.1:{port}, where rank 0 was to be{late}",
+        ],
+    }
+    assert said == found[len(missing)]
+
+
+def dying_early(rank):
+    """Be one of two that exchange something; the other one dies."""
+    if rank == 1:
+        os._exit(1)
+    time.sleep(0.3)
+    with patch("os._exit"), pytest.raises(SystemExit) as ended, one_line_errors():
+        dist.all_reduce(torch.zeros(1))
+    return ended.value.code
+
+
+def test_a_death_during_start_up_is_one_line_and_status_2(run_ranks, capfd):
+    assert run_ranks(dying_early) == [2, None]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: another process died or fell silent: ")
 
 
 def test_gloo_is_chosen_for_the_processes_of_a_launcher_alone(monkeypatch):
