@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from plots import accuracy_tables, machine_tables
+from plots import accuracy_tables, gap_tables, machine_tables
 from plots.rows import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -29,6 +29,8 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         accuracy_tables.equal_time,
         accuracy_tables.beyond,
         accuracy_tables.vit,
+        gap_tables.gap,
+        gap_tables.hypotheses,
         machine_tables.demo_uneven,
         machine_tables.demo_slow_link,
         machine_tables.link_costs,

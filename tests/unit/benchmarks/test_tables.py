@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from scipy.stats import ttest_1samp
 
-from plots import tables
+from plots import gap_tables, tables
 from plots.accuracy_tables import BEYOND
 from plots.rows import RESULTS, ROOT, read
 from plots.tables import MARKED, TABLES, main, pages, with_tables
@@ -77,3 +78,29 @@ def test_a_page_opens_with_the_question_that_it_answers(name):
     assert title.startswith("# ")
     assert empty == ""
     assert re.match(r"\*\*.*\?\*\*", question)
+
+
+def test_hypotheses_are_tested_by_seed_and_corrected_together():
+    seeds = range(5)
+    accuracy = {
+        "dual_3": {seed: 45.0 + seed for seed in seeds},
+        "all_large": {seed: 43.0 + seed + 0.1 * (seed % 2) for seed in seeds},
+        "dual_4": {0: 45.0, 1: 45.9, 7: 99.0},  # of seed 7 there is no pair
+        "ddp_128_1gbps": {seed: 44.0 + 2 * seed for seed in seeds},
+        "hybrid": {seed: 44.5 + seed + 0.2 * (seed % 3) for seed in seeds},
+        "ddp_128": {0: 48.0},  # one seed tells nothing
+    }
+    found = {each.name: (i, p) for each, i, p in gap_tables.tested(accuracy)}
+    assert list(found) == ["H1", "H2", "H3, 1 Gb/s", "H4"]
+    assert found["H1"][0].mean == pytest.approx(1.96)
+    assert found["H2"][0].count == 2
+    hybrid = [accuracy["hybrid"][s] - accuracy["dual_3"][s] for s in seeds]
+    raw = [
+        ttest_1samp([1.9, 2.0, 1.9, 2.0, 2.0], 0).pvalue,
+        ttest_1samp([0.0, 0.1], 0).pvalue,
+        ttest_1samp(hybrid, -1.0).pvalue,  # not worse by a point: against that point
+    ]
+    corrected = [found[name][1] for name in ("H1", "H2", "H4")]
+    assert corrected == pytest.approx([3 * raw[0], raw[1], 2 * raw[2]])
+    alone = ttest_1samp([1.0 - s for s in seeds], 0).pvalue
+    assert found["H3, 1 Gb/s"][1] == pytest.approx(alone)

@@ -1,0 +1,149 @@
+"""Tables of configs/gap: its arms, and the hypotheses that were registered before they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from dbsl.compare.statistics import Interval, holm, interval
+from plots.rows import RESULTS, Rows, read
+
+ARMS = {  # of configs/gap, and what they are
+    "all_large": "four workers, all on the large batch: the baseline",
+    "dual_1": "dual batch: one of four workers on small batches",
+    "dual_2": "two of four",
+    "dual_3": "three of four",
+    "dual_4": "all four on small batches",
+    "hybrid": "`dual_3`, resolutions cycling",
+    "cyclic": "the baseline, resolutions cycling",
+    "all_large_rounds_4": "the baseline, four merges an epoch",
+    "ddp_128": "data parallelism, 128 samples a step, no link cost",
+    "ddp_256": "256 samples a step",
+    "ddp_512": "512 samples a step",
+    "ddp_128_1gbps": "128 samples a step, on a link of 1 Gb/s",
+    "ddp_256_1gbps": "256 samples a step, on that link",
+    "ddp_512_1gbps": "512 samples a step, on that link",
+    "alone_32": "one worker, 32 samples a step",
+    "alone_128": "one worker, 128 samples a step",
+    "alone_250": "one worker, 250 samples a step",
+    "alone_512": "one worker, 512 samples a step",
+}
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """That one arm is better than another one by more than a margin.
+
+    Attributes:
+        name: As in configs/gap/README.md.
+        arm: The arm.
+        other: The arm that it is compared with.
+        margin: Points that the difference is tested against.
+        together: Whether Holm's correction takes it with the others.
+    """
+
+    name: str
+    arm: str
+    other: str
+    margin: float = 0.0
+    together: bool = True
+
+
+HYPOTHESES = (
+    Hypothesis("H1", "dual_3", "all_large"),
+    Hypothesis("H2", "dual_3", "dual_4"),
+    Hypothesis("H3", "dual_3", "ddp_128"),
+    Hypothesis("H3, 1 Gb/s", "dual_3", "ddp_128_1gbps", together=False),
+    Hypothesis("H4", "hybrid", "dual_3", margin=-1.0),
+)
+
+
+def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis, Interval, float]]:
+    """Return each hypothesis that two or more seeds tell of, its difference in points, and its p.
+
+    The interval is that of the difference; p is that it is the margin, by a two-sided t-test, after
+    Holm's correction where that takes it. The correction is for all registered hypotheses only
+    once all of them have runs.
+
+    Args:
+        accuracy: Of each arm and seed, in percent.
+    """
+    found = []
+    for each in HYPOTHESES:
+        one, other = accuracy.get(each.arm, {}), accuracy.get(each.other, {})
+        seeds = sorted(one.keys() & other.keys())
+        if len(seeds) < 2:
+            continue
+        differences = [one[seed] - other[seed] for seed in seeds]
+        p = interval([value - each.margin for value in differences]).p
+        found.append((each, interval(differences), p))
+    together = holm([p for each, _, p in found if each.together])
+    corrected = iter(together)
+    return [(each, i, next(corrected) if each.together else p) for each, i, p in found]
+
+
+def hypotheses(up: str) -> list[str]:
+    """Return what the registered runs say of each hypothesis."""
+    lines = [
+        f"| ([rows]({up}results/gap/arms_runs.csv)) | difference, points, 95 % | seeds "
+        "| p, corrected |",
+        "|---|---|---|---|",
+    ]
+    for each, found, p in tested(_accuracy(_runs())):
+        against = f" (against {each.margin:+g})" if each.margin else ""
+        alone = "" if each.together else " (not corrected)"
+        lines.append(
+            f"| {each.name}: `{each.arm}` minus `{each.other}` | {found.mean:+.1f} ± "
+            f"{found.half:.1f} | {found.count} | {_p(p)}{against}{alone} |"
+        )
+    return lines
+
+
+def gap(up: str) -> list[str]:
+    """Return the arms of configs/gap that have run."""
+    runs = _runs()
+    accuracy, baseline = _accuracy(runs), _accuracy(runs).get("all_large", {})
+    lines = [
+        "| setup | accuracy, 95 % | over the baseline, 95 % | seeds | training images right "
+        "| epochs | workers' time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, text in ARMS.items():
+        own = [row for row in runs if row["arm"] == arm]
+        if not own:
+            continue
+        seeds = sorted(accuracy[arm].keys() & baseline.keys()) if arm != "all_large" else []
+        gain = _interval([accuracy[arm][seed] - baseline[seed] for seed in seeds], "+")
+        trained, time_s = (
+            fmean(float(row[name]) for row in own) for name in ("train_accuracy", "train_time_s")
+        )
+        lines.append(
+            f"| [{arm}]({up}configs/gap/{arm}.yaml): {text} "
+            f"| {_interval(list(accuracy[arm].values()))} % | {gain} | {len(own)} "
+            f"| {trained:.1f} % | {own[0]['epochs']} | {time_s:.1f} s |"
+        )
+    return lines
+
+
+def _runs() -> Rows:
+    return read(RESULTS / "gap/arms_runs.csv")
+
+
+def _accuracy(runs: Rows) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for row in runs:
+        found.setdefault(row["arm"], {})[int(row["seed"])] = float(row["accuracy"])
+    return found
+
+
+def _interval(values: Sequence[float], sign: str = "") -> str:
+    if not values:
+        return ""
+    found = interval(values)
+    half = f" ± {found.half:.1f}" if found.count > 1 else ""
+    return f"{found.mean:{sign}.1f}{half}"
+
+
+def _p(p: float) -> str:
+    return "below 0.001" if p < 0.001 else f"{p:.3f}"
