@@ -198,6 +198,7 @@ class RunLog:
         self.meter.hear(report)
         if self._divergence is not None:
             self._divergence.look(report.loss, f"the training loss of epoch {report.epoch + 1}")
+        self.members.came(report)
         report = replace(report, logged=0, lines=())
         if not self._pushes:
             self._sink.write(

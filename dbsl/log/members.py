@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dbsl.base.words import plural
 from dbsl.cluster.protocol import Cluster
-from dbsl.plan.turns import JoinedWorker, LostWorker, MissedRound
+from dbsl.plan.turns import JoinedWorker, LostWorker, MissedRound, RoundReport
+
+
+@dataclass
+class _Late:
+    """A worker that rounds go on without."""
+
+    last: tuple[int, int]  # epoch and round that it has missed last
+    rounds: int = 0
+    samples: int = 0
+
+    def in_words(self) -> str:
+        return f"{plural(self.rounds, 'round')} and {plural(self.samples, 'sample')} of it left out"
 
 
 class Members:
@@ -16,14 +28,19 @@ class Members:
 
     Attributes:
         lost: Workers that were lost.
+        joined: Workers that have joined while the others trained.
         away: Workers that were lost and have not come back.
+        lost_samples: Samples of epochs under way that nobody trained on: their worker was lost.
         missed_samples: Samples of rounds that were merged without their worker.
     """
 
     def __init__(self) -> None:
         self.lost: list[int] = []
+        self.joined: list[int] = []
         self.away: set[int] = set()
-        self.missed_samples = 0
+        self.lost_samples = self.missed_samples = 0
+        self._came: dict[int, tuple[int, int]] = {}  # by worker: its last epoch and round in time
+        self._late: dict[int, _Late] = {}  # by worker, as it was told; a resumed run tells again
 
     def record(
         self, write: Callable[[str, Mapping[str, Any]], object], say: Callable[[str], object]
@@ -32,27 +49,51 @@ class Members:
         self._write, self._say = write, say
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from."""
-        return {"lost_workers": list(self.lost), "missed_samples": self.missed_samples}
+        """Return what `load_state_dict` goes on from; summary.json has it, too."""
+        return {
+            "lost_workers": list(self.lost),
+            "joined_workers": list(self.joined),
+            "lost_samples": self.lost_samples,
+            "missed_samples": self.missed_samples,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.lost = list(state["lost_workers"])
-        self.missed_samples = state.get("missed_samples", 0)  # not in checkpoints of before
+        # The others are not in checkpoints of before.
+        self.joined = list(state.get("joined_workers", ()))
+        self.lost_samples = state.get("lost_samples", 0)
+        self.missed_samples = state.get("missed_samples", 0)
+
+    def came(self, report: RoundReport) -> None:
+        """Note that a worker has pushed a round in time."""
+        self._came[report.worker] = report.epoch, report.round
 
     def hear(self, cluster: Cluster) -> None:
         """Record what the cluster has to tell of workers; elsewhere than on rank 0 it has none."""
         for loss in cluster.lost():  # its process died, and the others go on
             self._lost(loss)
         for missed in cluster.missed():  # merged without a worker that is late (--min-workers)
-            self._late(missed)
+            self._missed(missed)
+        for worker, late in list(self._late.items()):
+            if self._came.get(worker, (-1, -1)) > late.last:
+                del self._late[worker]
+                self._say(f"worker {worker} is back in time: {late.in_words()}")
         for new in cluster.joined():  # its process was launched again
             self._joined(new)
+
+    def end(self) -> None:
+        """Tell of workers that were late to the end."""
+        for worker, late in self._late.items():
+            self._say(f"warning: worker {worker} was late to the end: {late.in_words()}")
+        self._late.clear()
 
     def _lost(self, loss: LostWorker) -> None:
         """Record that a worker was lost, and that the others go on."""
         self.lost.append(loss.worker)
         self.away.add(loss.worker)
+        self.lost_samples += loss.samples
+        self._late.pop(loss.worker, None)
         self._write("lost", asdict(loss))
         out = f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
         self._say(
@@ -61,17 +102,25 @@ class Members:
             f"samples from their next round on{out}"
         )
 
-    def _late(self, missed: MissedRound) -> None:
-        """Record that a round was merged without a worker."""
+    def _missed(self, missed: MissedRound) -> None:
+        """Record that a round was merged without a worker; say so when it begins to be late."""
         self.missed_samples += missed.samples
         self._write("missed", asdict(missed))
-        self._say(
-            f"warning: round {missed.round + 1} of epoch {missed.epoch + 1} was merged without "
-            f"worker {missed.worker}, which is late; {plural(missed.samples, 'sample')} left out"
-        )
+        place = missed.epoch, missed.round
+        if missed.worker not in self._late:
+            self._late[missed.worker] = _Late(place)
+            self._say(
+                f"warning: worker {missed.worker} is late; rounds go on without it, from round "
+                f"{missed.round + 1} of epoch {missed.epoch + 1} on"
+            )
+        late = self._late[missed.worker]
+        late.last = place
+        late.rounds += 1
+        late.samples += missed.samples
 
     def _joined(self, new: JoinedWorker) -> None:
         """Record that a worker has come, and that the others share with it."""
         self._write("joined", asdict(new))
+        self.joined.append(new.worker)
         self.away.discard(new.worker)
         self._say(f"rank {new.rank} has joined, its share begins in epoch {new.epoch + 1}")

@@ -89,6 +89,7 @@ def sum_up(session: Session) -> None:
                 *(run.stages, run.plans, config.rounds_per_epoch, pictures["plots/plan"], latest)
             )
         log.images(pictures)
+        log.members.end()
         names = ("epochs", "seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
@@ -119,8 +120,7 @@ def _mishaps(session: Session) -> dict[str, Any]:
     bad = {name: sorted(source.bad) for name, source in sources.items() if source.bad}
     found = {
         "refused_rounds": session.cluster.refused,
-        "lost_workers": session.log.members.lost,
-        "missed_samples": session.log.members.missed_samples,
+        **session.log.members.state_dict(),
         "late_pushes": session.cluster.late_pushes,
         "bad_images": bad,
         "mirror_failures": session.mirror.failures,

@@ -84,3 +84,7 @@ def test_a_worker_that_is_killed_is_launched_again_and_trains_to_the_end(tmp_pat
     (joined,) = job.events("joined")
     assert 2 in {e["worker"] for e in job.events("round") if e["epoch"] == 39}
     assert 1 < joined["epoch"] < 40
+    summary = json.loads((job.folder / "summary.json").read_text())
+    seen = summary["samples_seen"] + summary.get("missed_samples", 0)
+    assert seen + summary.get("lost_samples", 0) == 40 * SAMPLES
+    assert summary["joined_workers"] == summary["lost_workers"] == [2]
