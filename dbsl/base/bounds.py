@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -37,12 +38,17 @@ def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ``ValueError`` for the first field of a dataclass outside the bounds of its type."""
+    """Raise ``ValueError`` for the first field of a dataclass outside the bounds of its type.
+
+    No bound lets infinity pass.
+    """
     for name, bound in _bounds(type(config)):
         value = getattr(config, name)
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (int, float)):
                 bound.check(name, number)
+                if math.isinf(number):
+                    raise ValueError(f"{name} must be finite, got {number:g}")
 
 
 @lru_cache

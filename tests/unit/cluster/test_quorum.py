@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dbsl.base.serialize import pack, unpack
 from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import Server
 from dbsl.plan.turns import MissedRound, Restart, RoundReport
+from dbsl.run.checks import check_processes
 from tests.helpers import slow
 from tests.unit.plan.test_members import case
 from train import Config
@@ -320,11 +323,22 @@ def test_with_a_quorum_every_sample_is_trained_on_once_or_counted_at_length(case
         ({"grace_seconds": 3}, "min_workers must be given with grace_seconds, got grace_seconds 3"),
         ({"min_workers": 0, "grace_seconds": 3}, "min_workers must be at least 1, got 0"),
         ({"min_workers": 1, "grace_seconds": -1}, "grace_seconds must be at least 0, got -1"),
+        ({"min_workers": 1, "grace_seconds": math.inf}, "grace_seconds must be finite, got inf"),
+        ({"worker_timeout": math.inf}, "worker_timeout must be finite, got inf"),
     ],
 )
 def test_a_quorum_that_cannot_be_had_is_refused_in_one_line(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
+
+
+def test_a_grace_that_the_timeout_cuts_short_is_refused_but_where_the_clock_is_virtual():
+    config = Config(min_workers=1, grace_seconds=30, worker_timeout=30)
+    check_processes(config, SimpleNamespace(num_processes=1))
+    several = SimpleNamespace(num_processes=2)
+    with pytest.raises(ValueError, match="grace_seconds must be below the worker_timeout of 30 s"):
+        check_processes(config, several)
+    check_processes(replace(config, grace_seconds=29.0), several)
 
 
 def test_fewer_workers_at_the_start_than_a_round_needs_is_a_bad_case():
