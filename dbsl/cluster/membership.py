@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dbsl.base.errors import SyncError
+from dbsl.base.words import plural
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import Members
@@ -58,7 +59,10 @@ def check_quorum(server: Server, what: str) -> None:
     """
     if (left := server.shortage()) is not None:
         least = server.quorum.min_workers
-        raise SyncError(f"{what}: min_workers must be at most the {left} left, got {least}")
+        raise SyncError(
+            f"{what}: {left} of {plural(len(server.clocks), 'worker')} are left, fewer than "
+            f"--min-workers {least}"
+        )
 
 
 def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> None:
@@ -74,4 +78,6 @@ def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> Non
     server.active = left
     if server.shortage() is not None:
         least = server.quorum.min_workers
-        raise ValueError(f"min_workers must be at most the {len(left)} at the start, got {least}")
+        raise ValueError(
+            f"min_workers must be at most the {plural(len(left), 'worker')} of the start, got {least}"
+        )

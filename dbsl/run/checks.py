@@ -37,7 +37,7 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         )
     if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
         raise ValueError(
-            f"sync_batch_norm must be false but with a process per worker on CUDA devices, got "
+            f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
             f"true in {processes} processes on {accelerator.device.type}"
         )
 

@@ -214,9 +214,9 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     """
     bounded, outer = config.sync == "ssp", config.merge == "delta"
     for holds, name, where in (
-        (bounded, "staleness", "but with sync ssp"),
-        (outer, "outer_lr", "but with merge delta"),
-        (outer, "outer_momentum", "but with merge delta"),
+        (bounded, "staleness", "except with sync ssp"),
+        (outer, "outer_lr", "except with merge delta"),
+        (outer, "outer_momentum", "except with merge delta"),
     ):
         value = getattr(config, name)
         if not holds and value != getattr(RunConfig, name):
@@ -254,9 +254,9 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield joint, "lr_scaling", "none", f"{where}, where the batch is one for all workers"
     yield joint, "small_workers", 0, shared
     yield joint, "small_ratio", 0, shared
-    yield not joint, "global_batch_size", None, f"but {where}"
-    yield not joint, "drop_last", False, f"but {where}"
-    yield not step, "sync_batch_norm", False, "but with sync step"
+    yield not joint, "global_batch_size", None, f"except {where}"
+    yield not joint, "drop_last", False, f"except {where}"
+    yield not step, "sync_batch_norm", False, "except with sync step"
     waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
     yield config.sync_batch_norm, "compile", False, waits
     by_hand = config.local_batch_sizes is not None
@@ -271,33 +271,33 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
     yield gradients and config.sync != "bsp", "clip_grad", None, parts
     yield gradients and config.sync != "bsp", "opt_kwargs", (), parts
-    yield config.layer_decay is None, "layer_decay_min_scale", 0, "but with layer_decay"
+    yield config.layer_decay is None, "layer_decay_min_scale", 0, "except with layer_decay"
     weights = config.pretrained or ":" in config.model
     yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
-    unmixed = "but with mixup, cutmix or cutmix_minmax"
+    unmixed = "except with mixup, cutmix or cutmix_minmax"
     for name, without in (("mixup_prob", 1), ("mixup_mode", "batch"), ("mixup_off_epoch", 0)):
         yield not config.mixes, name, without, unmixed
     both = config.mixup and (config.cutmix or config.cutmix_minmax)
-    yield not both, "mixup_switch_prob", 0.5, "but with mixup and CutMix"
+    yield not both, "mixup_switch_prob", 0.5, "except with mixup and CutMix"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
     falls = config.lr_schedule in ("cosine", "poly")
     for name, without in (("min_lr", 0), ("cooldown_epochs", 0), ("lr_k_decay", 1)):
-        yield not falls, name, without, "but with lr_schedule cosine or poly"
-    yield not falls, "warmup_prefix", True, "but with lr_schedule cosine or poly"
-    yield config.lr_schedule != "poly", "lr_power", 1, "but with lr_schedule poly"
+        yield not falls, name, without, "except with lr_schedule cosine or poly"
+    yield not falls, "warmup_prefix", True, "except with lr_schedule cosine or poly"
+    yield config.lr_schedule != "poly", "lr_power", 1, "except with lr_schedule poly"
     for name, without in (("plan_only", False), ("push_to_hub", None), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
     rounds = config.sync == "bsp" and not gradients
-    yield not rounds, "node_rounds", 1, "but with sync bsp and push weights"
+    yield not rounds, "node_rounds", 1, "except with sync bsp and push weights"
     quorum = "with min_workers, where processes meet at a server"
     yield config.min_workers is not None, "node_rounds", 1, quorum
     changes = "with node_rounds, since nodes begin a round with unlike weights"
     yield config.node_rounds > 1, "wire", "float32", changes
-    effect = "but with node_rounds above 1 or link_gbps"
+    effect = "except with node_rounds above 1 or link_gbps"
     yield config.node_rounds == 1 and config.link_gbps is None, "node_workers", None, effect
-    yield config.link_gbps is None, "link_ms", 0.0, "but with link_gbps"
+    yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
     linked = config.link_gbps is not None and step
-    yield not linked, "link_overlap", 0.0, "but with link_gbps and sync step"
+    yield not linked, "link_overlap", 0.0, "except with link_gbps and sync step"
 
 
 def _shown(value: Any) -> Any:

@@ -66,7 +66,9 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
         if self.plot is None and self.goal_error is None:
             raise ValueError("goal_error must be given, in (0, 1), got none")
         if self.plot is None and self.objective != OBJECTIVE:
-            raise ValueError(f"objective must be {OBJECTIVE} but with plot, got {self.objective}")
+            raise ValueError(
+                f"objective must be {OBJECTIVE} except with plot, got {self.objective}"
+            )
         for name in ("batch_sizes", "optimizers"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):

@@ -58,10 +58,10 @@ def test_virtual_time_is_the_computing_and_the_formula_of_the_link(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"link_ms": 1.0}, "link_ms must be 0.0 but with link_gbps, got 1.0"),
+        ({"link_ms": 1.0}, "link_ms must be 0.0 except with link_gbps, got 1.0"),
         (
             {"link_gbps": 1.0, "link_overlap": 0.5},
-            "link_overlap must be 0.0 but with link_gbps and",
+            "link_overlap must be 0.0 except with link_gbps and",
         ),
         ({"link_gbps": 0.0}, "link_gbps must be"),
         ({"link_overlap": 1.5, "link_gbps": 1.0, "sync": "step"}, "link_overlap must be"),

@@ -519,7 +519,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         (["--clip-mode", "agc"], "clip_grad must be given with clip_mode, got agc alone"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
-        ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false but with a process per"),
+        ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
         (["--push-every", "2"], "push_every must be 1 with push weights, got 2"),
         (["--slowdown", "0:0.5"], "slowdown must be a factor of at least 1, got 0.5"),
@@ -593,10 +593,13 @@ def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, tex
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"staleness": 3}, "staleness must be left out but with sync ssp, got 3"),
-        ({"staleness": 0, "sync": "asp"}, "staleness must be left out but with sync ssp, got 0"),
-        ({"outer_lr": 0.5}, "outer_lr must be left out but with merge delta, got 0.5"),
-        ({"outer_momentum": 0.5, "merge": "mean"}, "outer_momentum must be left out but with mer"),
+        ({"staleness": 3}, "staleness must be left out except with sync ssp, got 3"),
+        ({"staleness": 0, "sync": "asp"}, "staleness must be left out except with sync ssp, got 0"),
+        ({"outer_lr": 0.5}, "outer_lr must be left out except with merge delta, got 0.5"),
+        (
+            {"outer_momentum": 0.5, "merge": "mean"},
+            "outer_momentum must be left out except with mer",
+        ),
         ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
         ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
     ],

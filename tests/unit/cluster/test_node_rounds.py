@@ -228,10 +228,10 @@ def test_nodes_that_meet_after_every_round_are_workers_of_one(tmp_path):
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
-        ({**NODES, "sync": "asp"}, "node_rounds must be 1 but with sync bsp and push weights"),
+        ({**NODES, "sync": "asp"}, "node_rounds must be 1 except with sync bsp and push weights"),
         (
             {**NODES, "push": "gradients", "rounds_per_epoch": 1, "node_rounds": 2},
-            "node_rounds must be 1 but with sync bsp and push weights, got 2",
+            "node_rounds must be 1 except with sync bsp and push weights, got 2",
         ),
         (
             {**NODES, "min_workers": 2, "grace_seconds": 1.0},
@@ -242,7 +242,7 @@ def test_nodes_that_meet_after_every_round_are_workers_of_one(tmp_path):
         ({**NODES, "node_workers": (2, 1)}, "node_workers must add up to the 4 workers, got 2, 1"),
         ({**NODES, "node_workers": (4,)}, "node_rounds must be 1 on one node"),
         ({**NODES, "node_workers": None}, "node_workers must be given with node_rounds 2 in one"),
-        ({**NODES, "node_rounds": 1}, "node_workers must be unset but with node_rounds above 1"),
+        ({**NODES, "node_rounds": 1}, "node_workers must be unset except with node_rounds above 1"),
         ({**NODES, "node_workers": (4, 0)}, "node_workers must"),
     ],
 )

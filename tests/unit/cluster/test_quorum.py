@@ -15,6 +15,7 @@ from benchmarks.coverage.check import check
 from benchmarks.coverage.player import NoSuchRunError, play
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
+from dbsl.cluster.membership import check_quorum
 from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import Server
 from dbsl.plan.turns import MissedRound, Restart, RoundReport
@@ -341,6 +342,15 @@ def test_a_grace_that_the_timeout_cuts_short_is_refused_but_where_the_clock_is_v
     check_processes(replace(config, grace_seconds=29.0), several)
 
 
+def test_a_run_that_too_few_workers_are_left_of_says_what_has_happened():
+    server = make(min_workers=3, workers=4)
+    for worker in (2, 3):
+        server.drop(worker)
+    said = "rank 3 was lost: 2 of 4 workers are left, fewer than --min-workers 3"
+    with pytest.raises(SyncError, match=f"^{said}$"):
+        check_quorum(server, "rank 3 was lost")
+
+
 def test_fewer_workers_at_the_start_than_a_round_needs_is_a_bad_case():
-    with pytest.raises((ValueError, SyncError), match="min_workers must be at most the 1"):
+    with pytest.raises((ValueError, SyncError), match="min_workers must be at most the 1 worker of the start"):
         play(late_case(absent=(0, 1)))

@@ -152,10 +152,10 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_lr": 0.01}, "min_lr must be 0 but with lr_schedule cosine or poly, got 0.01"),
+        ({"min_lr": 0.01}, "min_lr must be 0 except with lr_schedule cosine or poly, got 0.01"),
         (
             {"lr_schedule": "cosine", "lr_power": 2.0},
-            "lr_power must be 1 but with lr_schedule p",
+            "lr_power must be 1 except with lr_schedule p",
         ),
         ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
         (
