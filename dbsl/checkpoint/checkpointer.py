@@ -61,7 +61,7 @@ class Checkpointer:
         self._stopping.on_signal = self._cluster.interrupt
         self._cluster.on_stop = self._stop
         self._cluster.on_moved = self._forget_round
-        self._cluster.idle = partial(self.after_step, round_over=True)  # a dedicated server's part
+        self._cluster.idle = partial(self.after_step, round_over=True)  # it takes no steps
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -115,12 +116,19 @@ class Conversing(Cluster):
             finally:
                 self._changed.notify_all()
 
-    def _wait_for(self, predicate: Callable[[], object]) -> None:
+    def _wait_for(self, predicate: Callable[[], object], limit_s: float | None = None) -> None:
         # Every worker comes to the end of its round, or is lost.
         quorum = self.server.quorum
+        end = None if limit_s is None else time.monotonic() + limit_s
         while not (self._failure or predicate()):
-            if not self._settle():
-                self._changed.wait(None if quorum is None else quorum.left_s())
+            if self._settle():
+                continue
+            left_s = [] if end is None else [end - time.monotonic()]
+            if left_s and left_s[0] <= 0:
+                break
+            if quorum is not None and quorum.left_s() is not None:
+                left_s.append(quorum.left_s())
+            self._changed.wait(min(left_s, default=None))
         self._raise_failure()
 
     def _settle(self) -> bool:

@@ -49,7 +49,8 @@ class Cluster(ABC):
         on_stop: Called where the run is to stop while this process waits.
         on_moved: Called where a resumed run was stopped inside a round that is over by now: what
             was done of it is void.
-        idle: Called by a process without a worker where workers have taken a round's steps.
+        idle: Called by a process that takes no steps while others do, where it may save: at a
+            barrier once a round's steps are taken, else from time to time.
     """
 
     time_s: float | None = None

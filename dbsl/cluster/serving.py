@@ -20,6 +20,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.turns import EpochEnd, JoinedWorker, LostWorker, Round, RoundReport
 from dbsl.plan.types import CurrentPlan
 
+_LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
@@ -222,17 +223,21 @@ class ServingCluster(Conversing):
             self._door.close()
 
     def _finished(self, *, wait: bool) -> Iterator[EpochEnd]:
-        """Yield the epochs' ends that have come; `wait`: all that are to come."""
+        """Yield the epochs' ends that have come; `wait`: all that are to come.
+
+        While it waits this process has no steps after which it could save, and is asked to here.
+        """
         while True:
             with self._changed:
                 if wait and not self.server.finished and not self._all_done():
-                    self._wait_for(lambda: self._interrupted or self.server.finished)
+                    self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
                 self._raise_failure()
                 end = self.server.finished.popleft() if self.server.finished else None
             if end is None:
-                if not (wait and self._interrupted) or self._all_done():
+                if not wait or self._all_done():
                     return
-                self.on_stop()
+                act = self.on_stop if self._interrupted else self.idle
+                act()
             else:
                 self._ending = True
                 yield end

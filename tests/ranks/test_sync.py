@@ -158,6 +158,30 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, d
         assert max(s for *_, s in server["reports"]) <= (workers - 1) * (2 * staleness + 1)
 
 
+def asked_to_save_rank(rank, dedicated):
+    _, cluster, plan = make(rank, "asp", world_size=2, epochs=2, dedicated_server=dedicated)
+    if rank == 0:  # its own worker, if it has one, has finished long before the other has
+        asked = []
+        cluster.idle = lambda: asked.append(cluster.announce(len(asked) + 1, -1))
+        for turn in cluster.turns():
+            if not isinstance(turn, EpochEnd):
+                cluster.pull(turn)
+                cluster.push(make_reports(turn, plan))
+        return len(asked)
+    for turn in cluster.turns():
+        cluster.pull(turn)
+        time.sleep(0.7)
+        cluster.push(make_reports(turn, plan))
+    cluster.close()
+    return cluster.announced
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_rank_0_looks_whether_a_save_is_due_while_others_train(run_ranks, dedicated):
+    asked, heard = run_ranks(asked_to_save_rank, dedicated, world_size=2)
+    assert asked >= heard >= 1
+
+
 def broken_rule_rank(rank):
     def rule(weights, pushed, factors):
         raise ZeroDivisionError("of the rule")
