@@ -77,7 +77,5 @@ def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> Non
     planner.leave_out(workers)
     server.active = left
     if server.shortage() is not None:
-        least = server.quorum.min_workers
-        raise ValueError(
-            f"min_workers must be at most the {plural(len(left), 'worker')} of the start, got {least}"
-        )
+        least, there = server.quorum.min_workers, plural(len(left), "worker")
+        raise ValueError(f"min_workers must be at most the {there} of the start, got {least}")

@@ -22,13 +22,13 @@ def worker_rows(plan: Plan, alone_up_to: int = 0) -> list[tuple[str, WorkerPlan]
     return [(_span(group[0], group[-1]), plan.workers[group[0]]) for group in groups]
 
 
-def _neighbours(plan: Plan, alone_up_to: int = 0) -> list[range]:
-    """Return the numbers of the workers that share a row, row by row."""
+def _neighbours(plan: Plan, alone_up_to: int = 0, nodes: Sequence[int] = ()) -> list[range]:
+    """Return the numbers of the workers that share a row, row by row; of several nodes none do."""
     workers = plan.workers
     if len(workers) <= alone_up_to:
         return [range(number, number + 1) for number in range(len(workers))]
     rows, first = [], 0
-    for _, group in itertools.groupby(workers):
+    for _, group in itertools.groupby(zip(workers, nodes or itertools.repeat(0), strict=False)):
         rows.append(range(first, first + len(list(group))))
         first = rows[-1].stop
     return rows
@@ -77,7 +77,7 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
 
     Args:
         plan: The plan.
-        nodes: The node of each worker; it has a column if there are several.
+        nodes: The node of each worker; if there are several it has a column, and rows of its own.
     """
     several = len(set(nodes)) > 1
     head = f"  {'node':>6}" if several else ""
@@ -86,10 +86,10 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
     lines = [
         f"{titles} {'time':>9}" if alone else f"{titles} {'weight':>7} {'time':>9} {'idle':>7}"
     ]
-    rows = _neighbours(plan)
+    rows = _neighbours(plan, nodes=nodes)
     for group in rows[:MAX_ROWS]:
         w, name = plan.workers[group[0]], _span(group[0], group[-1])
-        node = f"  {_span(nodes[group[0]], nodes[group[-1]]):>6}" if several else ""
+        node = f"  {nodes[group[0]]:>6}" if several else ""
         own = f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7}"
         weight, time = f" {w.merge_weight:>7.4f}", f" {duration(w.predicted_time_s):>9}"
         idle = f" {100 * idle_share(plan, w):>5.1f} %"

@@ -352,5 +352,7 @@ def test_a_run_that_too_few_workers_are_left_of_says_what_has_happened():
 
 
 def test_fewer_workers_at_the_start_than_a_round_needs_is_a_bad_case():
-    with pytest.raises((ValueError, SyncError), match="min_workers must be at most the 1 worker of the start"):
+    with pytest.raises(
+        (ValueError, SyncError), match="min_workers must be at most the 1 worker of the start"
+    ):
         play(late_case(absent=(0, 1)))
