@@ -19,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from dbsl.base.files import describe, write_text, write_with
 from dbsl.base.serialize import unpack
@@ -143,11 +144,15 @@ def reading_checkpoint(folder: Path | None) -> Iterator[None]:
 def prune(run_folder: Path, keep: int, spare: str | None = None) -> None:
     """Remove all complete checkpoints but the newest `keep` and the one of the name `spare`.
 
-    Incomplete ones stay: other processes may be writing the next.
+    Incomplete ones stay: other processes may be writing the next. So does, with a warning, one that
+    cannot be removed: that is no reason to end a run.
     """
     for folder in checkpoints_in(run_folder)[keep:]:
         if folder.name != spare:
-            remove(folder)
+            try:
+                remove(folder)
+            except OSError as error:
+                tqdm.write(f"warning: {folder} could not be removed ({error.strerror or error})")
 
 
 def remove_incomplete(run_folder: Path) -> None:

@@ -148,15 +148,18 @@ class Writer:
                     seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
                 )
                 write_manifest(target, manifest)
-                mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
-                prune(self._folder, max(1, keep), mirror.uploading)
-                first = int(self._run.config.dedicated_server)  # the rank of worker 0
-                mirror.wake({first + worker for worker in self._session.log.members.away})
-            self.last_good = copy.name
         except Exception as error:
             if self.late and not target.exists():
                 return  # newer checkpoints are complete, and this one was removed
             self._failed(target, error)
+            return
+        self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
+        if self._rank == SERVER_RANK:
+            mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
+            prune(self._folder, max(1, keep), mirror.uploading)
+            first = int(self._run.config.dedicated_server)  # the rank of worker 0
+            away = self._session.log.members.away.copy()  # the training goes on and changes it
+            mirror.wake({first + worker for worker in away})
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest will say of them."""

@@ -79,6 +79,27 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["epoch-0001"]
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    import dbsl.checkpoint.on_disk
+
+    remove = dbsl.checkpoint.on_disk.remove
+
+    def refusing(folder):
+        if folder.name == "epoch-0001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        remove(folder)
+
+    monkeypatch.setattr(dbsl.checkpoint.on_disk, "remove", refusing)
+    run(tmp_path / "run", **ROUNDS, keep_checkpoints=1)
+    folder = tmp_path / "run/checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["epoch-0001", "epoch-0003"]
+    said = capsys.readouterr()
+    line = f"{folder / 'epoch-0001'} could not be removed (Permission denied)"
+    assert line in said.out + said.err
+
+
 def test_a_full_disk_is_told_in_one_line(capsys):
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x/summary.json")
