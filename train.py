@@ -61,7 +61,10 @@ from dbsl.run.session import Session
 
 @dataclass(frozen=True)
 class Config(BceConfig, RunConfig):
-    """Dual-batch learning with cyclic progressive resizing; lists take commas or spaces."""
+    """Dual-batch learning with cyclic progressive resizing.
+
+    Lists take commas or spaces. The value unset takes back what a file or a resumed run sets.
+    """
 
     # --- training
     # label smoothing, in [0, 1)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 POSITIONAL = {"flag": "positional"}  # the values that stand behind no flag
 REPEATED = {"flag": "repeated"}  # one value behind each flag, which may be given again
 
+UNSET = "unset"  # the value that takes back a setting of a file
+
 _VALUE = "\0"  # goes before each value: argparse would take what begins with "-" for a flag
 _WORDS = {int: ("a whole number", "N"), float: ("a number", "X"), Path: ("a text", "FILE")}
 _UNIONS = (typing.Union, types.UnionType)
@@ -183,7 +185,7 @@ def _read(hint: Any, text: str) -> Any:
     """Return the value that a text means as a type; of a union the first type that it fits."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is types.NoneType:
-        return {"None": None}[text]
+        return {UNSET: None, "None": None}[text]
     if origin is typing.Literal:
         return {str(choice): choice for choice in inside}[text]
     if origin is tuple:

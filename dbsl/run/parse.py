@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dbsl.base.flags import build, kinds_in_words, read_flags
+from dbsl.base.flags import UNSET, build, kinds_in_words, read_flags
 from dbsl.cluster.launch import recall
 from dbsl.run.accelerator import launched_precision
 from dbsl.run.bucket import pull_config, url_to_pull
@@ -114,7 +114,10 @@ def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterato
         paths = [s.path for s in sources if name in {k.replace("-", "_") for k in s.settings}]
         if not paths or name in said:
             raise
-        raise ValueError(f"{error} ({paths[-1]} sets {name}; a flag wins over it)") from None
+        way = "a flag wins over it"
+        if f"{name} must be {UNSET} " in str(error):
+            way += f": --{name.replace('_', '-')} {UNSET}"
+        raise ValueError(f"{error} ({paths[-1]} sets {name}; {way})") from None
 
 
 def _own_settings(
