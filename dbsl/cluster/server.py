@@ -289,12 +289,14 @@ class Server(GlobalWeights):
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         """Merge a push by itself."""
-        current = self._weights
+        current, merged = self._weights, None
+        if self._own is not None:  # it may fail: the weights are then as they were
+            merged = self._merged(current, {report.worker: (weights, report.merge_weight)})
         out = self._writable()  # another tensor where `current` is still read
-        if self._own is None:
+        if merged is None:
             merge_one(current, weights, report.merge_weight, self.rule, out)
         else:
-            out.copy_(self._merged(current, {report.worker: (weights, report.merge_weight)}))
+            out.copy_(merged)
         self.version += 1
 
     @torch.no_grad()

@@ -173,8 +173,13 @@ class ServingCluster(Conversing):
         """Return which round it is, and the server's state.
 
         This process's weights are the model's; they are not in here.
+
+        Raises:
+            Exception: What has failed in a thread, a merge rule's error for one: such a state is
+                not to be gone on from.
         """
         with self._changed:
+            self._raise_failure()
             server = self.server.state_dict()
             return {"clock": self._clock, "waited_s": self._waited_s, "server": server}
 

@@ -8,6 +8,8 @@ from dbsl.base.serialize import pack, unpack
 from dbsl.cluster.global_weights import merge_one
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.server import Server
+from dbsl.cluster.serving import ServingCluster
+from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.turns import Restart, RoundReport
 
 
@@ -107,6 +109,35 @@ def test_pulled_weights_do_not_change_under_the_worker():
 def test_workers_that_pull_the_same_version_share_one_tensor():
     s = server("mean", workers=3, staleness=0)
     assert s.pull(0).data_ptr() == s.pull(1).data_ptr() == s.pull(2).data_ptr()
+
+
+def broken(weights, pushed, factors):
+    raise ZeroDivisionError("of the rule")
+
+
+def test_a_rule_that_fails_leaves_the_weights_as_they_were():
+    owner = Server(
+        torch.tensor([1.0, 2.0]), 2, rule="ratio", staleness=None, rounds_per_epoch=1, own=broken
+    )
+    read = owner.pull(0)
+    with pytest.raises(ZeroDivisionError):
+        owner.push(torch.tensor([3.0, 3.0]), report(0))
+    assert owner.snapshot() is read
+
+
+def test_a_server_whose_rule_has_failed_is_not_saved():
+    weights = FlatWeights(torch.nn.Linear(2, 1))
+    owner = Server(weights.vector, 1, rule="ratio", staleness=None, rounds_per_epoch=1, own=broken)
+    cluster = ServingCluster(
+        weights,
+        owner,
+        **{"pairs": {}, "planner": None, "workers": (0,), "epochs": 1, "rounds_per_epoch": 1},
+        **{"timeout_s": 1.0, "narrow": None, "sends_changes": False},
+    )
+    cluster.state_dict()
+    for act in (lambda: cluster.push([report(0)]), cluster.state_dict):
+        with pytest.raises(ZeroDivisionError, match="of the rule"):
+            act()
 
 
 def test_staleness_counts_global_updates_since_the_pull():
