@@ -177,6 +177,8 @@ class _Player:
         for loss in self._cluster.lost():
             played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
             epoch = max(server.clocks) // server.rounds_per_epoch + 1
+            fixed = self._run.planner.fixed.items()  # begun by other workers, perhaps
+            epoch = max(epoch, *(e + 1 for e, rows in fixed if any(row.left for row in rows)), 0)
             self._untouched = max(self._untouched, epoch)
             self._joined = joined = {pair for pair in joined if pair[0] != loss.worker}
         for worker in self._cluster.joined():

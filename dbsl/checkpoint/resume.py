@@ -28,7 +28,9 @@ from dbsl.cluster.collectives import share_text
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.model import BEST
+from dbsl.plan.members import Members
 from dbsl.plan.turns import Restart
+from dbsl.plan.types import segments_from_plain
 from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.folder import check_metrics
 from dbsl.run.parse import run_folder_of
@@ -259,8 +261,8 @@ def _own_shard(found: Found, rank: int, run: Run) -> Any:
 def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
-    They begin with the first epoch that nobody has begun. Those under way keep the plans that were
-    made without them.
+    They begin with the first epoch that nobody has begun, as workers that join a running job do.
+    Those under way keep the plans that were made without them.
 
     Args:
         state: As it was saved.
@@ -271,10 +273,12 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     there = set(server["active"])
     if len(there) == len(server["clocks"]):
         return state
-    active = [clock for w, clock in enumerate(server["clocks"]) if w in there]
     last = min(epochs, run.config.epochs) * rounds  # that anybody could have begun
-    begun = max(min(max(active) + 1, last), planner.get("begun", 0))
-    first, begin = min(active) // rounds, -(-begun // rounds)  # epochs
+    clocks = dict(enumerate(server["clocks"]))
+    members = Members(clocks, there, last, server.get("newcomers", ()))
+    kept = segments_from_plain(planner["fixed"])
+    first = members.slowest // rounds
+    begin = members.next_epoch(planner.get("begun", 0), rounds, kept)
     fixed = {
         epoch: [{"plan": planner["current"][run.stage_at(epoch).resolution]}]
         for epoch in range(first, begin)

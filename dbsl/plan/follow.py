@@ -176,9 +176,8 @@ class Planner:
                 f"a worker that joins must be one of {len(self._speeds)} and not there, "
                 f"got worker {worker}"
             )
-        rounds, begun = self._rounds, max(self._begun, members.begun)
-        kept = [epoch for epoch, rows in self.fixed.items() if any(row.left for row in rows)]
-        first = max(-(-begun // rounds), max(kept, default=-1) + 1)
+        rounds = self._rounds
+        first = members.next_epoch(self._begun, rounds, self.fixed)
         if first * rounds >= members.last:
             return members.last
         active = {*members.active, worker}

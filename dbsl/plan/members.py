@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+from dbsl.plan.types import CurrentPlan
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,21 @@ class Members:
         """Rounds of the run that any worker that is there may have begun."""
         begun = [self.clocks[worker] + (worker not in self.newcomers) for worker in self.active]
         return min(max(begun), self.last)
+
+    def next_epoch(
+        self, begun: int, rounds: int, fixed: Mapping[int, Sequence[CurrentPlan]]
+    ) -> int:
+        """Return the first epoch whose plan may change: nobody has begun it.
+
+        Nor did other workers, before a resume: they left a part of it, which keeps its plan.
+
+        Args:
+            begun: Rounds of the run that a loss left as they were planned.
+            rounds: Rounds per epoch.
+            fixed: Plans by epoch that measured times no longer change.
+        """
+        left = [epoch for epoch, rows in fixed.items() if any(row.left for row in rows)]
+        return max(-(-max(begun, self.begun) // rounds), max(left, default=-1) + 1)
 
     def without(self, worker: int) -> Members:
         """Return the others."""

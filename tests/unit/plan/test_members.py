@@ -1,8 +1,10 @@
 """Workers that come and go: who has which samples of which epoch, and from when on."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.coverage.cases import Case
+from benchmarks.coverage.cases import Case, Stop
 from benchmarks.coverage.check import check
 from benchmarks.coverage.player import play
 from benchmarks.coverage.prepare import prepare
@@ -128,6 +130,17 @@ def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_rou
     assert (played.lost_workers, played.joined_workers) == (1, 1)
     assert played.expected - played.trained == played.lost == 45
     assert played.twice == 0
+
+
+@pytest.mark.parametrize("turn", [7, 8, 9, 10])  # of the second stop
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("lost_s", [0.2, 0.25])
+def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and_a_resume(
+    lost_s, workers, turn
+):
+    leads = case((lost_s, 1, False), slow={0: 4}, epochs=4, rounds=2)
+    played = check(replace(leads, stops=(Stop(6, workers), Stop(turn))))
+    assert (played.stops, played.resized, played.lost_workers) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("left", [(), ((0, 90),)])
