@@ -14,7 +14,7 @@ echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT 
 read -ra statuses <<< "$STATUSES"
 exit "${statuses[RANK]}"
 """
-# Starts the tasks as Slurm would, and ends with the highest status.
+# Starts the tasks as Slurm would, says how they end, and ends with the highest status.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do echo "$1" >> "$SAID.srun"; shift; done
 worst=0 rank=0 node=0
@@ -23,6 +23,7 @@ for size in $NODES; do
         SLURM_PROCID=$rank SLURM_LOCALID=$i SLURM_NODEID=$node "$@"
         status=$?
         ((status > worst)) && worst=$status
+        ((status)) && echo "srun: error: n1: task $rank: Exited with exit code $status" >&2
         ((rank++))
     done
     ((node++))
@@ -79,7 +80,13 @@ def test_the_slurm_job_tells_each_process_its_place_on_unlike_nodes(
     ("statuses", "again"),
     [
         *(("75 75 75 75", True), ("75 143 75 75", True), ("0 0 0 0", False)),
-        *(("75 2 2 2", True), ("2 2 137 2", False), ("3 3 3 3", False), ("1 0 0 0", False)),
+        *(
+            ("75 137 75 75", True),
+            ("75 2 2 2", True),
+            ("2 2 137 2", False),
+            ("3 3 3 3", False),
+            ("1 0 0 0", False),
+        ),
     ],
 )
 def test_the_slurm_job_is_queued_again_only_if_it_was_stopped(
@@ -120,7 +127,10 @@ def test_the_kubernetes_job_runs_train_py_with_as_many_pods_as_processes():
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy is refused beside another
 
 
-@pytest.mark.parametrize(("statuses", "status"), [("0 0 0 0", 0), ("75 75 75 75", 75)])
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [("0 0 0 0", 0), ("75 75 75 75", 75), ("0 0 137 75", 75), ("2 2 137 2", 137)],
+)
 def test_the_skypilot_task_ends_with_the_status_of_train_py(
     stand_ins, monkeypatch, statuses, status
 ):
