@@ -261,7 +261,8 @@ def _own_shard(found: Found, rank: int, run: Run) -> Any:
 def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
     """Return rank 0's state with the workers back that were lost.
 
-    They begin with the first epoch that nobody has begun, as workers that join a running job do.
+    They begin with the first epoch that nobody has begun, when another worker has come as far, like
+    workers that join a running job.
     Those under way keep the plans that were made without them.
 
     Args:
@@ -285,7 +286,9 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     }
     fixed |= planner["segments"] | planner["fixed"]
     clocks = [c if w in there else begin * rounds for w, c in enumerate(server["clocks"])]
-    server = server | {"clocks": clocks, "active": list(range(len(clocks)))}
+    back = set(range(len(clocks))) - there
+    newcomers = sorted(back.union(server.get("newcomers", ())))
+    server = server | {"clocks": clocks, "active": list(range(len(clocks))), "newcomers": newcomers}
     changes = {
         "current": {resolution: asdict(plan) for resolution, plan in run.plans.items()},
         "fixed": {epoch: rows for epoch, rows in fixed.items() if epoch < begin},

@@ -95,10 +95,8 @@ class Server(GlobalWeights):
         A newcomer waits until another worker has come as far: it would else lead from its first
         round on.
         """
-        if worker in self.newcomers and len(self.active) > 1:
-            leader = max(self.clocks[other] for other in self.active - {worker})
-            if self.clocks[worker] > leader:
-                return False
+        if worker in self.newcomers and self.clocks[worker] > self._newcomers_start():
+            return False
         if self.quorum is not None and self.quorum.rests(worker):
             return False
         return self.staleness is None or self.clocks[worker] <= self.latest_start()
@@ -108,6 +106,11 @@ class Server(GlobalWeights):
         if self.quorum is not None:
             return self.quorum.round
         return float("inf") if self.staleness is None else self.slowest() + self.staleness
+
+    def _newcomers_start(self) -> int:
+        """Return the clock up to which newcomers may begin: the leader's, who is none of them."""
+        others = self.active - self.newcomers
+        return max(self.clocks[w] for w in others) if others else self.slowest()
 
     def slowest(self) -> int:
         """Return the clock of the slowest worker that is still there."""

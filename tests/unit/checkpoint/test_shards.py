@@ -69,6 +69,7 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
     assert state["planner"]["begun"] == 2 * back
     assert set(state["planner"]["fixed"]) == set(range(min(clocks[:2]) // 2, back))
+    assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
 
 
 SIMULATED = {"queue": [(0.5, 1)], "turn": None}

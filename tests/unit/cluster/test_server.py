@@ -246,6 +246,16 @@ def test_a_worker_that_joins_begins_when_another_has_come_as_far():
     assert [end.epoch for end in s.finished] == [0, 1]  # the epochs before it end without it
 
 
+def test_of_two_that_join_none_begins_before_another_has_come_as_far():
+    s = server("ratio", workers=3, staleness=None)
+    for worker in (1, 2):
+        s.drop(worker)
+        s.join(worker, 1)
+    assert not any(s.may_start(worker) for worker in (1, 2))
+    s.push(torch.zeros(2), report(0))
+    assert all(s.may_start(worker) for worker in (1, 2))
+
+
 def test_newcomers_never_wait_for_each_other():
     s = server("ratio", workers=3, staleness=1)
     for worker, clock in ((1, 2), (2, 3)):
