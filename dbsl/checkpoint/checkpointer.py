@@ -163,7 +163,9 @@ class Checkpointer:
         self._writer.start(copy)
 
     def _stop(self) -> None:
-        why = self._stopping.reason or "another process was asked to stop"
+        self._session.log.members.hear(self._cluster)  # of a loss while this process waited
+        why = self._stopping.reason or self._cluster.stop_reason
+        why = why or "another process was asked to stop"
         self._save(stop=True)
         self._writer.wait()
         raise RunStopped(

@@ -16,7 +16,7 @@ from torch import Tensor
 from dbsl.base.errors import SyncError
 from dbsl.cluster.heartbeats import Pulse
 from dbsl.cluster.joining import Door
-from dbsl.cluster.membership import check_quorum, lose_worker
+from dbsl.cluster.membership import lose_worker, too_few_without
 from dbsl.cluster.messages import (
     CPU,
     Kind,
@@ -282,13 +282,14 @@ class Conversing(Cluster):
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
+        if short := too_few_without(self.server, worker):
+            # Saved with it as it was: after a resume it begins its round anew.
+            self.stop_reason = f"rank {rank} was lost ({reason}): {short}"
+            self._interrupted = True
+            return False
         clock = self.server.clocks[worker]
         try:
             samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
-            check_quorum(self.server, f"rank {rank} was lost ({reason})")
-        except SyncError as error:
-            self._failure = error
-            return False
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dbsl.base.errors import SyncError
 from dbsl.base.words import plural
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
@@ -50,19 +49,12 @@ def join_worker(server: Server, planner: Planner, worker: int, last: int) -> int
     return clock
 
 
-def check_quorum(server: Server, what: str) -> None:
-    """Raise `SyncError` if fewer workers are left than a round is to be merged from.
-
-    Args:
-        server: With the workers that are left.
-        what: Why they are fewer.
-    """
-    if (left := server.shortage()) is not None:
-        least = server.quorum.min_workers
-        raise SyncError(
-            f"{what}: {left} of {plural(len(server.clocks), 'worker')} are left, fewer than "
-            f"--min-workers {least}"
-        )
+def too_few_without(server: Server, worker: int) -> str | None:
+    """Return in words that without a worker too few are left to merge a round from, if so."""
+    if (left := server.shortage(worker)) is None:
+        return None
+    least, all_ = server.quorum.min_workers, plural(len(server.clocks), "worker")
+    return f"{left} of {all_} are left, fewer than --min-workers {least}"
 
 
 def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> None:

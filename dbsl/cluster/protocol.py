@@ -47,6 +47,7 @@ class Cluster(ABC):
         time_s: The virtual clock of simulated workers; None where times are real.
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
+        stop_reason: Why, if that is the cluster's own: too few workers are left.
         on_moved: Called where a resumed run was stopped inside a round that is over by now: what
             was done of it is void.
         idle: Called by a process that takes no steps while others do, where it may save: at a
@@ -83,6 +84,7 @@ class Cluster(ABC):
         self._waited_s = 0.0  # since the last report
         self._refused = 0
         self._interrupted = False  # the run is to stop
+        self.stop_reason: str | None = None
         self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
 
     def __enter__(self) -> Cluster:

@@ -169,11 +169,15 @@ class Server(GlobalWeights):
         self._end_epochs()
         return True
 
-    def shortage(self) -> int | None:
-        """Return the number of workers that are left, if rounds cannot be merged from so few."""
+    def shortage(self, without: int | None = None) -> int | None:
+        """Return the number of workers that are left, if rounds cannot be merged from so few.
+
+        Args:
+            without: A worker that is about to be dropped.
+        """
         if self.quorum is None:
             return None
-        able = self.quorum.able(self.clocks, self.active, self.newcomers)
+        able = self.quorum.able(self.clocks, self.active - {without}, self.newcomers)
         return able if able < self.quorum.min_workers else None
 
     def pull(self, worker: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SyncError
 from dbsl.base.numbers import as_counts, as_numbers
-from dbsl.cluster.membership import Change, check_quorum, join_worker, lose_worker
+from dbsl.cluster.membership import Change, join_worker, lose_worker, too_few_without
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -104,6 +104,8 @@ class SimulatedCluster(Cluster):
         server, clock = self.server, self.server.clocks[worker]
         if worker not in server.active or server.active == {worker} or clock >= self._rounds:
             return
+        if short := too_few_without(server, worker):
+            raise SyncError(f"worker {worker} was lost: {short}")
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
         if worker in self._pulled:
@@ -112,7 +114,6 @@ class SimulatedCluster(Cluster):
             samples = lose_worker(server, self._plans.planner, worker, self._rounds)
         except ValueError as error:
             raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
-        check_quorum(server, f"worker {worker} was lost")
         self._lost.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
     def join(self, worker: int) -> None:

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from dbsl.base.errors import EXIT_STOPPED
 from dbsl.log.rows import read_metrics
 from tests.helpers import free_port, slow, start_rank, to_flags, wait_all, wait_until
 
@@ -88,3 +89,19 @@ def test_a_worker_that_is_killed_is_launched_again_and_trains_to_the_end(tmp_pat
     seen = summary["samples_seen"] + summary.get("missed_samples", 0)
     assert seen + summary.get("lost_samples", 0) == 40 * SAMPLES
     assert summary["joined_workers"] == summary["lost_workers"] == [2]
+
+
+@slow
+def test_with_too_few_workers_left_the_run_is_saved_and_goes_on_when_all_are_back(tmp_path):
+    job = Job(tmp_path / "run", 16, **QUORUM)
+    job.wait_for("round", 6)
+    for process in job.processes[1:]:
+        process.kill()
+    assert wait_all(job.processes, 90)[0] == EXIT_STOPPED
+    assert "1 of 3 workers are left, fewer than --min-workers 2) and saved as" in (
+        job.processes[0].stderr
+    )
+    job.processes = [job.start(rank) for rank in range(3)]
+    trained, left_out = job.end()
+    assert max(trained) == trained[-1] == SAMPLES
+    assert sum(trained) + left_out == 16 * SAMPLES

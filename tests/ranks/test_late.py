@@ -2,6 +2,8 @@
 
 import os
 import time
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 
@@ -84,6 +86,34 @@ def dying_rank(rank, world_size):
             os._exit(9)
 
     return train(rank, world_size, False, on_round)
+
+
+class StoppedError(Exception):
+    """The run is to be saved and to end."""
+
+
+def too_few_left(rank, world_size):
+    """Train until rank 2, then rank 1 has died; return what rank 0 would save, and why."""
+
+    def on_round(worker, epoch):
+        if worker == 3 - epoch // 2 and epoch % 2 == 0:
+            os._exit(9)
+
+    def stop(cluster):
+        raise StoppedError(cluster.stop_reason, cluster.state_dict()["server"]["active"])
+
+    with patch("dbsl.cluster.protocol.Cluster.on_stop", property(lambda c: partial(stop, c))):
+        try:
+            train(rank, world_size, False, on_round)
+        except StoppedError as stopped:
+            return stopped.args
+
+
+def test_where_too_few_are_left_the_run_is_to_be_saved_as_of_before_the_loss(run_ranks):
+    (reason, active), *_ = run_ranks(too_few_left, 3, world_size=3)
+    assert reason.startswith("rank 1 was lost (")
+    assert reason.endswith("): 1 of 3 workers are left, fewer than --min-workers 2")
+    assert active == [0, 1]  # worker 1 begins its round anew after a resume
 
 
 def test_where_enough_are_left_rounds_go_on_without_one_that_died(run_ranks):
