@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -72,6 +72,7 @@ class Mirror:
     Attributes:
         failures: Tries that failed.
         uploading: Name of the checkpoint that is on its way, which must stay on disk.
+        saving: Returns the ranks whose shard of a save, by its number, is to be waited for.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Mirror:
         self._several = own is not None and accelerator.num_processes > 1
         self.failures = 0
         self.uploading: str | None = None
-        self._lost: Collection[int] = ()
+        self.saving: Callable[[int], Collection[int]] = lambda sequence: ()
         self._change = threading.Condition()
         self._asked = self._done = 0  # requests
         self._failed = 0  # tries, since one did not or the end began
@@ -114,10 +115,10 @@ class Mirror:
                 elif stopped:
                     store.wait(["over"], timedelta(seconds=_PATIENCE_S))
 
-    def wake(self, lost: Collection[int] = ()) -> None:
-        """Mirror what the folder has now; processes that were lost save nothing more."""
+    def wake(self) -> None:
+        """Mirror what the folder has now."""
         with self._change:
-            self._asked, self._lost = self._asked + 1, lost
+            self._asked += 1
             self._change.notify_all()
 
     def wait(self, limit_s: float = _PATIENCE_S) -> None:
@@ -125,7 +126,7 @@ class Mirror:
         if self._bucket is None:
             return
         self._ending, self._failed = True, 0
-        self.wake(self._lost)
+        self.wake()
         with self._change:
             self._change.wait_for(
                 lambda: self._done == self._asked or self._failed >= _TRIES or self._over, limit_s
@@ -212,7 +213,11 @@ class Mirror:
     def _late_shards(self, folder: Path, manifest: Manifest, began: float) -> dict[str, Any]:
         """Return the files of shards that the manifest lacks, once they are there."""
         late = [r for r in range(manifest.processes) if shard_names(r)[0] not in manifest.files]
-        while not all((folder / sums_name(r)).exists() for r in late if r not in self._lost):
+        while any(
+            not (folder / sums_name(rank)).exists()
+            for rank in self.saving(manifest.sequence)
+            if rank in late
+        ):
             limit = _LAST_SHARDS_S if self._ending else _SHARDS_S
             if time.monotonic() - began > limit:
                 break

@@ -65,6 +65,7 @@ class Writer:
         self._processes = session.accelerator.num_processes
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
+        session.mirror.saving = session.cluster.saving
         self.last_good = last_good
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -157,9 +158,7 @@ class Writer:
         if self._rank == SERVER_RANK:
             mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
             prune(self._folder, max(1, keep), mirror.uploading)
-            first = int(self._run.config.dedicated_server)  # the rank of worker 0
-            away = self._session.log.members.away.copy()  # the training goes on and changes it
-            mirror.wake({first + worker for worker in away})
+            mirror.wake()
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest will say of them."""

@@ -88,6 +88,27 @@ class Conversing(Cluster):
         self._stopping = False
         self._changed = threading.Condition()  # guards the server
         self._failure: Exception | None = None
+        self._heard: dict[int, int] = {}  # by rank that is served: the last save it was told of
+        self._saving: dict[int, set[int]] = {}  # by save: ranks that were told of it
+
+    def saving(self, sequence: int) -> set[int]:
+        """Return the ranks whose shard of a save is there or may still come.
+
+        A worker hears of a save when it pulls. Those that finish before do not save it, nor does
+        one that came later, or that heard of a newer save first.
+        """
+        with self._changed:
+            ranks = set(self._saving.get(sequence, ()))
+            if sequence == self._announced[0]:
+                ranks |= {rank for rank, heard in self._heard.items() if heard < sequence}
+            return ranks
+
+    def _told(self, rank: int) -> None:
+        """Note that a rank has been told of the last save, with the lock held."""
+        sequence = self._announced[0]
+        if self._heard[rank] < sequence:
+            self._heard[rank] = sequence
+            self._saving.setdefault(sequence, set()).add(rank)
 
     def _worker_of(self, rank: int) -> int:
         return rank - (not self.workers)
@@ -97,6 +118,7 @@ class Conversing(Cluster):
     ) -> threading.Thread:
         """Return what serves a rank; `first` is what it is told before it asks."""
         pulse = Pulse(rank, pair, self._timeout_s, asks=False, on_lost=self._wake)
+        self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
         arguments = (rank, pair, pulse, first)
         return threading.Thread(
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
@@ -162,9 +184,14 @@ class Conversing(Cluster):
             whole, narrow = (Transfer(buffer, pair, d) for d in (None, self._narrow_dtype))
             pulled = torch.empty_like(buffer) if self._sends_changes else None
             self._converse(_Peer(rank, worker, pair, pulse, buffer, whole, narrow, pulled))
+            with self._changed:
+                del self._heard[rank]
         except Exception as error:
             reason = pulse.reason(error)
             with self._changed:
+                del self._heard[rank]
+                for ranks in self._saving.values():
+                    ranks.discard(rank)
                 if self._lose(rank, worker, reason) and self._door is not None:
                     self._door.leave_out(rank, reason)
                 self._changed.notify_all()
@@ -198,6 +225,7 @@ class Conversing(Cluster):
                 self._interrupted = True
                 self._changed.notify_all()
                 self._wait_for(lambda: self._stopping)
+            self._told(peer.rank)
         send(answer(stop=True, announced=self._announced), peer.pair)
 
     def _take_push(self, peer: _Peer, head: Tensor, *, is_change: bool) -> None:
@@ -267,6 +295,7 @@ class Conversing(Cluster):
             self._wait_to_start(peer)
             stop = self._interrupted
             weights = None if stop else self.server.pull(peer.worker)
+            self._told(peer.rank)
         send(answer(stop=stop, announced=self._announced), peer.pair)
         if not stop:
             peer.whole.send(weights, copy=peer.pulled)

@@ -175,6 +175,10 @@ class Cluster(ABC):
         """Number of the last save that every process is to take part in; 0: none."""
         return self._announced[0]
 
+    def saving(self, sequence: int) -> set[int]:
+        """Return the ranks that save in their own time and may do so as of a save's number."""
+        return set()
+
     def leave(self, sequence: int) -> int:
         """Stop taking turns; return the number of the save to take part in."""
         return sequence

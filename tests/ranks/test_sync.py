@@ -182,6 +182,36 @@ def test_rank_0_looks_whether_a_save_is_due_while_others_train(run_ranks, dedica
     assert asked >= heard >= 1
 
 
+def waiting_for_shards_rank(rank, epochs):
+    _, cluster, plan = make(rank, "asp", world_size=3, epochs=epochs, dedicated_server=True)
+    if rank == 0:
+        still = []
+
+        def look():
+            if set(cluster._heard) == {2}:  # rank 1 has finished
+                cluster.announce(1, -1)
+                still.append(cluster.saving(1))
+
+        cluster.idle = look
+        list(cluster.turns())
+        cluster.close()
+        return {"meanwhile": still, "in the end": cluster.saving(1), "of before": cluster.saving(7)}
+    for turn in cluster.turns():
+        cluster.pull(turn)
+        time.sleep((rank - 1) * 1.2)
+        cluster.push(make_reports(turn, plan))
+    cluster.close()
+    return cluster.announced
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_only_shards_of_workers_that_hear_of_a_save_are_waited_for(run_ranks, epochs):
+    told, _, heard = run_ranks(waiting_for_shards_rank, epochs, world_size=3)
+    assert told.pop("meanwhile")[:1] == [{2}]
+    assert told == {"in the end": {2} if heard else set(), "of before": set()}
+    assert heard == epochs - 1  # in its last round it pulls no more
+
+
 def broken_rule_rank(rank):
     def rule(weights, pushed, factors):
         raise ZeroDivisionError("of the rule")
