@@ -28,10 +28,13 @@ _PANELS = (
     ("idle", "done before the\nslowest by [%]"),
 )
 _SAME = 0.01  # of a panel's height: lines that are nearer to each other than this coincide
+_LEAST_LEFT_OUT = 0.01  # percent of an epoch: less is rounding
 _DASH = 4.0  # length of a coinciding worker's dashes, in widths of its line
 _WIDE = 30  # ratio of planned to measured seconds from which their axis is logarithmic
 _FAR = 10  # times what three quarters of a panel stay below: not drawn to scale
 _SECONDS = ("time_s", "wait_time_s")  # panels in which one outlier does not set the scale
+_MARKS = {"missed": "late", "lost": "lost", "joined": "joined"}  # by event
+_SHAPES = {"late": "v", "lost": "X", "joined": "^"}
 _OF_ONE = ("local_batch_size", "time_s")  # what there is to say of one worker
 
 
@@ -43,7 +46,9 @@ def worker_history(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
 def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, np.ndarray]]:
     """Return a run's epochs and, for each quantity drawn, an array [workers, epochs].
 
-    Epochs count from 1. An epoch that a worker has not finished is NaN.
+    Epochs count from 1. An epoch that a worker has not finished is NaN. A share is one of all
+    samples of an epoch, those that nobody trained on included. A worker that has missed rounds of
+    an epoch, or was lost in it, has no idle time: it is not known how long they would have taken.
     """
     rounds: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in metrics:
@@ -59,11 +64,32 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
         values["local_batch_size"][worker, column] = own[-1]["local_batch_size"]
         for name in names[1:]:
             values[name][worker, column] = sum(row.get(name, 0.0) for row in own)
+    # The longest epoch has them all, unless samples were left out of each.
+    missed = [0.0] * len(epochs)
+    for row in metrics:
+        if row["event"] == "missed" and row["epoch"] in epochs:
+            missed[epochs.index(row["epoch"])] += row["samples"]
+    samples = np.max(np.nansum(values["samples"], axis=0) + missed)
     with np.errstate(invalid="ignore", divide="ignore"):
-        values["share"] = 100 * values["samples"] / np.nansum(values["samples"], axis=0)
+        values["share"] = 100 * values["samples"] / samples
         longest = np.nanmax(values["compute_time_s"], axis=0)
         values["idle"] = 100 * (1 - values["compute_time_s"] / longest)
+    for kind, worker, epoch in worker_marks(metrics):
+        if kind != "joined" and worker < workers and epoch - 1 in epochs:
+            values["idle"][worker, epochs.index(epoch - 1)] = np.nan
     return [epoch + 1 for epoch in epochs], values
+
+
+def worker_marks(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    """Return which workers were late, lost, or have joined, and in which epochs, from 1."""
+    marks, epoch = [], 0
+    for row in metrics:
+        if row["event"] == "round":
+            epoch = max(epoch, row["epoch"])  # that a worker was lost in: none is told
+        elif row["event"] in _MARKS:
+            kind = _MARKS[row["event"]]
+            marks.append((kind, row["worker"], 1 + row.get("epoch", epoch)))
+    return list(dict.fromkeys(marks))  # late in several rounds is late once
 
 
 def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
@@ -71,8 +97,9 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
     Measured seconds have the planned ones beside them, dotted: in the worker's colour, or in black
     where workers have the same. One worker has no share, nothing to wait for, and nobody to be
-    ahead of. A simulated cluster's clock runs by
-    the plan: what its workers computed on it has a panel of its own.
+    ahead of. A simulated cluster's clock runs by the plan: what its workers computed on it has a
+    panel of its own. Beside the shares stands what nobody trained on, and who was late, lost, or
+    has joined.
 
     Args:
         metrics: Records of a metrics.jsonl, with one finished round at least.
@@ -89,6 +116,8 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         planned = values["predicted_time_s"] if name == "time_s" else None
         _draw(axes, epochs, values[name], planned)
         axes.set_ylabel(label, fontsize=9)
+        if name == "share":
+            _draw_members(axes, epochs, values["share"], worker_marks(metrics))
         least = 0.01 * np.nanmedian(values["time_s"])  # of waiting: less is nothing
         wide = math.inf if planned is None else _WIDE
         far = name in _SECONDS and fit_axis(axes, _FAR, wide, least=least, words=duration)
@@ -96,6 +125,8 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
             axes.set_ylim(bottom=0)
         elif axes.get_yscale() == "linear":
             top = np.nanmax(values[name] if planned is None else [values[name], planned])
+            if name == "share":
+                top = max(top, 100 - np.nanmin(np.nansum(values[name], axis=0)))
             axes.set_ylim(0, 1.1 * top or 1.0)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("epoch")
@@ -129,15 +160,16 @@ def _draw(
             axes.plot(epochs, np.nanmedian(planned, axis=0), ":", color="black", label="planned")
         return
     colors = matplotlib.color_sequences["tab10"]
-    groups = coinciding(values)
+    groups, near = hiding(values)
     for worker, own in enumerate(values):
         group = groups[worker]
+        x, y = _broken(epochs, own, near[np.ix_(group, group)])
         place, many = group.index(worker), len(group)
         # Dashes of a group's lines follow one another, and their rings lie in one another.
         style = (_DASH * place, (_DASH, _DASH * (many - 1))) if many > 1 else "-"
         axes.plot(
-            epochs,
-            own,
+            x,
+            y,
             color=colors[worker],
             linestyle=style,
             dash_capstyle="butt",
@@ -155,6 +187,77 @@ def _draw(
         color = colors[worker] if len(groups[worker]) == 1 < len(planned) else "black"
         axes.plot(epochs, own, ":", lw=2, marker="x", markersize=5, color=color, label="_")
     axes.plot([], [], ":", lw=2, marker="x", markersize=5, color="black", label="planned")
+
+
+def _draw_members(
+    axes: Axes, epochs: Sequence[int], share: np.ndarray, marks: Sequence[tuple[str, int, int]]
+) -> None:
+    """Draw what nobody trained on, in percent, and who was late, lost, or has joined."""
+    left_out = 100 - np.nansum(share, axis=0)
+    if np.any(left_out > _LEAST_LEFT_OUT):
+        axes.bar(epochs, left_out, color="0.8", width=0.8, zorder=0, label="nobody")
+    colors = matplotlib.color_sequences["tab10"]
+    for kind, shape in _SHAPES.items():
+        own = [(w, e) for k, w, e in marks if k == kind and e in epochs and w < len(share)]
+        if not own:
+            continue
+        axes.scatter(
+            [epoch for _, epoch in own],
+            [np.nan_to_num(share[worker, epochs.index(epoch)]) for worker, epoch in own],
+            marker=shape,
+            s=45,
+            color=[colors[w] if len(share) <= MAX_LINES else "black" for w, _ in own],
+            edgecolors="black",
+            zorder=3,
+            clip_on=False,
+            label=kind,
+        )
+    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    named = {name: drawn for name, drawn in named.items() if name in ("nobody", *_SHAPES)}
+    if named:
+        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
+        axes.legend(named.values(), named.keys(), fontsize=9, **place)
+
+
+def _broken(
+    epochs: Sequence[int], values: np.ndarray, near: np.ndarray
+) -> tuple[list[int], list[float]]:
+    """Return a line, broken where it parts from others of its group or meets them.
+
+    Dashes begin anew behind a break: those of lines that meet follow one another again.
+    """
+    x, y = [], []
+    for place, (epoch, value) in enumerate(zip(epochs, values, strict=True)):
+        x.append(epoch)
+        y.append(value)
+        inside = 0 < place < near.shape[2]
+        if inside and not np.array_equal(near[:, :, place - 1], near[:, :, place]):
+            x += [epoch, epoch]
+            y += [math.nan, value]
+    return x, y
+
+
+def hiding(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
+    """Return for each worker of values [workers, epochs] all whose lines would hide each other.
+
+    Such lines coincide in half of what there is of one, at least. Beside it: which lines coincide
+    where, [workers, workers, epochs - 1] from one epoch to the next.
+    """
+    height = max(np.nanmax(values, initial=0.0), 1e-9)
+    near = np.abs(values[:, None] - values[None]) <= _SAME * height  # NaN is near nothing
+    if values.shape[1] > 1:
+        near = near[:, :, :-1] & near[:, :, 1:]
+    drawn = np.einsum("wwe->w", near.astype(int))
+    least = np.maximum(0.5 * np.minimum(drawn[:, None], drawn[None]), 1)
+    same = near.sum(axis=2) >= least
+    groups: list[list[int]] = []
+    for worker in range(len(values)):
+        own = next((group for group in groups if same[worker, group].any()), None)
+        if own is None:
+            groups.append([worker])
+        else:
+            own.append(worker)
+    return [next(g for g in groups if worker in g) for worker in range(len(values))], near
 
 
 def coinciding(values: np.ndarray) -> list[list[int]]:
