@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
 from dbsl.checkpoint.changes import _LISTS, _TIMES, check_changes, check_epochs_under_way, plain
-from dbsl.checkpoint.manifest import CheckpointError, read_manifest, versions
+from dbsl.checkpoint.manifest import CheckpointError, Manifest, read_manifest, versions
 from dbsl.checkpoint.on_disk import (
     Found,
     check_files,
@@ -178,21 +178,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         )
     check_changes(found, run.config, accelerator.num_processes, accelerator.print)
     check_epochs_under_way(found, run)
-    same = (
-        manifest.processes == accelerator.num_processes
-        and manifest.workers == run.config.workers
-        and all(
-            before[name] == getattr(run.config, name)
-            for name in ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
-        )
-        and all(
-            plain(before.get(name, default)) == plain(getattr(run.config, name))
-            for name, default in (("node_rounds", 1), ("node_workers", None))
-        )
-    )
     restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
-        if same:
+        if goes_on_alike(manifest, run, accelerator.num_processes):
             state = _own_shard(found, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
@@ -213,6 +201,20 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     if refused is not None:
         raise refused
     return Resumed(found.folder, manifest.sequence, state, restart)
+
+
+def goes_on_alike(manifest: Manifest, run: Run, processes: int) -> bool:
+    """Whether each process goes on from its own state: workers meet as they did."""
+    before, config = manifest.config, run.config
+    names = ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
+    nodes = (("node_rounds", 1), ("node_workers", None))  # older checkpoints lack them
+    return (
+        (manifest.processes, manifest.workers) == (processes, config.workers)
+        and all(before[name] == getattr(config, name) for name in names)
+        and all(plain(before.get(name, old)) == plain(getattr(config, name)) for name, old in nodes)
+        # Without a quorum a barrier has no place for who is late, and its state is another.
+        and (before.get("min_workers") is None or config.min_workers is not None)
+    )
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:

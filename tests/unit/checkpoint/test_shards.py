@@ -107,6 +107,17 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "alike"), [(2, 3, True), (None, 2, True), (2, None, False)]
+)
+def test_where_a_run_goes_on_without_its_quorum_no_process_takes_its_own_state(before, now, alike):
+    names = ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
+    config = {"min_workers": now, "node_rounds": 1, "node_workers": None, "workers": 3}
+    run = Bag(config=Bag(**dict.fromkeys(names, 1), **config))
+    manifest = Bag(processes=3, workers=3, config=dict.fromkeys(names, 1) | {"min_workers": before})
+    assert resume.goes_on_alike(manifest, run, 3) == alike
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     fast = TimeModel(0.001, 0.01)
