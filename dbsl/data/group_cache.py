@@ -14,8 +14,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ PAUSES_S = (1.0, 5.0)  # before a file is tried again
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # not the source's fault: trying again is no help
 _STRIPES = 64  # locks of files that are being written, by name
 _WRITTEN_WITHIN_S = 600.0  # by another process that writes the same file, or one of its stripe
+_LOCKED_WITHIN_S = 600.0  # for what others hold the folder's lock for, a look at its files
 _FILE, _HELD, _ALIVE = ".arrow", ".held", ".alive"
 
 
@@ -62,6 +63,7 @@ class GroupCache:
         self.share = limit // processes
         self._name, self._known, self._whole = uuid.uuid4().hex, set[str](), set[str]()
         self._held: dict[str, int] = {}
+        self._holders: dict[str, set[object]] = {}  # of what is held
         self.bringing: Bringing | None = None
         self._mutex = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,25 +77,40 @@ class GroupCache:
         """Tell which files the data in use have: they are kept for longer than others."""
         self._known.update(names)
 
-    def hold(self, weights: Mapping[str, int], later: Mapping[str, int] | None = None) -> None:
+    def hold(
+        self,
+        weights: Mapping[str, int],
+        later: Mapping[str, int] | None = None,
+        holder: object = None,
+    ) -> None:
         """Hold files, which need not be there yet, and make room for them.
 
         Args:
             weights: Their bytes, by name; together with what is held at most `share`.
             later: Files that will be needed after these, and when: the last of them go first.
+            holder: Who holds them in this process. A file stays until all its holders let go.
+
+        Raises:
+            ReadError: If another process does not give the folder's lock back.
         """
         with self._mutex, self._locked():
             self._held |= {n: w for n, w in weights.items() if n not in self._held}
+            for name in weights:
+                self._holders.setdefault(name, set()).add(holder)
             path = self.folder / f"{self._name}{_HELD}"
             path.with_suffix(".new").write_text(json.dumps(self._held), encoding="utf-8")
             path.with_suffix(".new").replace(path)
             self._make_room(later or {})
 
-    def release(self, *names: str) -> None:
-        """Hold files no longer. Others learn of it when this process holds its next."""
+    def release(self, *names: str, holder: object = None) -> None:
+        """Let a holder's files go. Other processes learn of it when this one holds its next."""
         with self._mutex:
             for name in names:
-                self._held.pop(name, None)
+                holders = self._holders.get(name, set())
+                holders.discard(holder)
+                if not holders:
+                    self._holders.pop(name, None)
+                    self._held.pop(name, None)
         for name in names:
             with suppress(OSError):
                 os.utime(self.folder / name)
@@ -145,9 +162,21 @@ class GroupCache:
             if path.name in self._held:
                 self._held[path.name] = path.stat().st_size
 
-    def _locked(self) -> FileLock:
-        """Return the lock of the folder: of what is held, and of what is removed."""
-        return FileLock(self.folder / "all.lock")
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Have the lock of the folder: of what is held, and of what is removed."""
+        lock = FileLock(self.folder / "all.lock")
+        try:
+            lock.acquire(timeout=_LOCKED_WITHIN_S)
+        except Timeout:
+            raise ReadError(
+                f"{self.folder} has been locked by another process for {_LOCKED_WITHIN_S:g} s "
+                "(one that was stopped?)"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _make_room(self, later: Mapping[str, int]) -> None:
         """Remove files that nobody holds until the rest, and what is held, fit."""

@@ -83,7 +83,7 @@ class Prefetch:
         gone = self._by_last[self._released : done]
         if not len(gone) or self.stopped:
             return
-        self._cache.release(*(self._split.names[place] for place in gone))
+        self._cache.release(*(self._split.names[place] for place in gone), holder=self)
         with self._changed:
             self._released = done
             self._bytes -= int(self._split.weights[gone].sum())
@@ -97,7 +97,7 @@ class Prefetch:
             self.stopped = True
             self._changed.notify_all()
         held = set(self._queue[: self._holding]) - set(self._by_last[: self._released])
-        self._cache.release(*(self._split.names[place] for place in held))
+        self._cache.release(*(self._split.names[place] for place in held), holder=self)
 
     def _check_room(self, batches: int, ahead: int) -> None:
         """Raise ``ValueError`` unless what batches need at a time may be held."""
@@ -158,13 +158,14 @@ class Prefetch:
         self._cache.hold(
             {split.names[place]: int(split.weights[place]) for place in new},
             {split.names[place]: int(self._first[place]) for place in rest},
+            holder=self,
         )
         with self._changed:
             self._holding = end
             self._bytes += int(split.weights[new].sum())
             stopped = self.stopped
         if stopped:  # meanwhile
-            self._cache.release(*(split.names[place] for place in new))
+            self._cache.release(*(split.names[place] for place in new), holder=self)
 
 
 def too_small(needed: int, cache: GroupCache, why: str = "") -> ValueError:

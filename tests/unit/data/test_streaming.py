@@ -2,6 +2,7 @@ import gc
 import os
 import re
 import shutil
+import threading
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from dbsl.base.errors import ReadError
 from dbsl.data import group_cache
 from dbsl.data.dataset import load_data
 from dbsl.data.group_cache import GroupCache
+from dbsl.data.prefetch import Prefetch
 from dbsl.data.shards import Shards
 from dbsl.data.transforms import Transform
 from dbsl.plan.sampler import EpochSampler
@@ -319,6 +321,41 @@ def test_a_later_call_ends_an_earlier_one(shards):
         assert len(list(later.batches([np.arange(4)] * 3, plain()))) == 3
         with pytest.raises(RuntimeError, match="a later call"):
             list(first)
+
+
+def test_one_that_ended_while_it_took_hold_lets_go_of_nothing_that_the_next_one_holds(
+    shards, monkeypatch
+):
+    data, hold = load(shards).train, GroupCache.hold
+    asked, may_go_on = [], threading.Event()
+
+    def slow(self, *what, **by_whom):
+        hold(self, *what, **by_whom)
+        asked.append(what)
+        if len(asked) == 1:  # the first one's, which is ended meanwhile
+            may_go_on.wait(20)
+
+    monkeypatch.setattr(GroupCache, "hold", slow)
+    batches = [np.arange(TRAIN)] * 2
+    first = Prefetch(data._cache, data._split, batches, 1)
+    wait_until(lambda: asked)
+    second = Prefetch(data._cache, data._split, batches, 1)
+    second.wait(1)
+    may_go_on.set()
+    wait_until(lambda: not first._deciding.locked())
+    assert data._cache._held.keys() == set(data._split.names)
+    second.stop()
+    assert not data._cache._held
+
+
+def test_a_cache_that_a_stopped_process_has_locked_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(group_cache, "_LOCKED_WITHIN_S", 0.1, raising=False)
+    cache = GroupCache(tmp_path, 10_000)
+    with FileLock(tmp_path / "all.lock", timeout=1):
+        for use in (lambda: cache.hold({"a": 1}), lambda: GroupCache(tmp_path, 10_000)):
+            with pytest.raises(ReadError, match=f"{tmp_path} has been locked .* for 0.1 s"):
+                use()
+    cache.hold({"a": 1})
 
 
 def test_a_bad_image_is_left_out_and_one_that_lies_elsewhere_is_not_read(shards, tmp_path, caplog):
