@@ -163,7 +163,6 @@ class Checkpointer:
         self._writer.start(copy)
 
     def _stop(self) -> None:
-        self._session.log.members.hear(self._cluster)  # of a loss while this process waited
         why = self._stopping.reason or self._cluster.stop_reason
         why = why or "another process was asked to stop"
         self._save(stop=True)
@@ -187,7 +186,6 @@ class Checkpointer:
             "stepper": self._stepper.state_dict(),
             "clock": self._stepper.clock.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
-            "log": log.state_dict() if log.enabled else None,
             "progress": progress and progress.state_dict(),
             "random": random_state(self._accelerator.device) if progress else None,
             "noise": self._run.noise.state_dict(),
@@ -197,7 +195,9 @@ class Checkpointer:
             **self._session.stopwatch.state_dict(),
         }
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
+            log.members.hear(self._cluster)  # of all who are lost or have joined in that moment
             state |= {
+                "log": log.state_dict() if log.enabled else None,
                 "cluster": self._cluster.state_dict(),
                 "planner": self._run.planner.state_dict(),
             }

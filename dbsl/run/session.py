@@ -236,7 +236,7 @@ class Work:
             yield
         progress.steps += 1
         progress.learning_rate = learning_rate
-        session.log.members.hear(session.cluster)  # at once, before the next save has the log
+        session.log.members.hear(session.cluster)  # at once, not at the end of a long round
 
     def forget(self) -> None:
         """Clear the optimizer state of the turn's workers."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,16 +231,22 @@ def test_a_limit_on_time_stops_the_run_with_a_checkpoint(tmp_path):
     assert len(list(tmp_path.glob("run/checkpoints/*/manifest.json"))) == 1
 
 
-def test_a_worker_that_is_lost_inside_a_round_is_told_of_before_the_run_is_saved(
+def test_a_worker_that_is_lost_until_the_state_is_copied_is_told_of_in_the_checkpoint(
     tmp_path, monkeypatch
 ):
-    lost = iter([LostWorker(1, 1, 0, 5, "its process died")])
-    monkeypatch.setattr(SimulatedCluster, "lost", lambda cluster: lost)
+    @contextmanager
+    def held(cluster):
+        cluster._lost.append(LostWorker(1, 1, 0, 5, "its process died"))
+        yield
+
+    monkeypatch.setattr(SimulatedCluster, "held", held)
     with pytest.raises(RunStopped):
         run(tmp_path / "run", **ROUNDS, max_minutes=1e-6)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["worker"] for row in rows if row["event"] == "lost"] == [1]
+    (shard,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
+    log = json.loads(shard.read_text())["log"]
+    assert (log["lost_workers"], log["lost_samples"]) == ([1], 5)
+    saved = (tmp_path / "run/metrics.jsonl").read_bytes()[: log["metrics_bytes"]]
+    assert [row["event"] for row in map(json.loads, saved.splitlines())].count("lost") == 1
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
