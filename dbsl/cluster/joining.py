@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from dbsl.base.errors import NothingLeft, SyncError
 from dbsl.cluster.launch import connect_store, restarts
@@ -31,6 +32,10 @@ _LOOK_S = 0.2  # between looks at who asks
 _PAIR_S = 60.0  # that two processes may come to their connection apart
 _GRACE_S = 30.0  # that rank 0 may answer late
 _LEFT_OUT_S = 2.0  # that rank 0 may be later than a process in noticing that they are apart
+_CONNECT_S = 2.0  # for a connection with the launcher's store
+_SLOW_S = 20.0  # that a process which is launched tries to reach it
+_AGAIN_S = 1.0  # after which rank 0 does, if it was cut off
+_STORE = "the launcher's store"
 _OVER = "over"
 _COME = "come"
 
@@ -83,8 +88,8 @@ class RunningJob:
         except RuntimeError as error:
             if isinstance(error, SyncError):
                 raise
-            reason = str(error).split("\n")[0]
-            raise SyncError(f"rank 0 has not taken rank {self.rank} in: {reason}") from error
+            said = f"rank 0 has not taken rank {self.rank} in: {_reason(error)}"
+            raise SyncError(said) from error
 
     def _enter(self, timeout_s: float) -> Admission:
         store = _store()
@@ -115,7 +120,7 @@ def find_running_job() -> RunningJob | None:
         SyncError: If the job has come to its end, or is stopping.
     """
     rank, processes = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
-    if rank == SERVER_RANK or (settings := _look_up("open")) is None:
+    if rank == SERVER_RANK or (settings := _look_up_patiently("open")) is None:
         return None
     if settings == _OVER:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -139,15 +144,47 @@ def why_left_out(number: int) -> str | None:
 
 def _look_up(key: str) -> str | None:
     """Return what the launcher's store has at a key now; None: nothing, or no store answers."""
+    try:
+        return _ask_for(key)
+    except (OSError, RuntimeError):
+        return None
+
+
+def _look_up_patiently(key: str) -> str | None:
+    """Return what the launcher's store has at a key; a connection may be slow, or fail at first."""
+    deadline, told = time.monotonic() + _SLOW_S, False
+    while True:
+        try:
+            return _ask_for(key)
+        except ConnectionRefusedError:  # nobody listens there: the store is still to come
+            return None
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                return None
+            if not told:
+                tqdm.write(f"{_STORE} does not answer ({_reason(error)}): it is asked again")
+        told = True
+        time.sleep(_LOOK_S)
+
+
+def _ask_for(key: str) -> str | None:
+    """Return what the launcher's store has at a key; None: nothing, or there is no launcher."""
+    store = _open_store()
+    return store.get(key).decode() if store is not None and store.check([key]) else None
+
+
+def _open_store() -> dist.Store | None:
+    """Return a connection with the launcher's store, or raise at once where nobody listens."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         return None
-    try:  # a store that is not there would be asked again and again
-        socket.create_connection((address, int(port)), timeout=2).close()
-        store = _store()
-        return store.get(key).decode() if store is not None and store.check([key]) else None
-    except (OSError, RuntimeError):
-        return None
+    # A store that is not there would be asked again and again.
+    socket.create_connection((address, int(port)), timeout=_CONNECT_S).close()
+    return _store()
+
+
+def _reason(error: Exception) -> str:
+    return str(error).split("\n")[0]
 
 
 def greeting(clock: int, sequence: int) -> Tensor:
@@ -171,6 +208,8 @@ class Door:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: dist.Store | None = None
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank: its last question's number, when
+        self._answered: dict[int, int] = {}
         self._taken_in: dict[int, int] = {}  # by rank: the number of its question
 
     def open(self, host: Host) -> None:
@@ -197,26 +236,43 @@ class Door:
 
     def _listen(self, store: dist.Store) -> None:
         """Answer those who ask (runs in a thread)."""
-        seen: dict[int, tuple[int, float]] = {}  # by rank: the number of its last question, when
-        answered: dict[int, int] = {}
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the launcher
-            while not self._closed.wait(_LOOK_S):
+        cut_off = False
+        while not self._closed.wait(_AGAIN_S if cut_off else _LOOK_S):
+            try:
+                if cut_off:
+                    self._store = store = _open_store()
                 for rank in range(1, self._processes):
-                    number = store.add(f"asked/{rank}", 0)
-                    if number == answered.get(rank, 0):
-                        continue
-                    if seen.get(rank, (0, 0.0))[0] != number:
-                        seen[rank] = number, time.monotonic()
-                    late = time.monotonic() - seen[rank][1] > 2 * self._timeout_s
-                    there = self._host.is_served(rank)
-                    if there and not late:
-                        continue  # perhaps it has died, and it is not noticed yet
-                    answered[rank] = number
-                    said = f"another process is heard as rank {rank}" if there else _COME
-                    store.set(f"answer/{rank}/{number}", said)
-                    if not there:
-                        self._let_in_soon(rank, number)
+                    self._look_after(rank, store)
+            except (OSError, RuntimeError) as error:
+                if not cut_off:
+                    tqdm.write(
+                        f"warning: {_STORE} does not answer ({_reason(error)}); until it does, no "
+                        "process that is launched again can join"
+                    )
+                cut_off = True
+                continue
+            if cut_off:
+                tqdm.write(f"{_STORE} answers again")
+            cut_off = False
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the launcher
             store.set("open", _OVER)
+
+    def _look_after(self, rank: int, store: dist.Store) -> None:
+        """Answer a rank's last question, if it is time to."""
+        number = store.add(f"asked/{rank}", 0)
+        if number == self._answered.get(rank, 0):
+            return
+        if self._seen.get(rank, (0, 0.0))[0] != number:
+            self._seen[rank] = number, time.monotonic()
+        late = time.monotonic() - self._seen[rank][1] > 2 * self._timeout_s
+        there = self._host.is_served(rank)
+        if there and not late:
+            return  # perhaps it has died, and it is not noticed yet
+        said = f"another process is heard as rank {rank}" if there else _COME
+        store.set(f"answer/{rank}/{number}", said)
+        self._answered[rank] = number
+        if not there:
+            self._let_in_soon(rank, number)
 
     def _let_in_soon(self, rank: int, number: int) -> None:
         threading.Thread(

@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import socket
 import time
 import traceback
 from datetime import timedelta
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import NothingLeft, SyncError
+from dbsl.cluster import joining
 from dbsl.cluster.joining import Door, find_running_job
 from dbsl.plan.turns import EpochEnd
-from tests.helpers import free_port
+from tests.helpers import free_port, wait_until
 from tests.ranks.test_sync import make, make_reports, stop_for
 
 TIMEOUT_S = 20.0
@@ -192,6 +194,57 @@ class Full:
 
     def admit(self, rank, pair):
         raise ValueError(self._reason)
+
+
+class Hiccup:
+    """A connection with a store, which breaks."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def add(self, *what):
+        raise RuntimeError("Connection reset by peer\nframe #0")
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Return a launcher's store, at which this process is rank 1 of 2."""
+    port = free_port()
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+def test_the_door_stays_open_when_its_connection_breaks(launcher, monkeypatch, capsys):
+    door, connect, broken = Door({}, 2, 1.0), joining._store, [Hiccup]
+    monkeypatch.setattr(joining, "_store", lambda: broken.pop()(connect()) if broken else connect())
+    door.open(Full("no plan"))
+    wait_until(lambda: "answers again" in capsys.readouterr().out, 10)
+    with pytest.raises(SyncError, match="no plan"):
+        find_running_job().enter(1.0)
+    door.close()
+    door._thread.join(5)
+
+
+def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkeypatch, capsys):
+    door, errors = Door({}, 2, 1.0), [TimeoutError("timed out"), OSError("no route to host")]
+    connect = socket.create_connection
+
+    def slow(*what, **how):
+        if errors:
+            raise errors.pop(0)
+        return connect(*what, **how)
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    door.open(Full("no plan"))
+    assert find_running_job() is not None
+    assert capsys.readouterr().out.count("does not answer (timed out)") == 1
+    door.close()
+    door._thread.join(5)
 
 
 @pytest.mark.parametrize(
