@@ -19,7 +19,7 @@ from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.restart import apart, plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.cluster.membership import leave_out
-from dbsl.plan.turns import EpochEnd, Restart, Round, nodes_meet
+from dbsl.plan.turns import EpochEnd, JoinedWorker, Restart, Round, nodes_meet
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.cluster import connect
 from dbsl.run.progress import make_reports
@@ -174,17 +174,17 @@ class _Player:
         for row in self._cluster.missed():
             self._missed[row.epoch] += row.samples
             joined.discard((row.worker, row.epoch))
-        for loss in self._cluster.lost():
-            played.lost, played.lost_workers = played.lost + loss.samples, played.lost_workers + 1
+        for change in self._cluster.membership():
+            if isinstance(change, JoinedWorker):
+                played.joined_workers += 1
+                joined.add((change.worker, change.epoch))
+                continue
+            played.lost, played.lost_workers = played.lost + change.samples, played.lost_workers + 1
             epoch = max(server.clocks) // server.rounds_per_epoch + 1
             fixed = self._run.planner.fixed.items()  # begun by other workers, perhaps
             epoch = max(epoch, *(e + 1 for e, rows in fixed if any(row.left for row in rows)), 0)
             self._untouched = max(self._untouched, epoch)
-            self._joined = joined = {pair for pair in joined if pair[0] != loss.worker}
-        for worker in self._cluster.joined():
-            played.joined_workers += 1
-            if worker.worker in server.active:
-                joined.add((worker.worker, worker.epoch))
+            self._joined = joined = {pair for pair in joined if pair[0] != change.worker}
 
     def _stop(self, workers: int | None) -> None:
         """Stop the run, and resume it, with another number of workers if that can be."""

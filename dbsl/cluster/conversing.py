@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +83,6 @@ class Conversing(Cluster):
         self._timeout_s = timeout_s
         self._narrow_dtype = narrow
         self._sends_changes = sends_changes
-        self._lost: deque[LostWorker] = deque()  # until they are told of
         self._stopping = False
         self._changed = threading.Condition()  # guards the server
         self._failure: Exception | None = None
@@ -324,5 +322,5 @@ class Conversing(Cluster):
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
             return False
-        self._lost.append(LostWorker(rank, worker, clock, samples, reason))
+        self._membership.append(LostWorker(rank, worker, clock, samples, reason))
         return True

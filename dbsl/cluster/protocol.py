@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -85,6 +86,7 @@ class Cluster(ABC):
         self._refused = 0
         self._interrupted = False  # the run is to stop
         self.stop_reason: str | None = None
+        self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
         self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
 
     def __enter__(self) -> Cluster:
@@ -148,19 +150,16 @@ class Cluster(ABC):
         if end.weights is not self.weights.vector:
             self.weights.load(end.weights)
 
-    def lost(self) -> Iterator[LostWorker]:
-        """Yield the workers that were lost since the last call."""
-        yield from ()
+    def membership(self) -> Iterator[LostWorker | JoinedWorker]:
+        """Yield the workers that were lost or have joined since the last call, in that order."""
+        while self._membership:
+            yield self._membership.popleft()
 
     def missed(self) -> Iterator[MissedRound]:
         """Yield the rounds that were merged without a worker since the last call."""
         quorum = self.server and self.server.quorum
         while quorum and quorum.missed:
             yield quorum.missed.popleft()
-
-    def joined(self) -> Iterator[JoinedWorker]:
-        """Yield the workers that have joined since the last call."""
-        yield from ()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what this process does after a step: what it would, or what all agree on."""

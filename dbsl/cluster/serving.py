@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from dbsl.cluster.joining import NOTHING_LEFT, greeting
 from dbsl.cluster.membership import join_worker
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.turns import EpochEnd, JoinedWorker, LostWorker, Round, RoundReport
+from dbsl.plan.turns import EpochEnd, JoinedWorker, Round, RoundReport
 from dbsl.plan.types import CurrentPlan
 
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
@@ -44,7 +43,6 @@ class ServingCluster(Conversing):
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
-        self._joined: deque[JoinedWorker] = deque()  # until they are told of
         self._ending = False  # an epoch's end is looked at
         self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
 
@@ -90,16 +88,6 @@ class ServingCluster(Conversing):
         self._waited_s = time.perf_counter() - began
         return report.refused
 
-    def lost(self) -> Iterator[LostWorker]:
-        """Yield the workers that were lost since the last call."""
-        while self._lost:
-            yield self._lost.popleft()
-
-    def joined(self) -> Iterator[JoinedWorker]:
-        """Yield the workers that have joined since the last call."""
-        while self._joined:
-            yield self._joined.popleft()
-
     def is_served(self, rank: int) -> bool:
         """Whether a rank's worker is there, and has something left to do."""
         worker = self._worker_of(rank)
@@ -122,7 +110,7 @@ class ServingCluster(Conversing):
             if clock >= self._rounds:
                 raise ValueError(f"{NOTHING_LEFT}: others have begun the last epoch")
             epoch = clock // self._rounds_per_epoch
-            self._joined.append(JoinedWorker(rank, worker, clock, epoch))
+            self._membership.append(JoinedWorker(rank, worker, clock, epoch))
             thread = self._thread_for(rank, pair, greeting(clock, self._announced[0]))
             self._threads.append(thread)
             thread.start()

@@ -74,8 +74,6 @@ class SimulatedCluster(Cluster):
         self.changes: list[Change] = []
         if server.quorum is not None:
             server.quorum.clock = lambda: self.time_s
-        self._lost: list[LostWorker] = []  # until they are told of
-        self._joined: list[JoinedWorker] = []
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
@@ -114,7 +112,7 @@ class SimulatedCluster(Cluster):
             samples = lose_worker(server, self._plans.planner, worker, self._rounds)
         except ValueError as error:
             raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
-        self._lost.append(LostWorker(worker, worker, clock, samples, "simulated"))
+        self._membership.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
     def join(self, worker: int) -> None:
         """Go on with one more worker, unless it is there or the run has nothing left for it.
@@ -127,17 +125,7 @@ class SimulatedCluster(Cluster):
         clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
         if clock < self._rounds:
             self._ended[worker] = self.time_s
-            self._joined.append(JoinedWorker(worker, worker, clock, self._place(worker)[0]))
-
-    def lost(self) -> Iterator[LostWorker]:
-        """Yield the workers that were lost since the last call."""
-        while self._lost:
-            yield self._lost.pop(0)
-
-    def joined(self) -> Iterator[JoinedWorker]:
-        """Yield the workers that have joined since the last call."""
-        while self._joined:
-            yield self._joined.pop(0)
+            self._membership.append(JoinedWorker(worker, worker, clock, self._place(worker)[0]))
 
     def _grace_ends_before(self, time_s: float) -> bool:
         """Merge a round without those that come later than its grace; say whether it was one."""

@@ -71,16 +71,17 @@ class Members:
 
     def hear(self, cluster: Cluster) -> None:
         """Record what the cluster has to tell of workers; elsewhere than on rank 0 it has none."""
-        for loss in cluster.lost():  # its process died, and the others go on
-            self._lost(loss)
         for missed in cluster.missed():  # merged without a worker that is late (--min-workers)
             self._missed(missed)
         for worker, late in list(self._late.items()):
             if self._came.get(worker, (-1, -1)) > late.last:
                 del self._late[worker]
                 self._say(f"worker {worker} is back in time: {late.in_words()}")
-        for new in cluster.joined():  # its process was launched again
-            self._joined(new)
+        for change in cluster.membership():
+            if isinstance(change, LostWorker):  # its process died, and the others go on
+                self._lost(change)
+            else:  # its process was launched again
+                self._joined(change)
 
     def end(self) -> None:
         """Tell of workers that were late to the end."""

@@ -236,7 +236,7 @@ def test_a_worker_that_is_lost_until_the_state_is_copied_is_told_of_in_the_check
 ):
     @contextmanager
     def held(cluster):
-        cluster._lost.append(LostWorker(1, 1, 0, 5, "its process died"))
+        cluster._membership.append(LostWorker(1, 1, 0, 5, "its process died"))
         yield
 
     monkeypatch.setattr(SimulatedCluster, "held", held)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dbsl.base.errors import NothingLeft, SyncError
 from dbsl.cluster import joining
 from dbsl.cluster.joining import Door, find_running_job
-from dbsl.plan.turns import EpochEnd
+from dbsl.plan.turns import EpochEnd, LostWorker
 from tests.helpers import free_port, wait_until
 from tests.ranks.test_sync import make, make_reports, stop_for
 
@@ -32,8 +32,9 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0):
         time.sleep(pause_s)
         cluster.push(make_reports(turn, plan))
         taken.append(turn.epoch)
-        lost += [(loss.worker, loss.rounds) for loss in cluster.lost()]
-        joined += [(worker.worker, worker.rounds) for worker in cluster.joined()]
+        for change in cluster.membership():
+            told = lost if isinstance(change, LostWorker) else joined
+            told.append((change.worker, change.rounds))
         if len(taken) == rounds:
             break
     return taken, lost, joined

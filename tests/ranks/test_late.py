@@ -42,7 +42,7 @@ def train(rank, world_size, dedicated, on_round):
             taken.append(turn.epoch)
         pushed += [(r.worker, r.epoch) for r in cluster.reports()]
         missed += [(m.worker, m.epoch) for m in cluster.missed()]
-        lost += [(row.worker, row.samples // 10) for row in cluster.lost()]
+        lost += [(row.worker, row.samples // 10) for row in cluster.membership()]
     cluster.close()
     pushed += [(r.worker, r.epoch) for r in cluster.reports()]
     missed += [(m.worker, m.epoch) for m in cluster.missed()]

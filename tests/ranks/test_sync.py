@@ -224,7 +224,7 @@ def broken_rule_rank(rank):
             cluster.pull(turn)
             cluster.push(make_reports(turn, plan))
     except (SyncError, ZeroDivisionError) as error:
-        return type(error).__name__, len(list(cluster.lost()))
+        return type(error).__name__, len(list(cluster.membership()))
 
 
 def test_an_error_of_a_merge_rule_ends_the_run_as_itself_and_costs_no_worker(run_ranks):
@@ -252,7 +252,7 @@ def pausing_rank(rank, sync, pause, timeout_s):
         cluster.close()
     except SyncError as error:
         return str(error)
-    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.lost()]
+    return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.membership()]
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])
@@ -311,7 +311,7 @@ def babbling_rank(rank):
         cluster.push(make_reports(turn, plan))
     cluster.close()
     time.sleep(1.5)  # the process lasts until the other one is told
-    return [loss.reason for loss in cluster.lost()]
+    return [loss.reason for loss in cluster.membership()]
 
 
 def test_a_worker_whose_message_is_none_is_dropped_and_told(run_ranks):
@@ -334,7 +334,7 @@ def dying_rank(rank, sync, world_size=3):
         time.sleep(0.01)
         cluster.push(make_reports(turn, plan))
     cluster.close()
-    return ends, [loss.rank for loss in cluster.lost()]
+    return ends, [loss.rank for loss in cluster.membership()]
 
 
 @pytest.mark.parametrize("sync", ["asp", "ssp"])

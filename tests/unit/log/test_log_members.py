@@ -5,8 +5,8 @@ from dbsl.plan.turns import JoinedWorker, LostWorker, MissedRound, RoundReport
 class Cluster:
     """What a cluster has to tell."""
 
-    def __init__(self, lost=(), missed=(), joined=()):
-        self.lost, self.missed, self.joined = (lambda rows=r: rows for r in (lost, missed, joined))
+    def __init__(self, membership=(), missed=()):
+        self.membership, self.missed = (lambda rows=r: rows for r in (membership, missed))
 
 
 def make():
@@ -49,7 +49,7 @@ def test_lost_samples_and_workers_that_have_joined_are_in_the_summary_and_in_che
     members, _ = make()
     loss = LostWorker(1, 1, 3, 833, "its process died")
     members.hear(Cluster([loss], missed(1, 2)))
-    members.hear(Cluster(joined=[JoinedWorker(1, 1, 5, 5)]))
+    members.hear(Cluster([JoinedWorker(1, 1, 5, 5)]))
     state = members.state_dict()
     assert state == {
         "lost_workers": [1],
@@ -60,3 +60,12 @@ def test_lost_samples_and_workers_that_have_joined_are_in_the_summary_and_in_che
     again = Members()
     again.load_state_dict(state)
     assert again.state_dict() == state
+
+
+def test_of_a_worker_that_is_lost_joins_and_is_lost_between_two_looks_the_last_holds():
+    members, _ = make()
+    loss, again = LostWorker(1, 1, 3, 0, "its process died"), JoinedWorker(1, 1, 5, 5)
+    members.hear(Cluster([loss, again, loss]))
+    assert members.away == {1}
+    members.hear(Cluster([again, loss, again]))
+    assert members.away == set()
