@@ -30,6 +30,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is incomplete, damaged, or does not fit."""
 
 
+class MissingShardError(CheckpointError):
+    """A process has saved no shard: it was lost, or had not come to save."""
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a checkpoint's bits may depend on."""
     return {"python": sys.version.split()[0], "torch": torch.__version__}

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ from tqdm import tqdm
 
 from dbsl.base.files import describe, write_text, write_with
 from dbsl.base.serialize import unpack
-from dbsl.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from dbsl.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    MissingShardError,
+    read_manifest,
+)
 from dbsl.run.config import CHECKPOINTS
 
 _ABANDONED = ".old"
@@ -63,32 +69,42 @@ def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[s
     """Return length and checksum of a process's files, by name.
 
     Raises:
-        CheckpointError: If it has saved none.
+        MissingShardError: If it has saved none.
+        CheckpointError: If what says so is damaged.
     """
     files, names = manifest.files, shard_names(rank)
     try:
         if any(name not in files for name in names):
             files = json.loads((folder / sums_name(rank)).read_text(encoding="utf-8"))
         return {name: files[name] for name in names}
+    except FileNotFoundError:
+        raise MissingShardError(f"{folder} has no shard of process {rank}") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise CheckpointError(f"{folder} has no shard of process {rank}") from None
+        raise CheckpointError(f"{folder} is damaged: {sums_name(rank)}") from None
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Hold every file of a checkpoint against its checksum.
 
+    A shard that the manifest lacks may be missing altogether: its worker saves in its own time.
+
     Raises:
         CheckpointError: If one is missing, or not as it was written.
     """
-    for name in manifest.files:
-        _check_file(folder, manifest.files, name)
+    files = dict(manifest.files)
+    for rank in range(manifest.processes):
+        with suppress(MissingShardError):
+            files |= shard_files(folder, manifest, rank)
+    for name in files:
+        _check_file(folder, files, name)
 
 
 def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
     """Return the state that a process saved, its tensors in host memory.
 
     Raises:
-        CheckpointError: If it is not there, or not as it was written.
+        MissingShardError: If it has saved none.
+        CheckpointError: If it is not as it was written.
     """
     files = shard_files(folder, manifest, rank)
     text, weights = (_check_file(folder, files, name) for name in files)

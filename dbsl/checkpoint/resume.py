@@ -13,7 +13,13 @@ from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
 from dbsl.checkpoint.changes import _LISTS, _TIMES, check_changes, check_epochs_under_way, plain
-from dbsl.checkpoint.manifest import CheckpointError, Manifest, read_manifest, versions
+from dbsl.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    MissingShardError,
+    read_manifest,
+    versions,
+)
 from dbsl.checkpoint.on_disk import (
     Found,
     check_files,
@@ -253,7 +259,7 @@ def _own_shard(found: Found, rank: int, run: Run) -> Any:
     clock = first["cluster"]["server"]["clocks"][rank - config["dedicated_server"]]
     try:
         state = read_shard(found.folder, manifest, rank)
-    except CheckpointError:  # it was lost, or had not come to save
+    except MissingShardError:  # it was lost, or had not come to save
         state = first | {"stepper": {**first["stepper"], "optimizers": {}}} | _ROUND_ANEW
     if state["cluster"]["clock"] != clock:  # saved in another round than the server was in
         state = state | _ROUND_ANEW
@@ -311,7 +317,7 @@ def _optimizers(found: Found, run: Run) -> dict[int, Any]:
     """Return the optimizer state of all workers that the new run has, from all shards."""
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):
-        with suppress(CheckpointError):  # a lost worker has none
+        with suppress(MissingShardError):  # a lost worker has none
             shard = read_shard(found.folder, found.manifest, rank)
             optimizers |= shard["stepper"]["optimizers"]
     return {w: state for w, state in optimizers.items() if w < run.config.workers}

@@ -11,6 +11,7 @@ from dbsl.checkpoint.manifest import (
     NEEDED_SETTINGS,
     CheckpointError,
     Manifest,
+    MissingShardError,
     read_manifest,
     write_manifest,
 )
@@ -21,6 +22,7 @@ from dbsl.checkpoint.on_disk import (
     read_shard,
     remove_incomplete,
     set_aside_after,
+    sums_name,
     vouch_for_shard,
     write_shard,
 )
@@ -36,7 +38,8 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
         files |= write_shard(folder, rank, *pack(state))
     for rank in late_ranks:
         vouch_for_shard(folder, rank, write_shard(folder, rank, *pack({"rank": rank})))
-    counts = {"sequence": sequence, "epoch": 1, "processes": ranks, "workers": 4}
+    counts = {"sequence": sequence, "epoch": 1, "workers": 4}
+    counts["processes"] = ranks + len(late_ranks)
     write_manifest(folder, Manifest(files=files, config=CONFIG, **counts))
     return folder
 
@@ -44,7 +47,7 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
 def test_every_process_reads_its_own_shard_back(tmp_path):
     folder = write(tmp_path, 3, ranks=2, late_ranks=[2])
     manifest = read_manifest(folder)
-    assert (manifest.sequence, manifest.processes, manifest.config) == (3, 2, CONFIG)
+    assert (manifest.sequence, manifest.processes, manifest.config) == (3, 3, CONFIG)
     for rank in range(3):
         assert read_shard(folder, manifest, rank)["rank"] == rank
     assert read_shard(folder, manifest, 0)["weights"].tolist() == [3.0] * 4
@@ -93,6 +96,23 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, name, dama
     unseen = name == "manifest.json" and damage in ("link", "remove")
     assert len(warnings) == (not unseen)
     assert all(line.startswith("passed over: ") and "save-000002" in line for line in warnings)
+
+
+@pytest.mark.parametrize("name", ["json", "safetensors", "sums.json"])
+def test_a_damaged_shard_that_the_manifest_lacks_is_not_taken_for_one_that_was_never_saved(
+    tmp_path, name
+):
+    write(tmp_path, 1, late_ranks=[1])
+    folder = write(tmp_path, 2, late_ranks=[1])
+    (folder / f"rank-00001.{name}").write_bytes(b"{}")
+    assert newest(tmp_path)[0].name == "save-000001"
+    with pytest.raises(CheckpointError, match="is damaged") as damaged:
+        read_shard(folder, read_manifest(folder), 1)
+    assert not isinstance(damaged.value, MissingShardError)
+    (folder / sums_name(1)).unlink()
+    assert newest(tmp_path)[0] == folder  # its worker was lost
+    with pytest.raises(MissingShardError):
+        read_shard(folder, read_manifest(folder), 1)
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import epochs_under_way
-from dbsl.checkpoint.manifest import CheckpointError
+from dbsl.checkpoint.manifest import MissingShardError
 from dbsl.checkpoint.on_disk import Found
 from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
@@ -42,7 +42,7 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
         if rank == 0:
             return server_shard([1, 1])
         if saved is None:
-            raise CheckpointError("no shard")
+            raise MissingShardError("no shard")
         return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
