@@ -115,7 +115,9 @@ class Conversing(Cluster):
         self, rank: int, pair: dist.ProcessGroup, first: Tensor | None = None
     ) -> threading.Thread:
         """Return what serves a rank; `first` is what it is told before it asks."""
-        pulse = Pulse(rank, pair, self._timeout_s, asks=False, on_lost=self._wake)
+        pulse = Pulse(
+            rank, pair, self._timeout_s, asks=False, on_lost=self._wake, on_stop=self.interrupt
+        )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
         arguments = (rank, pair, pulse, first)
         return threading.Thread(

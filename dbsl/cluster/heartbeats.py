@@ -22,6 +22,7 @@ from dbsl.base.errors import SyncError, is_lost_peer, reason_of
 from dbsl.cluster.launch import STORE_PATIENCE, connect_store, restarts
 from dbsl.cluster.transfer import irecv, isend
 
+_LAST, _STOP = 1.0, 2.0  # beats that say more than that a process is alive
 _BEAT_S = 0.4
 _LOST = "lost"
 
@@ -179,6 +180,7 @@ class Pulse:
         timeout_s: Silence after which the other one counts as lost.
         asks: Whether this process asks; else it answers.
         on_lost: Called, in the thread, when the other one was lost.
+        on_stop: Called, in the thread, when the other one asks to stop.
 
     Attributes:
         failure: Why the other one counts as lost, or None.
@@ -195,14 +197,16 @@ class Pulse:
         *,
         asks: bool,
         on_lost: Callable[[], object] = lambda: None,
+        on_stop: Callable[[], object] = lambda: None,
     ) -> None:
         self.failure: str | None = None
         self.is_refused = False
         self._peer, self._pair, self._asks = peer, pair, asks
         self._timeout_s = timeout_s
-        self._on_lost = on_lost
+        self._on_lost, self._on_stop = on_lost, on_stop
+        self._asks_to_stop = False
         self._closed = threading.Event()
-        self._beat = torch.zeros(1)  # 1: the last one
+        self._beat = torch.zeros(1)
         self._thread = threading.Thread(target=self._run, name=f"pulse-{peer}", daemon=True)
         self._thread.start()
 
@@ -217,6 +221,13 @@ class Pulse:
         self._closed.set()
         self._thread.join(self._timeout_s)
 
+    def ask_to_stop(self) -> None:
+        """Tell the other process, with the next beat, that the run is to stop; the one that asks.
+
+        It hears of it whatever this process waits for.
+        """
+        self._asks_to_stop = True
+
     def give_up(self) -> None:
         """Tell the other process that nobody answers it any more; the one that answers does."""
         self._closed.set()
@@ -226,8 +237,10 @@ class Pulse:
             if self._asks:
                 self._ask()
             else:
-                while not self._hear(self._timeout_s):
-                    self._say(float(self._closed.is_set()))
+                while (heard := self._hear(self._timeout_s)) != _LAST:
+                    if heard == _STOP:
+                        self._on_stop()
+                    self._say(_LAST if self._closed.is_set() else 0.0)
         except RuntimeError as error:
             silent = "timed out" in str(error).lower()
             found = f"rank {self._peer} has said nothing for {self._timeout_s:g} s"
@@ -238,22 +251,22 @@ class Pulse:
 
     def _ask(self) -> None:
         while not self._closed.wait(min(_BEAT_S, self._timeout_s / 4)):
-            self._say(0.0)
-            if self._hear(self._timeout_s):
+            self._say(_STOP if self._asks_to_stop else 0.0)
+            if self._hear(self._timeout_s) == _LAST:
                 self.failure = f"rank {self._peer} goes on without this process"
                 self.is_refused = True
                 self._hear(0.001)  # in vain, which closes the connection
-        self._say(1.0)
+        self._say(_LAST)
 
-    def _say(self, last: float) -> None:
-        self._beat.fill_(last)
+    def _say(self, what: float) -> None:
+        self._beat.fill_(what)
         work = isend(self._beat, self._pair, self._TAG)
         work.wait(timedelta(seconds=self._timeout_s))
 
-    def _hear(self, timeout_s: float) -> bool:
+    def _hear(self, timeout_s: float) -> float:
         work = irecv(self._beat, self._pair, self._TAG)
         work.wait(timedelta(seconds=timeout_s))
-        return bool(self._beat.item())
+        return self._beat.item()
 
 
 def _entered(beat: str) -> float:

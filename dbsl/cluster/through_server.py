@@ -202,6 +202,11 @@ class ServedCluster(Cluster):
         with self._exchange():
             return self._ask(Kind.LEAVE)[1][0]
 
+    def interrupt(self) -> None:
+        """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
+        super().interrupt()
+        self._pulse.ask_to_stop()
+
     def close(self) -> None:
         """Tell the server that this worker is done."""
         self._pulse.close()

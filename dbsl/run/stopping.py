@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
 from dbsl.cluster.launch import remember
+
+# A fork's signals are not its parent's.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def deadline_of(max_minutes: float | None) -> float | None:
@@ -46,7 +50,7 @@ class Stopping:
         self._then = then
         self.signal: str | None = None
         self.on_signal: Callable[[], object] = lambda: None
-        self._came = threading.Event()
+        self._ends: tuple[socket.socket, socket.socket] | None = None
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
@@ -54,13 +58,24 @@ class Stopping:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
-            threading.Thread(target=self._tell, name="on-signal", daemon=True).start()
+            # The main thread may wait outside Python, where it runs no handler: Python writes each
+            # signal's number here at once.
+            self._ends = hears, told = socket.socketpair()
+            told.setblocking(False)
+            self._wakeup_fd = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+            own = set(self._before)
+            threading.Thread(
+                target=self._tell, args=(hears, own), name="on-signal", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
         self.on_signal = lambda: None
-        self._came.set()
+        if self._ends is not None:
+            signal.set_wakeup_fd(self._wakeup_fd)
+            self._ends[1].shutdown(socket.SHUT_RDWR)  # forks may have it, too
+            self._ends[1].close()
 
     @property
     def reason(self) -> str | None:
@@ -74,15 +89,16 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         self._restore()  # the next one ends the process
-        self._came.set()
         # Not print: the signal may have come in the middle of one.
         os.write(2, f"{self.signal}: {self._then}; once more to end\n".encode())
 
-    def _tell(self) -> None:
-        # The signal's own thread may be anywhere, also inside a lock that a listener takes.
-        self._came.wait()
-        if self.signal:
-            self.on_signal()
+    def _tell(self, hears: socket.socket, own: set[int]) -> None:
+        # The main thread may be anywhere, also inside a lock that a listener takes.
+        with hears:
+            while number := hears.recv(1):  # none: it is over
+                if number[0] in own:
+                    self.on_signal()
+                    return
 
     def _restore(self) -> None:
         while self._before:

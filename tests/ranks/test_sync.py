@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -231,6 +232,29 @@ def test_an_error_of_a_merge_rule_ends_the_run_as_itself_and_costs_no_worker(run
     server, *workers = run_ranks(broken_rule_rank, world_size=3)
     assert server == ("ZeroDivisionError", 0)
     assert {name for name, _ in workers} == {"SyncError"}
+
+
+def asked_to_stop_rank(rank):
+    _, cluster, plan = make(rank, "ssp", world_size=3, epochs=3, staleness=0, dedicated_server=True)
+
+    def stop():
+        cluster.leave(1)
+        raise KeyboardInterrupt
+
+    cluster.on_stop = stop
+    with contextlib.suppress(KeyboardInterrupt):
+        for turn in cluster.turns():
+            cluster.pull(turn)
+            if rank == 1:  # the next pull waits for rank 2
+                threading.Timer(0.3, cluster.interrupt).start()
+                asked = time.monotonic()
+            time.sleep(5 * (rank == 2))
+            cluster.push(make_reports(turn, plan))
+    return time.monotonic() - asked if rank == 1 else None
+
+
+def test_a_worker_that_waits_for_others_stops_the_run_at_once(run_ranks):
+    assert run_ranks(asked_to_stop_rank, world_size=3)[1] < 4
 
 
 def stop_for(seconds):

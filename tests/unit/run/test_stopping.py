@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+import torch
 
 from dbsl.run.stopping import Stopping
 
@@ -40,6 +43,35 @@ def test_a_signal_that_the_parent_ignores_stays_ignored(number):
         os.kill(os.getpid(), number)
         assert stopping.reason is None
     assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_a_signal_is_heard_while_the_main_thread_waits_outside_python():
+    answer, began = torch.futures.Future(), time.monotonic()  # as one waits for another process
+    with Stopping() as stopping:
+        stopping.on_signal = lambda: answer.set_result("stop")
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        late = threading.Timer(5, lambda: answer.done() or answer.set_result("late"))
+        late.start()
+        assert answer.wait() == "stop"
+        late.cancel()
+    assert stopping.signal == "SIGTERM"
+    assert time.monotonic() - began < 4
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_a_signal_to_a_fork_is_no_signal_to_this_process():
+    heard = []
+    with Stopping() as stopping:
+        stopping.on_signal = lambda: heard.append(1)
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.2)
+    assert not heard
+    assert stopping.reason is None
 
 
 @pytest.mark.usefixtures("usual_signals")
