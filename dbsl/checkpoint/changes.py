@@ -29,10 +29,10 @@ _FREE = {
     *("profile", "profile_seconds", "profile_refresh", "push_to_hub", "mirror"),
 }
 # What follows from the number of workers, which may change as well.
-_TIMES = ("slope", "intercept", "floor")
-_WORKERS = {"workers", "small_workers", "node_workers", "dedicated_server", *_TIMES}
-_LISTS = (
-    *(*_TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes", "micro_batch_size"),
+TIMES = ("slope", "intercept", "floor")
+_WORKERS = {"workers", "small_workers", "node_workers", "dedicated_server", *TIMES}
+PER_WORKER = (
+    *(*TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes", "micro_batch_size"),
 )
 
 
@@ -61,7 +61,7 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
     changed = changed_settings(before, config)
     free = set(_FREE)
     if config.workers != found.manifest.workers:
-        free |= _WORKERS | {"global_batch_size", *_LISTS}
+        free |= _WORKERS | {"global_batch_size", *PER_WORKER}
     if "epochs" in changed:
         check_length(found.manifest, config.epochs)
         if config.epochs > changed["epochs"][0]:

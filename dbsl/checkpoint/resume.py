@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
-from dbsl.checkpoint.changes import _LISTS, _TIMES, check_changes, check_epochs_under_way, plain
+from dbsl.checkpoint.changes import PER_WORKER, TIMES, check_changes, check_epochs_under_way, plain
 from dbsl.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -148,13 +148,13 @@ def adapt_to_processes(config: RunConfig, found: Found | None, processes: int) -
     if config.small_workers is not None:
         changes["small_workers"] = min(config.small_workers, workers)
     rows = len(before["resolutions"])
-    for name in _LISTS:
+    for name in PER_WORKER:
         value = getattr(config, name)
         per_worker = value is not None and len(value) > rows and value != "auto"
         if per_worker and plain(value) == plain(before.get(name)):
             changes[name] = None
-            if name in _TIMES:
-                changes |= dict.fromkeys(_TIMES)
+            if name in TIMES:
+                changes |= dict.fromkeys(TIMES)
     joint = before["sync"] == "step" or before["push"] == "gradients"
     if joint and config.global_batch_size is None:
         state = read_shard(found.folder, found.manifest, 0)

@@ -29,7 +29,7 @@ class Quorum:
     rests until the next one: it would be late again. Where a round lacks workers, nobody rests.
 
     Args:
-        min_workers: Pushes that a round is merged from at least.
+        min_workers: Workers that have pushed a round before it is merged; refused pushes count.
         grace_s: Seconds that the others have after these.
         rounds_per_epoch: Rounds that make an epoch.
         samples_of: Samples of a worker in a round, from (worker, epoch, round).
