@@ -94,11 +94,12 @@ class Stopping:
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
         # The main thread may be anywhere, also inside a lock that a listener takes.
-        with hears:
+        told = False
+        with hears:  # to the end: Python complains of signals that nobody reads
             while number := hears.recv(1):  # none: it is over
-                if number[0] in own:
+                if number[0] in own and not told:
+                    told = True
                     self.on_signal()
-                    return
 
     def _restore(self) -> None:
         while self._before:

@@ -60,6 +60,22 @@ def test_a_signal_is_heard_while_the_main_thread_waits_outside_python():
 
 
 @pytest.mark.usefixtures("usual_signals")
+def test_signals_after_the_first_one_are_taken_without_a_word(capfd):
+    heard = threading.Semaphore(0)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)  # as torch's loaders have it
+    with Stopping() as stopping:
+        stopping.on_signal = heard.release
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.acquire(timeout=5)
+        time.sleep(0.1)  # whoever told of it may be gone
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, before)
+    assert not heard.acquire(blocking=False)
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("usual_signals")
 def test_a_signal_to_a_fork_is_no_signal_to_this_process():
     heard = []
     with Stopping() as stopping:
