@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from benchmarks.coverage.cases import cases
-from benchmarks.coverage.check import check
-from benchmarks.coverage.player import NoSuchRunError
+from benchmarks.coverage.check import check_drawn
 from dbsl.base.serialize import pack, unpack
 from dbsl.checkpoint.restart import apart
 from dbsl.cluster.node_server import NodeServer
@@ -192,10 +191,7 @@ def test_workers_of_another_number_begin_alike():
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
 @given(cases("nodes"))
 def test_every_sample_is_trained_on_once_an_epoch_whatever_the_nodes(case):
-    try:
-        check(case)
-    except NoSuchRunError:
-        assume(False)
+    check_drawn(case)
 
 
 FOUR = {"workers": 4, "large_batch_size": (3,), "rounds_per_epoch": 4, "epochs": 2}

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 
 from benchmarks.coverage.cases import Stop, cases
-from benchmarks.coverage.check import check
-from benchmarks.coverage.player import NoSuchRunError, play
+from benchmarks.coverage.check import check, check_drawn
+from benchmarks.coverage.player import play
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
 from dbsl.cluster.membership import too_few_without
@@ -296,20 +296,14 @@ def test_what_is_counted_of_late_workers_goes_on_when_others_take_over():
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(cases("quorum"))
 def test_with_a_quorum_every_sample_is_trained_on_once_or_counted(case):
-    try:
-        check(case)
-    except NoSuchRunError:
-        assume(False)
+    check_drawn(case)
 
 
 @slow
 @settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(cases("quorum"))
 def test_with_a_quorum_every_sample_is_trained_on_once_or_counted_at_length(case):
-    try:
-        check(case)
-    except NoSuchRunError:
-        assume(False)
+    check_drawn(case)
 
 
 # --- settings
