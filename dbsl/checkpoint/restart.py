@@ -7,8 +7,8 @@ are planned anew; what the old workers had left of an epoch is covered exactly o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,15 @@ from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
 from dbsl.run.run import Run, round_sampler
 
 Ranges = tuple[tuple[int, int], ...]
+
+
+class RoundAhead(NamedTuple):
+    """A round that workers had ahead of them, its plan, and who it was to come of."""
+
+    epoch: int
+    round: int
+    segment: CurrentPlan
+    workers: list[int]
 
 
 def plan_restart(
@@ -48,6 +57,7 @@ def plan_restart(
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
+    ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
@@ -67,14 +77,14 @@ def plan_restart(
         "finished": tuple(EpochEnd(**end) for end in server.get("finished", ())),
     }
     if before["push"] == "gradients":
-        _check_whole_steps(state["planner"], clocks, again, run, before)
+        _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
         return Restart(server_optimizer=server["optimizer"], **common)
     if of_nodes is not None and server.get("outer") is not None:
         raise ValueError(
             f"workers must stay {before['workers']} with merge delta until all nodes have merged, "
             f"got {run.config.workers}"
         )
-    left = left_of_epochs(state["planner"], clocks, run, rounds_before, again)
+    left = left_of_epochs(ahead, run, rounds_before)
     return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
 
 
@@ -129,25 +139,17 @@ def _rounds_behind(
     return clocks, ahead.difference(server.get("newcomers", ()))
 
 
-def left_of_epochs(
-    planner: Mapping[str, Any],
-    clocks: Sequence[float],
-    run: Run,
-    rounds: int,
-    again: Collection[int] = (),
-) -> dict[int, Ranges]:
+def left_of_epochs(ahead: Iterable[RoundAhead], run: Run, rounds: int) -> dict[int, Ranges]:
     """Return what workers had left of the epochs that any of them had begun.
 
     Args:
-        planner: State of the planner that they worked by.
-        clocks: Rounds that each has behind it; infinite: nothing of its share is to come.
+        ahead: All that they had ahead (`rounds_ahead`).
         run: The new run, of the same samples and seed.
         rounds: Rounds per epoch, of the old run.
-        again: Workers that have to do the lowest of these rounds again.
     """
     samples = len(run.data.train)
     left: dict[int, list[tuple[int, int]]] = {}
-    for epoch, round_, segment, workers in _under_way(planner, clocks, run, rounds, again):
+    for epoch, round_, segment, workers in ahead:
         sampler = round_sampler(segment, rounds, samples, run.config.seed, run.least)
         ranges = left.setdefault(epoch, [])
         for worker in workers:
@@ -155,17 +157,24 @@ def left_of_epochs(
     return {epoch: _joined(ranges) for epoch, ranges in left.items()}
 
 
-def _under_way(
+def rounds_ahead(
     planner: Mapping[str, Any],
     clocks: Sequence[float],
     run: Run,
     rounds: int,
-    again: Collection[int],
-) -> Iterator[tuple[int, int, CurrentPlan, list[int]]]:
-    """Yield each round from the lowest on with its plan and the workers that it is to come of.
+    again: Collection[int] = (),
+) -> Iterator[RoundAhead]:
+    """Yield each round from the lowest on.
 
     It goes on to the end of the epochs that any worker has begun, or that keep the plan of before
-    a loss. Arguments are as for `left_of_epochs`.
+    a loss.
+
+    Args:
+        planner: State of the planner that they worked by.
+        clocks: Rounds that each has behind it; infinite: nothing of its share is to come.
+        run: The new run, of the same samples and seed.
+        rounds: Rounds per epoch, of the old run.
+        again: Workers that have to do the lowest of these rounds again.
     """
     current = {r: plan_from_plain(plan) for r, plan in planner["current"].items()}
     fixed = segments_from_plain(planner["fixed"])
@@ -177,14 +186,12 @@ def _under_way(
         epoch, round_ = divmod(moment, rounds)
         segments = known.get(epoch) or [CurrentPlan(current[run.stage_at(epoch).resolution])]
         segment = next(s for s in reversed(segments) if s.first_round <= round_)
-        yield (
-            *(epoch, round_, segment),
-            [
-                worker
-                for worker, clock in enumerate(clocks)
-                if clock <= moment or (moment == lowest and worker in again)
-            ],
-        )
+        workers = [
+            worker
+            for worker, clock in enumerate(clocks)
+            if clock <= moment or (moment == lowest and worker in again)
+        ]
+        yield RoundAhead(epoch, round_, segment, workers)
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
@@ -215,15 +222,10 @@ def _check_same_steps(state: Mapping[str, Any], run: Run, before: Mapping[str, A
 
 
 def _check_whole_steps(
-    planner: Mapping[str, Any],
-    clocks: Sequence[float],
-    again: Collection[int],
-    run: Run,
-    before: Mapping[str, Any],
+    ahead: Iterable[RoundAhead], run: Run, before: Mapping[str, Any], *, inside_epoch: bool
 ) -> None:
     """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
-    rounds = pushes_per_epoch(planner, before)
-    for *_, segment, workers in _under_way(planner, clocks, run, rounds, again):
+    for _, _, segment, workers in ahead:
         shares = enumerate(segment.plan.workers)
         if any(share.samples and worker not in workers for worker, share in shares):
             raise ValueError(
@@ -231,7 +233,7 @@ def _check_whole_steps(
                 f"the same batches, and those that a lost worker has left out are over, "
                 f"got {run.config.workers}"
             )
-    if run.config.push_every != before["push_every"] and min(clocks) % rounds:
+    if run.config.push_every != before["push_every"] and inside_epoch:
         raise ValueError(
             f"push_every must stay {before['push_every']} inside an epoch, "
             f"got {run.config.push_every}"

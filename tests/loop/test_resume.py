@@ -21,7 +21,7 @@ from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.manifest import read_manifest
 from dbsl.checkpoint.on_disk import read_shard
-from dbsl.checkpoint.restart import apart, left_of_epochs
+from dbsl.checkpoint.restart import apart, left_of_epochs, rounds_ahead
 from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
@@ -542,7 +542,9 @@ def test_what_workers_had_left_and_what_they_had_done_is_the_whole_epoch(seed):
     plan = plan_dual_batch(samples, workers, 1, 4, fast, time_ratio=1.05, rounds=rounds)
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * workers}, rounds_per_epoch=rounds)
     clocks = rng.integers(0, 3 * rounds, workers).tolist()
-    left = left_of_epochs(planner.state_dict(), clocks, _Run(samples, plan), rounds)
+    new_run = _Run(samples, plan)
+    ahead = rounds_ahead(planner.state_dict(), clocks, new_run, rounds)
+    left = left_of_epochs(ahead, new_run, rounds)
     for epoch in range(3):
         done = [
             round_sampler(CurrentPlan(plan), rounds, samples, 3).indices(worker, epoch, round_)
