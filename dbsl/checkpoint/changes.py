@@ -39,13 +39,13 @@ PER_WORKER = (
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the settings that are not what they were, as (before, now) by name."""
     new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
-    before = _complete(before, now)
+    before = complete_settings(before, now)
     return {
         name: (before[name], new[name]) for name in new if plain(before[name]) != plain(new[name])
     }
 
 
-def _complete(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
+def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
     """Return a checkpoint's settings; a setting that it does not know has its default."""
     return {field.name: field.default for field in fields(now)} | in_todays_words(before)
 
@@ -145,7 +145,7 @@ def epochs_under_way(
     clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
     if "queue" in cluster:  # simulated: it is known who is in a round
         inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
-    elif at_epoch_end and not meets_at_server(before["sync"], before.get("min_workers")):
+    elif at_epoch_end and not meets_at_server(before["sync"], before["min_workers"]):
         inside = set()
     else:  # only the workers know whether they have taken a step: all that may have
         ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)
@@ -162,7 +162,7 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
     What its workers have trained on is told by the plan of the resolution that it began with.
     """
     config, manifest = run.config, found.manifest
-    before = _complete(manifest.config, config)
+    before = complete_settings(manifest.config, config)
     epochs, milestones = before["epochs"], before["lr_milestones"]
     old = _resolutions(before["resolutions"], before["schedule"], epochs, milestones)
     new = _resolutions(config.resolutions, config.schedule, config.epochs, config.lr_milestones)

@@ -12,7 +12,15 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.files import link_or_copy
-from dbsl.checkpoint.changes import PER_WORKER, TIMES, check_changes, check_epochs_under_way, plain
+from dbsl.checkpoint.changes import (
+    PER_WORKER,
+    TIMES,
+    changed_settings,
+    check_changes,
+    check_epochs_under_way,
+    complete_settings,
+    plain,
+)
 from dbsl.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -43,6 +51,11 @@ from dbsl.run.parse import run_folder_of
 from dbsl.run.run import Run
 
 _ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
+# How workers meet: where one of these has changed, no process's own state fits.
+_MEETING = {
+    *("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server"),
+    *("node_rounds", "node_workers"),
+}
 
 
 @dataclass(frozen=True)
@@ -175,8 +188,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     if found.folder is None:
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
-    manifest, before = found.manifest, found.manifest.config
-    classes = run.data.num_classes
+    manifest, classes = found.manifest, run.data.num_classes
     if manifest.classes not in (None, classes):
         raise ValueError(
             f"dataset must have the classes that the run began with, got {manifest.classes} "
@@ -184,14 +196,15 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         )
     check_changes(found, run.config, accelerator.num_processes, accelerator.print)
     check_epochs_under_way(found, run)
+    before = complete_settings(manifest.config, run.config)
     restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
-        if goes_on_alike(manifest, run, accelerator.num_processes):
-            state = _own_shard(found, rank, run)
+        if goes_on_alike(manifest, run.config, accelerator.num_processes):
+            state = _own_shard(found, before, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
             of_nodes = None
-            if before.get("node_rounds", 1) > 1:
+            if before["node_rounds"] > 1:
                 ranks = range(manifest.processes)
                 of_nodes = apart([read_shard(found.folder, manifest, r) for r in ranks])
             try:
@@ -209,17 +222,14 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     return Resumed(found.folder, manifest.sequence, state, restart)
 
 
-def goes_on_alike(manifest: Manifest, run: Run, processes: int) -> bool:
+def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:
     """Whether each process goes on from its own state: workers meet as they did."""
-    before, config = manifest.config, run.config
-    names = ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
-    nodes = (("node_rounds", 1), ("node_workers", None))  # older checkpoints lack them
+    changed = changed_settings(manifest.config, config)
     return (
         (manifest.processes, manifest.workers) == (processes, config.workers)
-        and all(before[name] == getattr(config, name) for name in names)
-        and all(plain(before.get(name, old)) == plain(getattr(config, name)) for name, old in nodes)
+        and changed.keys().isdisjoint(_MEETING)
         # Without a quorum a barrier has no place for who is late, and its state is another.
-        and (before.get("min_workers") is None or config.min_workers is not None)
+        and ("min_workers" not in changed or config.min_workers is not None)
     )
 
 
@@ -247,16 +257,16 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
             )
 
 
-def _own_shard(found: Found, rank: int, run: Run) -> Any:
+def _own_shard(found: Found, before: Mapping[str, Any], rank: int, run: Run) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
-    config, manifest = found.manifest.config, found.manifest
-    if manifest.processes == 1 or not meets_at_server(config["sync"], config.get("min_workers")):
+    manifest = found.manifest
+    if manifest.processes == 1 or not meets_at_server(before["sync"], before["min_workers"]):
         return read_shard(found.folder, manifest, rank)
     first = read_shard(found.folder, manifest, SERVER_RANK)
-    first = with_lost_workers(first, run, config["epochs"])
+    first = with_lost_workers(first, run, before["epochs"])
     if rank == SERVER_RANK:
         return first
-    clock = first["cluster"]["server"]["clocks"][rank - config["dedicated_server"]]
+    clock = first["cluster"]["server"]["clocks"][rank - before["dedicated_server"]]
     try:
         state = read_shard(found.folder, manifest, rank)
     except MissingShardError:  # it was lost, or had not come to save
@@ -270,8 +280,7 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     """Return rank 0's state with the workers back that were lost.
 
     They begin with the first epoch that nobody has begun, when another worker has come as far, like
-    workers that join a running job.
-    Those under way keep the plans that were made without them.
+    workers that join a running job. Epochs under way keep the plans that were made without them.
 
     Args:
         state: As it was saved.

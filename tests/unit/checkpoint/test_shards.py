@@ -20,6 +20,7 @@ from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.turns import RoundReport
 from dbsl.plan.types import CurrentPlan, TimeModel
 from dbsl.run.run import round_sampler
+from train import Config
 
 
 def server_shard(clocks, active=None, **planner):
@@ -46,8 +47,9 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
         return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
-    manifest = Bag(processes=2, config={"sync": "asp", "dedicated_server": False, "epochs": 3})
-    state = resume._own_shard(Found(tmp_path, tmp_path, manifest), 1, Bag(rounds=2))
+    found = Found(tmp_path, tmp_path, Bag(processes=2))
+    before = {"sync": "asp", "min_workers": None, "dedicated_server": False, "epochs": 3}
+    state = resume._own_shard(found, before, 1, Bag(rounds=2))
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
 
@@ -74,6 +76,7 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
 
 SIMULATED = {"queue": [(0.5, 1)], "turn": None}
 ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
+ROUNDS |= {"min_workers": None}
 
 
 @pytest.mark.parametrize(
@@ -111,11 +114,9 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
     ("before", "now", "alike"), [(2, 3, True), (None, 2, True), (2, None, False)]
 )
 def test_where_a_run_goes_on_without_its_quorum_no_process_takes_its_own_state(before, now, alike):
-    names = ("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server")
-    config = {"min_workers": now, "node_rounds": 1, "node_workers": None, "workers": 3}
-    run = Bag(config=Bag(**dict.fromkeys(names, 1), **config))
-    manifest = Bag(processes=3, workers=3, config=dict.fromkeys(names, 1) | {"min_workers": before})
-    assert resume.goes_on_alike(manifest, run, 3) == alike
+    manifest = Bag(processes=3, workers=3, config={"min_workers": before})
+    config = Config(workers=3, min_workers=now, grace_seconds=now and 1.0)
+    assert resume.goes_on_alike(manifest, config, 3) == alike
 
 
 @pytest.mark.parametrize("lost", [False, True])
