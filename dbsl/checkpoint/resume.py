@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from dbsl.base.files import link_or_copy
 from dbsl.checkpoint.changes import (
@@ -203,12 +204,10 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = _own_shard(found, before, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
-            of_nodes = None
-            if before["node_rounds"] > 1:
-                ranks = range(manifest.processes)
-                of_nodes = apart([read_shard(found.folder, manifest, r) for r in ranks])
+            by_nodes = before["node_rounds"] > 1
+            optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
             try:
-                restart = plan_restart(state, _optimizers(found, run), run, before, of_nodes)
+                restart = plan_restart(state, optimizers, run, before, of_nodes)
             except ValueError as error:
                 refused = error
         if accelerator.is_main_process:
@@ -322,11 +321,26 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     }
 
 
-def _optimizers(found: Found, run: Run) -> dict[int, Any]:
-    """Return the optimizer state of all workers that the new run has, from all shards."""
+def _of_all_shards(
+    found: Found, first: Mapping[str, Any], workers: int, by_nodes: bool
+) -> tuple[dict[int, Any], Tensor | None]:
+    """Return optimizer state by worker and the mean of nodes (`apart`), from all shards.
+
+    Each is read once, and none is kept whole: together they may be larger than the memory.
+
+    Args:
+        found: The checkpoint.
+        first: Rank 0's shard.
+        workers: Of the new run; state of others is left out.
+        by_nodes: Whether nodes merged apart from each other.
+    """
     optimizers: dict[int, Any] = {}
+    clusters = []
     for rank in range(found.manifest.processes):
         with suppress(MissingShardError):  # a lost worker has none
-            shard = read_shard(found.folder, found.manifest, rank)
-            optimizers |= shard["stepper"]["optimizers"]
-    return {w: state for w, state in optimizers.items() if w < run.config.workers}
+            shard = read_shard(found.folder, found.manifest, rank) if rank else first
+            own = shard["stepper"]["optimizers"]
+            optimizers |= {w: state for w, state in own.items() if w < workers}
+            if by_nodes:
+                clusters.append({"cluster": shard["cluster"]})
+    return optimizers, apart(clusters) if by_nodes else None
