@@ -90,12 +90,11 @@ def _meet(timeout_s: float) -> dist.Store | None:
         return None
     began = time.monotonic()
     store = _open_store(address, int(port), rank, timeout_s)
-    keys = [f"dbsl/start/{restarts()}/{other}" for other in range(processes)]
-    came, told = 0, False
+    start, came, told = f"dbsl/start/{restarts()}", 0, False
     try:
-        store.set(keys[rank], "")
-        while not store.check(keys):
-            came = sum(store.check([key]) for key in keys)
+        if store.add(f"{start}/{rank}", 1) == 1:  # else it has come before, and was launched again
+            store.add(start, 1)
+        while (came := store.add(start, 0)) < processes:  # one thread answers them all
             waited_s = time.monotonic() - began
             if waited_s > timeout_s:
                 raise SyncError(
