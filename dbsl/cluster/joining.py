@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -32,7 +31,6 @@ _LOOK_S = 0.2  # between looks at who asks
 _PAIR_S = 60.0  # that two processes may come to their connection apart
 _GRACE_S = 30.0  # that rank 0 may answer late
 _LEFT_OUT_S = 2.0  # that rank 0 may be later than a process in noticing that they are apart
-_CONNECT_S = 2.0  # for a connection with the launcher's store
 _SLOW_S = 20.0  # that a process which is launched tries to reach it
 _AGAIN_S = 1.0  # after which rank 0 does, if it was cut off
 _STORE = "the launcher's store"
@@ -169,18 +167,8 @@ def _look_up_patiently(key: str) -> str | None:
 
 def _ask_for(key: str) -> str | None:
     """Return what the launcher's store has at a key; None: nothing, or there is no launcher."""
-    store = _open_store()
+    store = _store(at_once=True)
     return store.get(key).decode() if store is not None and store.check([key]) else None
-
-
-def _open_store() -> dist.Store | None:
-    """Return a connection with the launcher's store, or raise at once where nobody listens."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port:
-        return None
-    # A store that is not there would be asked again and again.
-    socket.create_connection((address, int(port)), timeout=_CONNECT_S).close()
-    return _store()
 
 
 def _reason(error: Exception) -> str:
@@ -240,7 +228,7 @@ class Door:
         while not self._closed.wait(_AGAIN_S if cut_off else _LOOK_S):
             try:
                 if cut_off:
-                    self._store = store = _open_store()
+                    self._store = store = _store(at_once=True)
                 for rank in range(1, self._processes):
                     self._look_after(rank, store)
             except (OSError, RuntimeError) as error:
@@ -292,9 +280,9 @@ class Door:
                 pair.send([greeting(-1, 0)], 1, 0).wait(timedelta(seconds=_GRACE_S))
 
 
-def _store() -> dist.Store | None:
+def _store(*, at_once: bool = False) -> dist.Store | None:
     """Return a connection of one's own with the launcher's store, for this launch's attempt."""
-    return connect_store(f"join/{restarts()}")
+    return connect_store(f"join/{restarts()}", at_once=at_once)
 
 
 def _connect(store: dist.Store, rank: int, number: int, *, own: int) -> dist.ProcessGroup:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dbsl.base.errors import SyncError, reason_of
 
 STORE_PATIENCE = timedelta(seconds=20)
+_CONNECT_S = 2.0  # for a connection that is to be there at once
 _LOOK_S = 0.1  # between looks at who has come
 _QUIET_S = 30.0  # that processes wait for each other without a word
 
@@ -65,13 +66,13 @@ def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
     """
     _bind_to_launcher()
     met = _meet(timeout_s)
-    # The launcher's store is there for the group as well, under other keys.
-    store = connect_store(f"group/{restarts()}") if restarts() else None
-    if store is None or not (cpu or torch.cuda.is_available()):
+    if met is None or not restarts() or not (cpu or torch.cuda.is_available()):
         return met
+    met.set_timeout(STORE_PATIENCE)  # little may have been left when this process reached it
     dist.init_process_group(
         chosen_backend() or ("gloo" if cpu else "nccl"),
-        store=store,
+        # The launcher's store is there for the group as well, under other keys.
+        store=dist.PrefixStore(f"dbsl/group/{restarts()}", met),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s),
@@ -84,12 +85,11 @@ def _meet(timeout_s: float) -> dist.Store | None:
 
     torch waits as long, but tells nobody who is missing, and ends with a traceback.
     """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    rank, processes = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
-    if not address or not port or rank < 0 or processes < 2:
+    where, rank = launcher_address(), int(os.environ.get("RANK", "-1"))
+    if where is None or rank < 0:
         return None
-    began = time.monotonic()
-    store = _open_store(address, int(port), rank, timeout_s)
+    began, processes = time.monotonic(), int(os.environ["WORLD_SIZE"])
+    store = _open_store(*where, rank, timeout_s)
     start, came, told = f"dbsl/start/{restarts()}", 0, False
     try:
         if store.add(f"{start}/{rank}", 1) == 1:  # else it has come before, and was launched again
@@ -182,10 +182,29 @@ def _interface_to(address: str) -> str | None:
     return next((name for name, found in interfaces for a in found if a.address == own), None)
 
 
-def connect_store(prefix: str) -> dist.Store | None:
-    """Return a connection of one's own to the launcher's store; None: there is no launcher."""
+def launcher_address() -> tuple[str, int] | None:
+    """Return the host and the port of the launcher's store; None: there is no launcher."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return None
-    store = dist.TCPStore(address, int(port), is_master=False, timeout=STORE_PATIENCE)
+    return address, int(port)
+
+
+def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
+    """Return a connection of one's own to the launcher's store; None: there is no launcher.
+
+    Args:
+        prefix: Of its keys.
+        at_once: Whether to fail at once where nobody listens, instead of trying again and again.
+
+    Raises:
+        OSError: If `at_once` is set and nobody listens, or the address is not reached.
+        RuntimeError: If the store does not answer.
+    """
+    where = launcher_address()
+    if where is None:
+        return None
+    if at_once:
+        socket.create_connection(where, timeout=_CONNECT_S).close()
+    store = dist.TCPStore(*where, is_master=False, timeout=STORE_PATIENCE)
     return dist.PrefixStore(f"dbsl/{prefix}", store)

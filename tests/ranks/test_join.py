@@ -222,7 +222,11 @@ def launcher(monkeypatch):
 
 def test_the_door_stays_open_when_its_connection_breaks(launcher, monkeypatch, capsys):
     door, connect, broken = Door({}, 2, 1.0), joining._store, [Hiccup]
-    monkeypatch.setattr(joining, "_store", lambda: broken.pop()(connect()) if broken else connect())
+
+    def hiccup(**how):
+        return broken.pop()(connect(**how)) if broken else connect(**how)
+
+    monkeypatch.setattr(joining, "_store", hiccup)
     door.open(Full("no plan"))
     wait_until(lambda: "answers again" in capsys.readouterr().out, 10)
     with pytest.raises(SyncError, match="no plan"):

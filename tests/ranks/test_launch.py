@@ -347,7 +347,7 @@ def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch):
     monkeypatch.setenv("DBSL_BACKEND", "gloo")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(dbsl.cluster.launch, "restarts", lambda: 1)
-    monkeypatch.setattr(dbsl.cluster.launch, "connect_store", lambda prefix: object())
+    monkeypatch.setattr(dbsl.cluster.launch, "_meet", lambda timeout_s: dist.HashStore())
     monkeypatch.setattr(dbsl.cluster.launch, "_bind_to_launcher", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
