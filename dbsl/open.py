@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -87,7 +87,8 @@ def open_session(
     stopwatch = Stopwatch()
     own = Own(data, model)
     given = own.named(given)
-    deadline = deadline_of(given.max_minutes)
+    stopping = Stopping(deadline_of(given.max_minutes))
+    opening = _Opening(loss_function, own, merge, stopwatch, stopping)
     config = _complete(given)
     if config.eval_only:
         session = _prepare_evaluation(config, own)
@@ -96,8 +97,7 @@ def open_session(
         return
     alone = not meets_at_server(config.sync, config.min_workers) or config.plan_only
     if not alone and (job := find_running_job()):
-        opened = _join_session(config, job, loss_function, own, merge, deadline, stopwatch)
-        with opened as session:
+        with _joined(config, job, opening) as session:
             yield session
         return
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
@@ -114,56 +114,89 @@ def open_session(
         check_effects(config, accelerator.num_processes)
     config = adapt_to_processes(config, found, accelerator.num_processes)
     check_hub(config, accelerator)
-
-    def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        with accelerator.autocast():
-            return loss_function(model(images), labels, config)
-
     if config.plan_only:
-        print_run(prepare(config, accelerator, loss_of, own), None, accelerator)
+        print_run(opening.prepare(config, accelerator), None, accelerator)
         accelerator.end_training()
         yield None
         return
+    with _in_folder(config, given, found, accelerator, opening) as session:
+        yield session
+    _end(session.run.config, session.folder, accelerator)
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What a run is opened with besides its settings; see `open_session`."""
+
+    loss_function: LossFunction
+    own: Own
+    merge: MergeRule | None
+    stopwatch: Stopwatch
+    stopping: Stopping
+
+    def prepare(self, config: RunConfig, accelerator: Accelerator) -> Run:
+        """Return the run; its steps are in the accelerator's precision."""
+
+        def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+            with accelerator.autocast():
+                return self.loss_function(model(images), labels, config)
+
+        return prepare(config, accelerator, loss_of, self.own)
+
+    def start(
+        self,
+        run: Run,
+        folder: Path,
+        accelerator: Accelerator,
+        mirror: Mirror,
+        resumed: Resumed | None,
+        job: RunningJob | None = None,
+    ) -> Session:
+        """Build the cluster and the stepper, and bring them to where a resumed run was."""
+        cluster, stepper = connect(run, accelerator, self.merge, job)
+        meter = StepMeter(run.config.log_every)
+        meter.attach(cluster.workers, stepper, accelerator)
+        parts = (self.stopping, self.stopwatch, meter, mirror)
+        session = Session(run, folder, accelerator, cluster, stepper, *parts)
+        session.checkpointer = Checkpointer(session, resumed)
+        return session
+
+
+@contextmanager
+def _in_folder(
+    config: RunConfig,
+    given: RunConfig,
+    found: Found | None,
+    accelerator: Accelerator,
+    opening: _Opening,
+) -> Iterator[Session]:
+    """Open a run in a folder of its own, or in that of the checkpoint that was found."""
     named = found.run_folder if found else config.output_dir
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
     with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
         mirror = open_mirror(config, folder.path, found, accelerator)
-        run = prepare(config, accelerator, loss_of, own)
+        run = opening.prepare(config, accelerator)
         resolved = found_by(given, run.config, accelerator.num_processes)
         run = replace(run, config=replace(run.config, resolved=resolved))
-        with Stopping(deadline) as stopping:
+        with opening.stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            session = _start(
-                *(run, folder.path, accelerator, stopping, stopwatch, mirror, merge, resumed)
-            )
+            session = opening.start(run, folder.path, accelerator, mirror, resumed)
             if found:  # all has been read, and fits: from here on the folder is written
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans)
             with reading_checkpoint(resumed and resumed.folder):
                 session.log = start_log(session, resumed and resumed.log)
             with session.log, mirror:
-                with session.cluster, session.checkpointer:
-                    session.start_training()
+                with _running(session):
                     yield session
-                    session.checkpointer.finish()
-                    session.cluster.close()
                 mirror.wait()  # the summary counts what failed
                 sum_up(session)
                 session.checkpointer.clean_up()
-    _end(run.config, folder.path, accelerator)
 
 
 @contextmanager
-def _join_session(
-    config: RunConfig,
-    job: RunningJob,
-    loss_function: LossFunction,
-    own: Own,
-    merge: MergeRule | None,
-    deadline: float | None,
-    stopwatch: Stopwatch,
-) -> Iterator[Session | None]:
+def _joined(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[Session | None]:
     """Open the run of a job under way for one more worker. Nothing is written but its checkpoints.
 
     Raises:
@@ -178,32 +211,32 @@ def _join_session(
         accelerator = start_joining_accelerator(job.rank, job.processes, precision)
         threads = job.settings["cpu_threads"]
         config = replace(config, mixed_precision=precision, cpu_threads=threads)
-
-        def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-            with accelerator.autocast():
-                return loss_function(model(images), labels, config)
-
-        run = prepare(config, accelerator, loss_of, own)
+        run = opening.prepare(config, accelerator)
         check_joining(job.settings, run.config)
     except ValueError as error:  # every process of a launch meets it, and this one is alone
         raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
-    with Stopping(deadline) as stopping:
+    with opening.stopping:
         try:
             unmirrored = Mirror(folder, accelerator)  # rank 0 has the run's mirror
-            session = _start(
-                *(run, folder, accelerator, stopping, stopwatch, unmirrored, merge, None, job)
-            )
+            session = opening.start(run, folder, accelerator, unmirrored, None, job)
         except NothingLeft as reason:
             print(reason, flush=True)
             yield None
             return
         session.log = start_log(session, None)
-        with session.log, session.cluster, session.checkpointer:
-            session.start_training()
+        with session.log, _running(session):
             yield session
-            session.checkpointer.finish()
-            session.cluster.close()
     accelerator.end_training()
+
+
+@contextmanager
+def _running(session: Session) -> Iterator[None]:
+    """Train within; a run that has come to its end is saved as such, and its workers part."""
+    with session.cluster, session.checkpointer:
+        session.start_training()
+        yield
+        session.checkpointer.finish()
+        session.cluster.close()
 
 
 def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
@@ -231,28 +264,6 @@ def _complete(given: RunConfig) -> RunConfig:
     )
     torch.set_num_threads(config.cpu_threads)
     return config
-
-
-def _start(
-    run: Run,
-    folder: Path,
-    accelerator: Accelerator,
-    stopping: Stopping,
-    stopwatch: Stopwatch,
-    mirror: Mirror,
-    merge: MergeRule | None,
-    resumed: Resumed | None,
-    job: RunningJob | None = None,
-) -> Session:
-    """Build the cluster and the stepper, and bring them to where a resumed run was."""
-    cluster, stepper = connect(run, accelerator, merge, job)
-    meter = StepMeter(run.config.log_every)
-    meter.attach(cluster.workers, stepper, accelerator)
-    session = Session(
-        *(run, folder, accelerator, cluster, stepper, stopping, stopwatch, meter, mirror)
-    )
-    session.checkpointer = Checkpointer(session, resumed)
-    return session
 
 
 def _leave_finished(

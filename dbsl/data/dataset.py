@@ -211,26 +211,14 @@ def load_data(
     streams = None if cache_gib is None else Streams(cache_gib, shuffle_block)
     open_ = streams.open if streams else open_labelled
     train, evaluation, class_names = open_(dataset, image_column, label_column)
-    eval_split = evaluation.name if evaluation else "a fifth of train"
-    if holdout is not None:
-        evaluation, eval_split = None, f"{holdout:.3g} of train, held out"
-    if evaluation is None:
-        share = 0.2 if holdout is None else holdout
-        train, evaluation = _hold_out(train, share, generator(seed, "evaluation split"))
-    train = _subset(train, "train_samples", train_samples, generator(seed, "train samples"))
-    evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
+    sizes = train_samples, eval_samples
+    train, evaluation, eval_split = _cut(train, evaluation, *sizes, holdout, seed)
     splits = (train, evaluation)
-
     look = streams.first_images if streams else _spaced_images
     side, decoded = _common_side(look(split, _PROBES) for split in splits), None
     if not streams:
         decoded = _decode_splits(splits, side, max_store_bytes, max_bad_images)
-    if decoded:
-        mean, std = _channel_statistics(decoded[0][0])
-        source = "of the training images"
-    else:
-        mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
-        source = "ImageNet's"
+    statistics = _channel_statistics(decoded[0][0] if decoded else None)
     workers = min(8, cores_of_process()) if loader_workers is None else loader_workers
     open_source = partial(
         _open_source,
@@ -243,9 +231,9 @@ def load_data(
         *map(open_source, splits, decoded or (None, None), (not augment_on_host, True)),
         num_classes=len(class_names),
         class_names=class_names,
-        mean=mean,
-        std=std,
-        statistics_source=source,
+        mean=statistics.mean,
+        std=statistics.std,
+        statistics_source=statistics.source,
         mirror=dataset != "digits",  # a mirrored digit is another character
         image_side=side,
         image_column=train.image_column,
@@ -286,6 +274,26 @@ def stratified_subset(labels: np.ndarray, size: int, rng: np.random.Generator) -
     order = order[np.argsort(classes[order], kind="stable")]  # by class, shuffled within each
     place = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.sort(order[place < np.repeat(quotas, counts)])
+
+
+def _cut(
+    train: ImageSplit,
+    evaluation: ImageSplit | None,
+    train_samples: int | None,
+    eval_samples: int | None,
+    holdout: float | None,
+    seed: int,
+) -> tuple[ImageSplit, ImageSplit, str]:
+    """Return what to train on, what to evaluate on, and in words where that comes from."""
+    eval_split = evaluation.name if evaluation else "a fifth of train"
+    if holdout is not None:
+        evaluation, eval_split = None, f"{holdout:.3g} of train, held out"
+    if evaluation is None:
+        share = 0.2 if holdout is None else holdout
+        train, evaluation = _hold_out(train, share, generator(seed, "evaluation split"))
+    train = _subset(train, "train_samples", train_samples, generator(seed, "train samples"))
+    evaluation = _subset(evaluation, "eval_samples", eval_samples, generator(seed, "eval samples"))
+    return train, evaluation, eval_split
 
 
 def _hold_out(
@@ -342,8 +350,14 @@ def _decode_splits(
     return found
 
 
-def _channel_statistics(pixels: np.ndarray) -> tuple[RGB, RGB]:
-    """Return mean and standard deviation of each channel, of pixels scaled to [0, 1]."""
+def _channel_statistics(pixels: np.ndarray | None) -> Statistics:
+    """Return mean and standard deviation of each channel, of pixels scaled to [0, 1].
+
+    None, for images that are not at hand: ImageNet's.
+    """
+    if pixels is None:
+        constants = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+        return Statistics(*constants, "ImageNet's")
     total, squares = torch.zeros(2, 3, dtype=torch.float64)  # sums of integers, hence exact
     for start in range(0, len(pixels), _CHUNK):
         values = torch.from_numpy(pixels[start : start + _CHUNK]).double()
@@ -352,4 +366,5 @@ def _channel_statistics(pixels: np.ndarray) -> tuple[RGB, RGB]:
     count = pixels.size // 3
     mean = total / count
     std = (squares / count - mean.square()).clamp(min=0).sqrt() / 255
-    return tuple((mean / 255).tolist()), tuple(std.clamp(min=1e-3).tolist())
+    means, deviations = (mean / 255).tolist(), std.clamp(min=1e-3).tolist()
+    return Statistics(tuple(means), tuple(deviations), "of the training images")

@@ -1,4 +1,4 @@
-"""What a run's settings must meet once its launch, its data and its workers are known."""
+"""What a run's settings must meet once launch, data, workers and plans are known."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
 from dbsl.run.config import RunConfig, takes_joint_steps
+from dbsl.run.run import Run
 from dbsl.run.workers import Workers
 
 
@@ -91,3 +92,14 @@ def check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
             f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
             f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
         )
+
+
+def check_room(run: Run) -> None:
+    """Raise ``ValueError`` unless the images that are read at once have room in the cache."""
+    config, data = run.config, run.data
+    if config.cache_gib is None:
+        return
+    in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
+    batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
+    data.train.check_room(batch, in_order=in_order)
+    data.evaluation.check_room(1, in_order=run.evaluation_batch)

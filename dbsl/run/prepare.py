@@ -33,7 +33,13 @@ from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.average import WeightAverage
-from dbsl.run.checks import check_micro_batches, check_nodes, check_processes, check_samples
+from dbsl.run.checks import (
+    check_micro_batches,
+    check_nodes,
+    check_processes,
+    check_room,
+    check_samples,
+)
 from dbsl.run.config import RunConfig
 from dbsl.run.notes import with_notes
 from dbsl.run.own import Own
@@ -55,24 +61,11 @@ def prepare(
         loss_of: Mean loss of a model on images and labels, a part of the steps that are measured.
         own: Data and a model that are not those that the settings name.
     """
-    workers, small_workers = count_workers(
-        accelerator.num_processes,
-        workers=config.workers,
-        small_ratio=config.small_ratio,
-        small_workers=config.small_workers,
-        local_batch_sizes=config.local_batch_sizes,
-        dedicated_server=config.dedicated_server,
-    )
-    nodes = nodes_of(accelerator)
-    check_processes(config, accelerator)
-    check_nodes(config, workers, nodes)
-    if config.min_workers is not None:
-        in_range("min_workers", config.min_workers, 1, workers)
-    by_default = config.workers is None and accelerator.num_processes == 1
-    own_sides = config.resolutions is None or "resolutions" in config.resolved
-    emulation = _make_emulation(config, workers)
+    default_workers = config.workers is None and accelerator.num_processes == 1
+    default_resolutions = config.resolutions is None or "resolutions" in config.resolved
+    config, nodes = _count_workers(config, accelerator)
+    emulation = _make_emulation(config)
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
-    config = replace(config, workers=workers, small_workers=small_workers)
     config, stages = _make_stages(config, data, accelerator)
     model = _build_model(config, data, own, accelerator)
     if model.input_statistics:  # what its weights were trained with
@@ -117,16 +110,32 @@ def prepare(
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
-        default_workers=by_default,
-        default_resolutions=own_sides,
+        default_workers=default_workers,
+        default_resolutions=default_resolutions,
         nodes=nodes,
     )
-    if config.cache_gib is not None:
-        in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
-        batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
-        data.train.check_room(batch, in_order=in_order)
-        data.evaluation.check_room(1, in_order=run.evaluation_batch)
+    check_room(run)
     return run
+
+
+def _count_workers(
+    config: RunConfig, accelerator: Accelerator
+) -> tuple[RunConfig, tuple[int, ...]]:
+    """Return the config with its workers, small ones among them, and the node of each process."""
+    workers, small_workers = count_workers(
+        accelerator.num_processes,
+        workers=config.workers,
+        small_ratio=config.small_ratio,
+        small_workers=config.small_workers,
+        local_batch_sizes=config.local_batch_sizes,
+        dedicated_server=config.dedicated_server,
+    )
+    nodes = nodes_of(accelerator)
+    check_processes(config, accelerator)
+    check_nodes(config, workers, nodes)
+    if config.min_workers is not None:
+        in_range("min_workers", config.min_workers, 1, workers)
+    return replace(config, workers=workers, small_workers=small_workers), nodes
 
 
 def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:
@@ -137,9 +146,9 @@ def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accel
     return config.noise_scale and not hinders
 
 
-def _make_emulation(config: RunConfig, workers: int) -> Emulation:
+def _make_emulation(config: RunConfig) -> Emulation:
     return Emulation(
-        slowdown=parse_slowdown(config.slowdown or (), workers),
+        slowdown=parse_slowdown(config.slowdown or (), config.workers),
         disturbance=parse_disturb(config.disturb) if config.disturb else None,
         noise=config.time_noise,
         seed=config.seed,
