@@ -19,11 +19,16 @@ class Within:
     open_high: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raise ``ValueError`` naming setting, bound and value unless the value lies within."""
+        """Raise ``ValueError`` naming setting, bound and value unless the value lies within.
+
+        No bound lets infinity pass.
+        """
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
-        if above and below:  # NaN is neither
+        if above and below and math.isfinite(value):  # NaN is neither above nor below
             return
+        if math.isinf(value):
+            raise ValueError(f"{name} must be finite, got {value:g}")
         if self.high == float("inf"):
             bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
         else:
@@ -38,17 +43,12 @@ def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ``ValueError`` for the first field of a dataclass outside the bounds of its type.
-
-    No bound lets infinity pass.
-    """
+    """Raise ``ValueError`` for the first field of a dataclass outside the bounds of its type."""
     for name, bound in _bounds(type(config)):
         value = getattr(config, name)
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (int, float)):
                 bound.check(name, number)
-                if math.isinf(number):
-                    raise ValueError(f"{name} must be finite, got {number:g}")
 
 
 @lru_cache

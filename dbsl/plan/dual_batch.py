@@ -126,20 +126,12 @@ def plan_dual_batch(
         check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
     shares, sizes = fit_rounds(machines, samples, shares, sizes, rounds, least, notes)
     time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
-    solved = {}  # where workers differ, no one value holds for all
-    weights = merge_weights(shares, factor)
-    if machines.equal:
+    weights, terms = merge_weights(shares, factor), {}
+    if machines.equal:  # where workers differ, no one value holds for all
         large, small = published or (
             to_integer(time_s * float(machines.speeds(s)[0])) for s in (machines.limits, sizes)
         )
-        f = update_factor(small, large, factor) if small_workers else None
-        weights = np.where(np.arange(workers) < small_workers, f or 1.0, 1.0)
-        solved = {
-            "large_batch_size": int(machines.limits[0]),
-            "large_samples": large,
-            "small_samples": small if small_workers else None,
-            "update_factor": f,
-        }
+        weights, terms = _equal_terms(machines, large, small, small_workers, factor)
     return Plan(
         samples=samples,
         time_ratio=float(ratio) if published else time_s / all_large_s,
@@ -148,8 +140,26 @@ def plan_dual_batch(
         equal_batch_time_s=machines.equal_batch_time(samples, rounds),
         notes=tuple(notes),
         workers=_worker_plans(machines, shares, sizes, weights, small_workers, rounds),
-        **solved,
+        **terms,
     )
+
+
+def _equal_terms(
+    machines: Machines,
+    large_samples: int,
+    small_samples: int,
+    small_workers: int,
+    factor: UpdateFactor,
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the merge weights of equal workers, float64 [n], and what the papers' tables give."""
+    f = update_factor(small_samples, large_samples, factor) if small_workers else None
+    small = np.arange(len(machines.limits)) < small_workers
+    return np.where(small, f or 1.0, 1.0), {
+        "large_batch_size": int(machines.limits[0]),
+        "large_samples": large_samples,
+        "small_samples": small_samples if small_workers else None,
+        "update_factor": f,
+    }
 
 
 def says_unlike(

@@ -139,7 +139,9 @@ class Session:
         stepper.begin(turn, anew=anew)
         self.meter.begin(turn, anew=anew)
         stepper.model.train()
-        if work.over:  # it was stopped at the barrier, and the others may have steps left: they ask
+        # No steps are left to ask in: it was stopped at the barrier, or has no samples this round.
+        # The others may have steps, and ask.
+        if work.over:
             self.checkpointer.after_step(round_over=True)
         yield work
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
