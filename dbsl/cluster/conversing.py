@@ -192,10 +192,12 @@ class Conversing(Cluster):
                 del self._heard[rank]
                 for ranks in self._saving.values():
                     ranks.discard(rank)
-                if self._lose(rank, worker, reason) and self._door is not None:
-                    self._door.leave_out(rank, reason)
+                left_out = self._lose(rank, worker, reason) and self._door is not None
+                number = self._door.number_of(rank) if left_out else 0
                 self._changed.notify_all()
             pulse.give_up()
+            if left_out:
+                self._door.leave_word(rank, number, reason)
 
     def _converse(self, peer: _Peer) -> None:
         head = message(Kind.DONE)

@@ -212,11 +212,23 @@ class Door:
         )
         self._thread.start()
 
-    def leave_out(self, rank: int, reason: str) -> None:
-        """Leave word for a process that others go on without, and that may still be there."""
+    def number_of(self, rank: int) -> int:
+        """Return the number of the question with which a rank was taken in; 0: it asked none."""
+        return self._taken_in.get(rank, 0)
+
+    def leave_word(self, rank: int, number: int, reason: str) -> None:
+        """Tell a process that others go on without it: it may still be there.
+
+        Call it without a lock: a store that has stopped keeps the caller waiting.
+
+        Args:
+            rank: The process's.
+            number: What `number_of` gave when it was left out; one that joins later has another.
+            reason: Why it was.
+        """
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone, and with it the launcher
-                self._store.set(f"left out/{rank}/{self._taken_in.get(rank, 0)}", reason)
+                self._store.set(f"left out/{rank}/{number}", reason)
 
     def close(self) -> None:
         """Take nobody in any more."""
@@ -273,8 +285,8 @@ class Door:
             store = _store()
             pair = _connect(store, rank, number, own=0)
             try:
+                self._taken_in[rank] = number  # it may be lost as soon as it is admitted
                 self._host.admit(rank, pair)
-                self._taken_in[rank] = number
             except ValueError as reason:
                 store.set(f"refused/{rank}/{number}", str(reason))
                 pair.send([greeting(-1, 0)], 1, 0).wait(timedelta(seconds=_GRACE_S))

@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import socket
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -144,6 +145,41 @@ def test_a_process_that_was_left_out_is_told_so_when_it_comes_back(launch):
     assert said.startswith("SyncError: rank 0 has left this process out: rank 1 has said nothing")
     assert said.endswith("for 1 s (--worker-timeout); launch it again to join")
     assert [worker for worker, _ in server()[1]] == [1]
+
+
+class Silent:
+    """A launcher's store that has stopped: a word waits until it is there again."""
+
+    def __init__(self):
+        self.there, self.kept = threading.Event(), {}
+
+    def set(self, key, value):
+        if self.there.wait(5.0):
+            self.kept[key] = value
+
+
+def rank_beside_a_silent_store(rank):
+    """Train, one of two; rank 1 ends without a word."""
+    store, door = Silent(), Door({}, 2, TIMEOUT_S)
+    door.open = lambda host: setattr(door, "_store", store)
+    _, cluster, plan = make(
+        rank,
+        "asp",
+        world_size=2,
+        epochs=60,
+        timeout_s=TIMEOUT_S,
+        **({} if rank else {"door": door}),
+    )
+    _, lost, _ = train(cluster, plan, rounds=1 if rank else None, pause_s=0.02)
+    if rank:
+        os._exit(9)
+    store.there.set()
+    cluster.close()
+    return [worker for worker, _ in lost], list(store.kept)
+
+
+def test_training_goes_on_while_the_store_takes_no_word_for_a_worker_that_is_left_out(run_ranks):
+    assert run_ranks(rank_beside_a_silent_store) == [([1], ["left out/1/0"]), None]
 
 
 def test_a_second_process_of_a_rank_that_is_heard_is_refused(launch):
