@@ -101,13 +101,16 @@ class NodeBarrier(BarrierCluster):
 
     def _merge_node(self, report: RoundReport | None, merged: Mapping[int, float]) -> None:
         """Have the node's weights become the mean of its workers'."""
+        weight = None if report is None else merged.get(self._nodes[report.worker])
+        has_mates = self._group is not None and weight is not None
+        if has_mates:
+            self._weigh(report, weight)
+        self.control.enter()  # every rank does, so that their counts tell who hangs
         if report is None:
             return
-        weight = merged.get(self._nodes[report.worker])
         if weight is None:  # all of the node's were refused
             self.weights.load(self._pulled)
-        elif self._group is not None:
-            self._weigh(report, weight)
+        elif has_mates:
             dist.all_reduce(self._sum.vector, group=self._group)
             self.weights.load(self._sum.vector)
         self._pulled.copy_(self.weights.vector)

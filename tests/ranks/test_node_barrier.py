@@ -129,3 +129,38 @@ def test_processes_that_are_on_other_nodes_after_a_resume_keep_theirs_until_all_
     for (own, own_ends, _), expected in zip(results, pulled, strict=True):
         assert own == pytest.approx(expected, rel=1e-14)
         assert own_ends == pytest.approx(ends, rel=1e-14)
+
+
+class Told:
+    """Heartbeats that count the exchanges which they are told of."""
+
+    entered = 0
+
+    def enter(self):
+        self.entered += 1
+
+
+def rank_that_counts(rank):
+    """Return what heartbeats were told when weights were made ready, and by the end of a round."""
+    _, cluster = make(rank, (0, 0, 1), "mean", False)
+    told = cluster.control.heartbeats = Told()
+    weigh, ready, over = cluster._weigh, [], []
+
+    def note(*what):
+        ready.append(told.entered)
+        weigh(*what)
+
+    cluster._weigh = note
+    for turn in cluster.turns():
+        if not isinstance(turn, EpochEnd):
+            cluster.pull(turn)
+            cluster.push([RoundReport(rank, turn.epoch, turn.round, 8, 1, 1, 1, 0.0, 0.5, 1.0)])
+            over.append(told.entered)
+    return ready, over
+
+
+def test_heartbeats_are_told_of_every_sum_and_on_all_ranks_alike(run_ranks):
+    (ready, over), (_, of_mate), (_, of_other) = run_ranks(rank_that_counts, world_size=3)
+    assert over == of_mate == of_other  # else who waits would count as who hangs
+    assert len(ready) == len(over) == EPOCHS * ROUNDS
+    assert all(before < after for before, after in zip(ready, over, strict=True))
