@@ -21,7 +21,7 @@ from dbsl.base.words import duration, plural, px, short_loss
 from dbsl.log.charts import Charts
 from dbsl.log.display import Display, speed_in_words
 from dbsl.log.divergence import DivergenceWarning
-from dbsl.log.members import Members
+from dbsl.log.members import MemberLog
 from dbsl.log.meter import StepMeter
 from dbsl.log.planned import Planned, epochs_done
 from dbsl.log.rows import (
@@ -101,7 +101,7 @@ class RunLog:
         divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.members = Members()
+        self.members = MemberLog()
         self.enabled = accelerator.is_main_process
         self.meter = meter or StepMeter(0)
         if not self.enabled:

@@ -23,13 +23,12 @@ class _Late:
         return f"{plural(self.rounds, 'round')} and {plural(self.samples, 'sample')} of it left out"
 
 
-class Members:
+class MemberLog:
     """Records lost, late and new workers, on the main process.
 
     Attributes:
         lost: Workers that were lost.
         joined: Workers that have joined while the others trained.
-        away: Workers that were lost and have not come back.
         lost_samples: Samples of epochs under way that nobody trained on: their worker was lost.
         missed_samples: Samples of rounds that were merged without their worker.
     """
@@ -37,7 +36,6 @@ class Members:
     def __init__(self) -> None:
         self.lost: list[int] = []
         self.joined: list[int] = []
-        self.away: set[int] = set()
         self.lost_samples = self.missed_samples = 0
         self._came: dict[int, tuple[int, int]] = {}  # by worker: its last epoch and round in time
         self._late: dict[int, _Late] = {}  # by worker, as it was told; a resumed run tells again
@@ -92,7 +90,6 @@ class Members:
     def _lost(self, loss: LostWorker) -> None:
         """Record that a worker was lost, and that the others go on."""
         self.lost.append(loss.worker)
-        self.away.add(loss.worker)
         self.lost_samples += loss.samples
         self._late.pop(loss.worker, None)
         self._write("lost", asdict(loss))
@@ -123,5 +120,4 @@ class Members:
         """Record that a worker has come, and that the others share with it."""
         self._write("joined", asdict(new))
         self.joined.append(new.worker)
-        self.away.discard(new.worker)
         self._say(f"rank {new.rank} has joined, its share begins in epoch {new.epoch + 1}")

@@ -1,4 +1,4 @@
-from dbsl.log.members import Members
+from dbsl.log.members import MemberLog
 from dbsl.plan.turns import JoinedWorker, LostWorker, MissedRound, RoundReport
 
 
@@ -10,7 +10,7 @@ class Cluster:
 
 
 def make():
-    members, said = Members(), []
+    members, said = MemberLog(), []
     members.record(lambda event, row: None, said.append)
     return members, said
 
@@ -57,15 +57,17 @@ def test_lost_samples_and_workers_that_have_joined_are_in_the_summary_and_in_che
         "lost_samples": 833,
         "missed_samples": 10,
     }
-    again = Members()
+    again = MemberLog()
     again.load_state_dict(state)
     assert again.state_dict() == state
 
 
-def test_of_a_worker_that_is_lost_joins_and_is_lost_between_two_looks_the_last_holds():
-    members, _ = make()
-    loss, again = LostWorker(1, 1, 3, 0, "its process died"), JoinedWorker(1, 1, 5, 5)
+def test_a_worker_that_is_lost_joins_and_is_lost_between_two_looks_is_recorded_in_order():
+    members, said = make()
+    events = []
+    members.record(lambda event, row: events.append(event), said.append)
+    loss, again = LostWorker(1, 1, 3, 7, "its process died"), JoinedWorker(1, 1, 5, 5)
     members.hear(Cluster([loss, again, loss]))
-    assert members.away == {1}
-    members.hear(Cluster([again, loss, again]))
-    assert members.away == set()
+    assert events == ["lost", "joined", "lost"]
+    assert (members.lost, members.joined, members.lost_samples) == ([1, 1], [1], 14)
+    assert ["was lost" in line for line in said] == [True, False, True]
