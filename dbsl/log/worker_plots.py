@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
+from scipy.sparse.csgraph import connected_components
 
 from dbsl.base.words import duration
 from dbsl.log.plots import DPI, fit_axis, save_figure
@@ -132,15 +134,9 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     first, seconds = panels[0], panels[[name for name, _ in shown].index("time_s")]
-    for axes in (first, seconds):
-        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        if alone or axes is seconds:  # the workers are named above
-            named = {name: line for name, line in named.items() if name == "planned"}
-        if named:
-            legend = axes.legend(named.values(), named.keys(), fontsize=9, **place)
-        for line in legend.get_lines() if named and axes is first else ():
-            line.set(linestyle="-", markersize=4)
+    for line in () if alone else _add_legend(first).get_lines():
+        line.set(linestyle="-", markersize=4)
+    _add_legend(seconds, ("planned",))  # the workers are named above
     title = "Who was given how much, and how long it took (dashed: workers that coincide)"
     figure.suptitle("Batch size, and how long each epoch took" if alone else title, fontsize=11)
     return figure
@@ -212,11 +208,17 @@ def _draw_members(
             clip_on=False,
             label=kind,
         )
-    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    named = {name: drawn for name, drawn in named.items() if name in ("nobody", *_SHAPES)}
-    if named:
-        place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-        axes.legend(named.values(), named.keys(), fontsize=9, **place)
+    _add_legend(axes, ("nobody", *_SHAPES))
+
+
+def _add_legend(axes: Axes, only: Collection[str] = ()) -> Legend | None:
+    """Name what is drawn, or `only` some of it, beside a panel; None: there is nothing to name."""
+    drawn = zip(*axes.get_legend_handles_labels(), strict=True)
+    named = {name: handle for handle, name in drawn if not only or name in only}
+    if not named:
+        return None
+    place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
+    return axes.legend(named.values(), named.keys(), fontsize=9, **place)
 
 
 def _broken(
@@ -250,14 +252,7 @@ def hiding(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
     drawn = np.einsum("wwe->w", near.astype(int))
     least = np.maximum(0.5 * np.minimum(drawn[:, None], drawn[None]), 1)
     same = near.sum(axis=2) >= least
-    groups: list[list[int]] = []
-    for worker in range(len(values)):
-        own = next((group for group in groups if same[worker, group].any()), None)
-        if own is None:
-            groups.append([worker])
-        else:
-            own.append(worker)
-    return [next(g for g in groups if worker in g) for worker in range(len(values))], near
+    return _groups(connected_components(same, directed=False)[1]), near
 
 
 def coinciding(values: np.ndarray) -> list[list[int]]:
@@ -267,11 +262,13 @@ def coinciding(values: np.ndarray) -> list[list[int]]:
         (np.abs(values[:, None] - values[None]) <= _SAME * height) | np.isnan(values[:, None]),
         axis=2,
     )  # [workers, workers]
-    groups: list[list[int]] = []
+    # Only a group's first line is drawn, so that all must lie on it: a chain of lines may part.
+    firsts: list[int] = []
     for worker in range(len(values)):
-        own = next((g for g in groups if same[worker, g[0]]), None)
-        if own is None:
-            groups.append([worker])
-        else:
-            own.append(worker)
-    return [next(g for g in groups if worker in g) for worker in range(len(values))]
+        firsts.append(next((first for first in firsts if same[worker, first]), worker))
+    return _groups(np.array(firsts))
+
+
+def _groups(labels: np.ndarray) -> list[list[int]]:
+    """Return for each worker all that have its label."""
+    return [np.flatnonzero(labels == own).tolist() for own in labels]

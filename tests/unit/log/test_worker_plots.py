@@ -4,6 +4,8 @@ from PIL import Image
 
 from dbsl.log.worker_plots import (
     MAX_LINES,
+    coinciding,
+    hiding,
     worker_figure,
     worker_history,
     worker_marks,
@@ -92,6 +94,17 @@ def test_lines_that_coincide_in_most_epochs_are_dashed_and_begin_anew_where_they
     breaks = np.flatnonzero(np.isnan(lines[2].get_ydata()))
     x = lines[2].get_xdata()
     assert {x[b] for b in breaks} >= {2, 5}  # workers 1 and 0 part from it
+
+
+def test_a_line_that_lies_on_two_others_is_dashed_with_both():
+    there, gone = [1.0] * 3, [np.nan] * 3
+    groups, _ = hiding(np.array([there + gone, gone + there, there + there, [2.0] * 6]))
+    assert groups == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]]
+
+
+def test_of_planned_seconds_each_line_that_no_other_lies_on_all_the_way_is_drawn():
+    lines = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, np.nan], [2.0, 2.0], [1.0, 2.0]])
+    assert coinciding(lines) == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
 
 
 @pytest.mark.parametrize("workers", [1, 3, MAX_LINES, MAX_LINES + 1, 200])
