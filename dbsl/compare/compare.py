@@ -219,6 +219,10 @@ def _make(
         _check_settings(arm)
     for folder, (arm, _) in folders.items():
         _check_same(arm, folder)
+    for folder, (arm, _) in folders.items():
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_text(_note_of(folder), config_to_yaml(arm.settings))
 
     def finished() -> dict[str, list[Run]]:
         for folder, (arm, seed) in folders.items():
@@ -308,15 +312,18 @@ def _check_settings(arm: Arm) -> None:
         raise ValueError(f"{error} (arm {arm.name})") from None
 
 
+def _note_of(folder: Path) -> Path:
+    """Return the file that notes the settings that a run was begun with."""
+    return folder.with_name(f"{folder.name}.arm.yaml")
+
+
 def _check_same(arm: Arm, folder: Path) -> None:
-    """Refuse a run that was begun with other settings than its arm has now, else note them."""
-    note = folder.with_name(f"{folder.name}.arm.yaml")
-    if not folder.exists() or not note.exists():
-        if folder.exists():
-            raise ValueError(f"runs_dir must have runs of comparisons alone, got {folder}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, config_to_yaml(arm.settings))
+    """Refuse a run that was begun with other settings than its arm has now."""
+    note = _note_of(folder)
+    if not folder.exists():
         return
+    if not note.exists():
+        raise ValueError(f"runs_dir must have runs of comparisons alone, got {folder}")
     made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
     now = {name: value for name, value in arm.settings.items() if value is not None}
     for key in sorted({*now, *made} - _FREE):

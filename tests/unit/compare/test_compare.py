@@ -267,8 +267,10 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_resul
         for settings in ({}, {"report_to": "tensorboard"})
     )
     assert silent.hash == told.hash
-    compare._check_same(silent, Path("runs/tiny-dual-s5"))
-    compare._check_same(told, Path("runs/tiny-dual-s5"))
+    folder = Path("runs/tiny-dual-s0")
+    folder.mkdir()
+    compare._check_same(silent, folder)
+    compare._check_same(told, folder)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,8 @@ def test_runs_of_other_settings_are_not_taken_for_the_arms(arms, tmp_path, optio
     settings = yaml.safe_load((tmp_path / "configs/tiny/large.yaml").read_text())
     note.write_text(yaml.safe_dump(settings))
     with pytest.raises(ValueError, match=message):
-        compare.main([arms[0], "--seeds", "1", *options])
+        compare.main([arms[1], arms[0], "--seeds", "1", *options])
+    assert not (tmp_path / "runs/tiny-dual-s0.arm.yaml").exists()  # nothing is half written
     note.write_text(yaml.safe_dump(settings | {"momentum": 0.5}))
     with pytest.raises(ValueError, match=r"momentum of arm large must be 0.5 as in"):
         compare.main([arms[0], "--seeds", "1"])
