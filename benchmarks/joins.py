@@ -16,7 +16,6 @@ push had come.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -176,8 +175,6 @@ def main() -> None:
     _preload()
     rng, rows, kinds = random.Random(arguments.seed), [], arguments.jobs
     table = ROOT / "results/joins.csv"
-    with table.open(newline="", encoding="utf-8") as file:
-        before = [row for row in csv.DictReader(file) if row["sync"] not in kinds]
     command = f"python -m benchmarks.joins --minutes {arguments.minutes:g}"
     command += f" --epochs {arguments.epochs} --processes {arguments.processes}"
     command += f" --jobs {' '.join(kinds)}"
@@ -187,7 +184,7 @@ def main() -> None:
             kind, folder = kinds[len(rows) % len(kinds)], Path(scratch) / "run"
             rows.append(play(kind, arguments.epochs, arguments.processes, folder, rng))
             print(json.dumps(rows[-1]), flush=True)
-            record(table, before + rows, command)
+            record(table, rows, command, keep=lambda row: row["sync"] not in kinds)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +14,23 @@ import torch
 from dbsl.profile.setup import device_name
 
 
-def record(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
+def record(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    command: str,
+    *,
+    keep: Callable[[Mapping[str, str]], bool] | None = None,
+) -> None:
     """Write rows to a CSV and print them as a table.
 
     Rows that have been read from such a file keep their machine and versions.
+
+    Args:
+        path: The file.
+        rows: As measured; a row may lack columns of others.
+        command: That measures them.
+        keep: Says which rows the file keeps, if it is there. New ones stand where the first of the
+            others stood. None: it keeps none.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = {
@@ -27,13 +40,26 @@ def record(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
         "date": date.today().isoformat(),
         "command": command,
     }
+    if keep is not None and path.exists():
+        rows = _in_place(rows, path, keep)
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in where))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *where])))
+        writer = csv.DictWriter(file, [*names, *where])
         writer.writeheader()
         writer.writerows({**where, **row} for row in rows)
-    names = [name for name in rows[0] if name not in where]
-    widths = [max(len(name), *(len(str(row[name])) for row in rows)) for name in names]
-    for line in (names, *([row[name] for name in names] for row in rows)):
-        print("  ".join(f"{value!s:>{w}}" for value, w in zip(line, widths, strict=True)))
+    table = [names, *([str(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        print("  ".join(f"{value:>{w}}" for value, w in zip(line, widths, strict=True)))
     print(f"written to {path}")
+
+
+def _in_place(
+    rows: Sequence[Mapping[str, Any]], path: Path, keep: Callable[[Mapping[str, str]], bool]
+) -> list[Mapping[str, Any]]:
+    """Return a file's rows with new ones in place of those that it does not keep."""
+    with path.open(newline="", encoding="utf-8") as file:
+        before = list(csv.DictReader(file))
+    first = next((place for place, row in enumerate(before) if not keep(row)), len(before))
+    return [*before[:first], *rows, *filter(keep, before[first:])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 import tempfile
@@ -42,13 +41,13 @@ def main() -> None:
                 for row in fault(Path(scratch)):
                     rows.append(row)
                     print(json.dumps(vars(row)), flush=True)
-    measured = {(row.fault, row.mode): {k: str(v) for k, v in vars(row).items()} for row in rows}
-    table = ROOT / "results/faults.csv"
-    if only and table.exists():  # rows that were not run again stay
-        with table.open(newline="", encoding="utf-8") as file:
-            before = {(old["fault"], old["mode"]): old for old in csv.DictReader(file)}
-        measured = before | measured
-    record(table, list(measured.values()), "python -m benchmarks.faults")
+    measured = {(row.fault, row.mode) for row in rows}
+    record(
+        ROOT / "results/faults.csv",
+        [vars(row) for row in rows],
+        "python -m benchmarks.faults",
+        keep=(lambda row: (row["fault"], row["mode"]) not in measured) if only else None,
+    )
     sys.exit(not all(row.kept for row in rows))
 
 

@@ -11,8 +11,7 @@ keeps what the file has of the others.
 from __future__ import annotations
 
 import argparse
-import csv
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from benchmarks.record import record
 from dbsl.base.cores import threads_of_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-RECORDED = ("device", "threads", "torch", "timm", "date", "command")  # added by record()
 PARTS = ("training", "wire", "workers", "images", "startup", "noise")
 
 
@@ -53,22 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a part's rows into the one table of all parts, in place of its earlier ones."""
-    rows = rows + _kept(path, {row["part"] for row in rows})
-    # Rows have the columns of others, empty.
-    columns = list(dict.fromkeys(name for row in rows for name in row if name not in RECORDED))
-    rows = [
-        {name: row.get(name, "") for name in columns} | {k: row[k] for k in RECORDED if k in row}
-        for row in rows
-    ]
-    record(path, rows, "python -m benchmarks.speed")
-
-
-def _kept(path: Path, measured: Collection[str]) -> list[dict[str, Any]]:
-    """Return the rows of an earlier run whose parts were not measured now."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["part"] not in measured]
+    measured = {row["part"] for row in rows}
+    record(path, rows, "python -m benchmarks.speed", keep=lambda row: row["part"] not in measured)
 
 
 def _measure(part: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
