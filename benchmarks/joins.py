@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kills import _fork, _free_port, _preload
+from benchmarks.ranks import fork_rank, free_port, preload
 from benchmarks.record import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ class Job:
 
     def __init__(self, folder: Path, flags: list[str], processes: int) -> None:
         self._folder, self._flags, self._processes = folder, flags, processes
-        self._port = _free_port()
+        self._port = free_port()
         self.ranks = {rank: self._start(rank) for rank in range(processes)}
 
     def events(self) -> list[dict]:
@@ -98,7 +98,7 @@ class Job:
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.ranks.values()]
 
     def _start(self, rank: int) -> int:
-        return _fork(self._flags, rank, self._processes, self._port)
+        return fork_rank(self._flags, rank, self._processes, self._port)
 
     def _count(self, event: str, rank: int) -> int:
         return sum(e["event"] == event and e["worker"] == rank for e in self.events())
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    _preload()
+    preload()
     rng, rows, kinds = random.Random(arguments.seed), [], arguments.jobs
     table = ROOT / "results/joins.csv"
     command = f"python -m benchmarks.joins --minutes {arguments.minutes:g}"

@@ -23,17 +23,16 @@ import random
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.ranks import fork_rank, free_port, preload
 from benchmarks.record import record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +108,7 @@ def main() -> None:
     parser.add_argument("--only", help="modes whose name begins so")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    _preload()
+    preload()
     rng = random.Random(arguments.seed)
     modes = [name for name in MODES if name.startswith(arguments.only or "")]
     rng.shuffle(modes)
@@ -136,20 +135,6 @@ def main() -> None:
             f"python -m benchmarks.kills --cases {arguments.cases}",
         )
     sys.exit(good != len(rows))
-
-
-def _preload() -> None:
-    """Import what runs import when they need it, and draw nothing: runs are forks of this."""
-    import datasets  # noqa: F401
-    import sklearn.datasets  # noqa: F401
-    import timm.optim  # noqa: F401
-    import torchvision.transforms.v2  # noqa: F401
-
-    import train  # noqa: F401
-    from dbsl.log import plots, worker_plots
-
-    plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments, **options: None
-    worker_plots.worker_history = lambda *arguments, **options: None
 
 
 def kill(mode: str, folder: Path, rng: random.Random, expected: str, whole_s: float) -> dict:
@@ -241,8 +226,8 @@ def _children(parent: int) -> list[int]:
 
 def _run_forked(flags: list[str], processes: int, folder: Path, kill_after_s: float | None) -> int:
     """Run in forks of this process, which has everything imported: a start takes no seconds."""
-    port = _free_port()
-    ranks = [_fork(flags, rank, processes, port) for rank in range(processes)]
+    port = free_port()
+    ranks = [fork_rank(flags, rank, processes, port) for rank in range(processes)]
     if kill_after_s is not None:
         _wait_for_start(folder)
         time.sleep(kill_after_s)
@@ -250,38 +235,6 @@ def _run_forked(flags: list[str], processes: int, folder: Path, kill_after_s: fl
             os.kill(rank, signal.SIGKILL)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     return next(filter(None, statuses), 0)
-
-
-def _fork(flags: list[str], rank: int, processes: int, port: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    import train
-
-    status = 1
-    try:
-        sink = os.open(os.environ.get("KILLS_OUTPUT", os.devnull), os.O_WRONLY | os.O_APPEND)
-        os.dup2(sink, 1)
-        os.dup2(sink, 2)
-        if processes > 1:
-            numbers = {"RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
-            numbers |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
-            os.environ |= {name: str(number) for name, number in numbers.items()}
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
-        train.main(train.parse_config(train.Config, flags))
-        status = 0
-    except SystemExit as error:
-        status = error.code
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kills import ROOT, _fork, _free_port, _preload
+from benchmarks.kills import ROOT
+from benchmarks.ranks import fork_rank, free_port, preload
 from benchmarks.record import record
 from dbsl.log.rows import read_metrics
 from dbsl.model import build_model
@@ -43,8 +44,8 @@ def seconds_per_round(model: str, processes: int, arm: str, folder: Path) -> flo
         + ARMS[arm].format(least=processes - 1)
     )
     shutil.rmtree(folder, ignore_errors=True)
-    port = _free_port()
-    children = [_fork(flags.split(), rank, processes, port) for rank in range(processes)]
+    port = free_port()
+    children = [fork_rank(flags.split(), rank, processes, port) for rank in range(processes)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(statuses):
         raise RuntimeError(f"{arm} of {processes} processes ended with {statuses}")
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else the machine did")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    _preload()
+    preload()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for model in MODELS:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 1800
@@ -57,13 +58,6 @@ def run_train(
 def settled_after(epochs: int) -> int:
     """Return after how many epochs plans have settled: a third of the run."""
     return max(1, epochs // 3)
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _run(command: Sequence[str], prefixes: Sequence[Sequence[str]], address: str) -> str:

@@ -18,12 +18,12 @@ from benchmarks.faults.run import (
     Row,
     Run,
     environment,
-    free_port,
     metrics,
     samples,
     summary,
 )
 from benchmarks.kills import COMMON, ROOT, fingerprint
+from benchmarks.ranks import free_port
 
 _ENDS = (("killed (SIGKILL)", signal.SIGKILL), ("stopped", signal.SIGSTOP))
 _QUORUM = ["--sync", "bsp", "--min-workers", "2", "--grace-seconds", "1"]

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.kills import COMMON, ROOT
+from benchmarks.ranks import free_port
 from dbsl.log.rows import read_metrics
 
 TIMEOUT_S = 8.0  # --worker-timeout
@@ -114,13 +114,6 @@ class Row:
 def environment() -> dict[str, str]:
     """Return the environment of a run's process."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def metrics(folder: Path) -> list[dict]:
