@@ -28,7 +28,7 @@ class _Samples:
 
 
 def prepare(case: Case) -> Run:
-    """Return what `setup.prepare` makes of a config, without data and with a model of one number.
+    """Return what `dbsl.run.prepare.prepare` does, without data and with a model of one number.
 
     Raises:
         ValueError: If there is no such plan.

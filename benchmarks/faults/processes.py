@@ -79,7 +79,7 @@ def worker_dies_at_barrier(scratch: Path) -> Iterator[Row]:
     for sync, flags in (("bsp", FLAGS), ("step", JOINT)):
         whole = Run(scratch / f"whole-{sync}", flags)
         assert whole.wait() == [0, 0, 0], whole.said("error")
-        for what, number in (("killed (SIGKILL)", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        for what, number in _ENDS:
             folder = scratch / f"barrier-{sync}-{number}"
             run = Run(folder, flags)
             run.wait_for_epoch(2)
