@@ -154,6 +154,7 @@ class _Opening:
     ) -> Session:
         """Build the cluster and the stepper, and bring them to where a resumed run was."""
         cluster, stepper = connect(run, accelerator, self.merge, job)
+        mirror.saving = cluster.saving  # for shards that come late
         meter = StepMeter(run.config.log_every)
         meter.attach(cluster.workers, stepper, accelerator)
         parts = (self.stopping, self.stopwatch, meter, mirror)

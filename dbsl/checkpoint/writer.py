@@ -65,7 +65,6 @@ class Writer:
         self._processes = session.accelerator.num_processes
         self._rank = session.accelerator.process_index
         self._control = session.cluster.control
-        session.mirror.saving = session.cluster.saving
         self.last_good = last_good
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
