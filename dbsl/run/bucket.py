@@ -28,7 +28,9 @@ T = TypeVar("T")
 LISTING = "mirror.json"
 RUN = "run"  # in a checkpoint's folder: what its run folder had when it was mirrored
 _TRIES = 4
-_HOPELESS = (PermissionError, FileNotFoundError, ImportError, NotImplementedError, ValueError)
+# No second try brings the right, file, library or operation that is lacking. A ValueError may pass:
+# a server's answer that was cut off is no JSON.
+_HOPELESS = (PermissionError, FileNotFoundError, ImportError, NotImplementedError)
 _FILE = re.compile(r"((run|plots)/)?\w[\w.-]*")  # no way out of the folder
 _CHECKPOINT = re.compile(r"(epoch|save)-\d+")
 
@@ -80,10 +82,13 @@ class Bucket:
         """Return a folder's listing; None: there is none that can be read."""
         self._fs.invalidate_cache()
         try:
-            content = json.loads(self._fs.cat_file(self._at(folder, LISTING)))
-            listing = Listing(**content)
+            content = self._fs.cat_file(self._at(folder, LISTING))
+        except FileNotFoundError:
+            return None
+        try:
+            listing = Listing(**json.loads(content))
             names = all(_FILE.fullmatch(name) for name in listing.files)
-        except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return None
         return listing if names and type(listing.sequence) is int else None
 

@@ -17,6 +17,7 @@ from dbsl.checkpoint.manifest import read_manifest, write_manifest
 from dbsl.checkpoint.mirror import open_mirror
 from dbsl.checkpoint.on_disk import Found, check_files, prune, remove, vouch_for_shard, write_shard
 from dbsl.checkpoint.pull import pulled
+from dbsl.run.bucket import tried
 from dbsl.run.parse import parse_config
 from tests.unit.checkpoint.test_checkpoint import write
 from train import Config
@@ -195,6 +196,38 @@ def test_a_pull_may_lose_the_connection_at_any_call(
             pull(tmp_path / "never", accelerator)
     assert not [p for p in tmp_path.iterdir() if "never" in p.name]
     assert "passed over" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ls", "cat_file", "get_file"])
+def test_an_answer_that_is_cut_off_is_asked_for_again(
+    tmp_path, accelerator, monkeypatch, capsys, folder_with, name
+):
+    with mirror_of(folder_with(tmp_path / "run", 1, 2), accelerator):
+        pass
+    original, cut = getattr(MemoryFileSystem, name), ['{"items": [']
+
+    def call(fs, *arguments, **options):
+        if cut:
+            json.loads(cut.pop())
+        return original(fs, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, name, call)
+    assert pull(tmp_path / "pulled", accelerator) == 2
+    assert "passed over" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError, FileNotFoundError, ImportError, NotImplementedError]
+)
+def test_what_no_second_try_can_mend_is_said_at_once(error):
+    def call():
+        calls.append(error)
+        raise error
+
+    calls = []
+    with pytest.raises(error):
+        tried(call)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("kind", ["byte", "file", "listing", "half a listing", "way out"])
