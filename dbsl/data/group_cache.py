@@ -14,8 +14,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -162,21 +162,15 @@ class GroupCache:
             if path.name in self._held:
                 self._held[path.name] = path.stat().st_size
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> AbstractContextManager[object]:
         """Have the lock of the folder: of what is held, and of what is removed."""
-        lock = FileLock(self.folder / "all.lock")
         try:
-            lock.acquire(timeout=_LOCKED_WITHIN_S)
+            return FileLock(self.folder / "all.lock").acquire(timeout=_LOCKED_WITHIN_S)
         except Timeout:
             raise ReadError(
                 f"{self.folder} has been locked by another process for {_LOCKED_WITHIN_S:g} s "
                 "(one that was stopped?)"
             ) from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _make_room(self, later: Mapping[str, int]) -> None:
         """Remove files that nobody holds until the rest, and what is held, fit."""
