@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
 from dbsl.compare.statistics import Interval, holm, interval
-from plots.rows import RESULTS, Rows, read
+from plots.rows import RESULTS, Rows, read, with_interval
 
 ARMS = {  # of configs/gap, and what they are
     "all_large": "four workers, all on the large batch: the baseline",
@@ -114,13 +114,13 @@ def gap(up: str) -> list[str]:
         if not own:
             continue
         seeds = sorted(accuracy[arm].keys() & baseline.keys()) if arm != "all_large" else []
-        gain = _interval([accuracy[arm][seed] - baseline[seed] for seed in seeds], "+")
+        gain = with_interval([accuracy[arm][seed] - baseline[seed] for seed in seeds], 1, "+")
         trained, time_s = (
             fmean(float(row[name]) for row in own) for name in ("train_accuracy", "train_time_s")
         )
         lines.append(
             f"| [{arm}]({up}configs/gap/{arm}.yaml): {text} "
-            f"| {_interval(list(accuracy[arm].values()))} % | {gain} | {len(own)} "
+            f"| {with_interval(list(accuracy[arm].values()), 1)} % | {gain} | {len(own)} "
             f"| {trained:.1f} % | {own[0]['epochs']} | {time_s:.1f} s |"
         )
     return lines
@@ -135,14 +135,6 @@ def _accuracy(runs: Rows) -> dict[str, dict[int, float]]:
     for row in runs:
         found.setdefault(row["arm"], {})[int(row["seed"])] = float(row["accuracy"])
     return found
-
-
-def _interval(values: Sequence[float], sign: str = "") -> str:
-    if not values:
-        return ""
-    found = interval(values)
-    half = f" ± {found.half:.1f}" if found.count > 1 else ""
-    return f"{found.mean:{sign}.1f}{half}"
 
 
 def _p(p: float) -> str:

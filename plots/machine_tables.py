@@ -6,7 +6,7 @@ import statistics
 from decimal import Decimal
 
 from dbsl.plan.link import Link
-from plots.rows import RESULTS, fixed, interval, read
+from plots.rows import RESULTS, fixed, read, with_interval
 
 PLAIN = "accelerate_ddp"
 DEMO_UNEVEN = {  # arms of benchmarks.demos.uneven
@@ -52,8 +52,10 @@ def demo_uneven(up: str) -> list[str]:
         seconds = [float(row["epoch_s"]) for row in own]
         ratios = [float(row["epoch_s"]) / control[row["turn"]] for row in own]
         accuracies = [100 * float(row["accuracy"]) for row in own]
-        ratio = "1" if arm == PLAIN else interval(ratios, 2)
-        lines.append(f"| {text} | {interval(seconds, 2)} | {ratio} | {interval(accuracies, 1)} |")
+        ratio = "1" if arm == PLAIN else with_interval(ratios, 2)
+        lines.append(
+            f"| {text} | {with_interval(seconds, 2)} | {ratio} | {with_interval(accuracies, 1)} |"
+        )
     return lines
 
 
@@ -77,7 +79,9 @@ def demo_slow_link(up: str) -> list[str]:
             ]
             seconds = [float(row["train_s"]) for row in own]
             accuracies = [100 * float(row["accuracy"]) for row in own]
-            cells.append(f"{interval(seconds, 1)}; {interval(accuracies, 1)}" if own else "")
+            cells.append(
+                f"{with_interval(seconds, 1)}; {with_interval(accuracies, 1)}" if own else ""
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

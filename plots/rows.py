@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import statistics
+from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
-from scipy.stats import t as student
+from dbsl.compare.statistics import interval
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -27,7 +27,13 @@ def fixed(number: str, digits: int, sign: str = "") -> str:
     return f"{Decimal(number).quantize(step, ROUND_HALF_UP):{sign}f}"
 
 
-def interval(values: list[float], digits: int) -> str:
-    """Return the mean and half the 95 % interval (Student's t), in decimals."""
-    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
+def with_interval(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Return the mean and half its 95 % interval, in decimals; of one value the value alone.
+
+    With `sign` "+" the mean has one. Of no values it is nothing.
+    """
+    if not values:
+        return ""
+    found = interval(values)
+    half = f" ± {found.half:.{digits}f}" if found.count > 1 else ""
+    return f"{found.mean:{sign}.{digits}f}{half}"
