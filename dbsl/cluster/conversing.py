@@ -90,10 +90,10 @@ class Conversing(Cluster):
         self._saving: dict[int, set[int]] = {}  # by save: ranks that were told of it
 
     def saving(self, sequence: int) -> set[int]:
-        """Return the ranks whose shard of a save is there or may still come.
+        """Return the ranks to wait for: their shard of a save has come or may still come.
 
         A worker hears of a save when it pulls. Those that finish before do not save it, nor does
-        one that came later, or that heard of a newer save first.
+        one that came later, or that heard of a newer save first. Nobody waits for a lost worker.
         """
         with self._changed:
             ranks = set(self._saving.get(sequence, ()))
