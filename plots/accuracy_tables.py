@@ -24,16 +24,6 @@ EQUAL_TIME = (
     *("all_large", "dual_3_k105", "dual_4_k105", "cyclic", "progressive", "hybrid"),
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
-SUMMARY = {  # README's rows: arms of configs/mini, and what they are
-    "all_large": "four workers, all on the large batch: the baseline",
-    "ddp_128": "plain data parallelism, 128 samples a step, no link cost",
-    "ddp_256": "plain data parallelism, 256 samples a step, no link cost",
-    "dual_3_k105": "dual batch: three of four workers on small batches",
-    "cyclic": "cyclic resolution, 24 and 32 px",
-    "all_large_rounds_4": "the baseline with four merges an epoch",
-    "hybrid_rounds_4": "dual batch and cyclic resolution, four merges an epoch",
-    "conventional": "one worker, large batch",
-}
 BEYOND = {  # arms of configs/beyond, and how they are told
     "rounds_4": "`--rounds-per-epoch 4`",
     "delta": "the same with `--merge delta --outer-lr 0.7 --outer-momentum 0.5`",
@@ -104,23 +94,6 @@ def first_command(up: str) -> list[str]:
         f"([CSV]({up}results/digits/arms.csv)) | {accuracy(row)} (sd) "
         f"| {float(row['minutes']):.1f}, the first time half a minute more |",
     ]
-
-
-def summary(up: str) -> list[str]:
-    """Return README's six rows."""
-    lines = [
-        "| setup, 20 epochs, three seeds | accuracy, mean ± sd | over the baseline, 95 % "
-        "| workers' time |",
-        "|---|---|---|---|",
-    ]
-    for row in _arms("mini", tuple(SUMMARY)):
-        arm = row["arm"]
-        gain = "" if row["difference"] == "nan" else difference(row)
-        lines.append(
-            f"| [{SUMMARY[arm]}]({up}configs/mini/{arm}.yaml) | {accuracy(row)} | {gain} "
-            f"| {float(row['train_time_s']):.1f} s |"
-        )
-    return lines
 
 
 def mini(up: str) -> list[str]:

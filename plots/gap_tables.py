@@ -29,6 +29,14 @@ ARMS = {  # of configs/gap, and what they are
     "alone_250": "one worker, 250 samples a step",
     "alone_512": "one worker, 512 samples a step",
 }
+SUMMARY = {  # README's rows
+    "all_large": "four workers on the large batch, the baseline",
+    "dual_3": "dual batch, three small workers",
+    "dual_4": "four small workers",
+    "hybrid": "`dual_3`, resolutions cycling",
+    "ddp_128": "plain data parallelism, no link cost",
+    "ddp_128_1gbps": "the same on a link of 1 Gb/s",
+}
 
 
 @dataclass(frozen=True)
@@ -102,14 +110,23 @@ def hypotheses(up: str) -> list[str]:
 
 def gap(up: str) -> list[str]:
     """Return the arms of configs/gap that have run."""
+    return _arms(up, ARMS)
+
+
+def summary(up: str) -> list[str]:
+    """Return README's rows."""
+    return _arms(up, SUMMARY)
+
+
+def _arms(up: str, names: Mapping[str, str]) -> list[str]:
     runs = _runs()
     accuracy, baseline = _accuracy(runs), _accuracy(runs).get("all_large", {})
     lines = [
-        "| setup | accuracy, 95 % | over the baseline, 95 % | seeds | training images right "
-        "| epochs | workers' time |",
+        f"| ([rows]({up}results/gap/arms_runs.csv)) | accuracy, 95 % | over the baseline, 95 % "
+        "| seeds | training images right | epochs | workers' time |",
         "|---|---|---|---|---|---|---|",
     ]
-    for arm, text in ARMS.items():
+    for arm, text in names.items():
         own = [row for row in runs if row["arm"] == arm]
         if not own:
             continue

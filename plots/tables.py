@@ -24,11 +24,11 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
     function.__name__: function
     for function in (
         accuracy_tables.first_command,
-        accuracy_tables.summary,
         accuracy_tables.mini,
         accuracy_tables.equal_time,
         accuracy_tables.beyond,
         accuracy_tables.vit,
+        gap_tables.summary,
         gap_tables.gap,
         gap_tables.hypotheses,
         machine_tables.demo_uneven,
