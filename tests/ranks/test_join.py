@@ -22,8 +22,11 @@ from tests.ranks.test_sync import make, make_reports, stop_for
 TIMEOUT_S = 20.0
 
 
-def train(cluster, plan, *, rounds=None, pause_s=0.0):
-    """Take rounds, all or so many, and return their numbers and what was seen of others."""
+def train(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
+    """Take rounds, all or so many, and return their numbers and what was seen of others.
+
+    None is over before the event `until`.
+    """
     taken, lost, joined = [], [], []
     for turn in cluster.turns():
         if isinstance(turn, EpochEnd):
@@ -31,6 +34,8 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0):
         cluster.plan(turn)
         cluster.pull(turn)
         time.sleep(pause_s)
+        if until is not None:
+            assert until.wait(TIMEOUT_S)
         cluster.push(make_reports(turn, plan))
         taken.append(turn.epoch)
         for change in cluster.membership():
@@ -41,7 +46,9 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0):
     return taken, lost, joined
 
 
-def first(rank, sync, epochs, rounds, pause_s, wire, timeout_s=TIMEOUT_S, stopped_s=0.0):
+def first(
+    rank, sync, epochs, rounds, pause_s, wire, timeout_s=TIMEOUT_S, stopped_s=0.0, until=None
+):
     """Be launched with the others; after so many rounds die, if it is said how many."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
@@ -53,7 +60,7 @@ def first(rank, sync, epochs, rounds, pause_s, wire, timeout_s=TIMEOUT_S, stoppe
     )
     if stopped_s:
         stop_for(stopped_s)
-    seen = train(cluster, plan, rounds=rounds, pause_s=pause_s)
+    seen = train(cluster, plan, rounds=rounds, pause_s=pause_s, until=until)
     if rounds is not None:
         os._exit(9)
     cluster.close()
@@ -183,14 +190,16 @@ def test_training_goes_on_while_the_store_takes_no_word_for_a_worker_that_is_lef
 
 
 def test_a_second_process_of_a_rank_that_is_heard_is_refused(launch):
-    server = launch(quick_server, 0, 40)
-    other = launch(first, 1, "asp", 40, None, 0.05, None)
-    said = launch(ask_when_open, 1)
-    assert said() == "SyncError: rank 0 has not taken rank 1 in: another process is heard as rank 1"
-    assert server()[0] == other()[0] == list(range(40))
+    asked = mp.get_context("fork").Event()
+    server = launch(quick_server, 0, 3, asked)
+    other = launch(first, 1, "asp", 3, None, 0.0, None, TIMEOUT_S, 0.0, asked)
+    said = launch(ask_when_open, 1)()
+    asked.set()
+    assert said == "SyncError: rank 0 has not taken rank 1 in: another process is heard as rank 1"
+    assert server()[0] == other()[0] == [0, 1, 2]
 
 
-def quick_server(rank, epochs):
+def quick_server(rank, epochs, until):
     """Be rank 0, with little patience for those that ask while their worker is there."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -198,7 +207,7 @@ def quick_server(rank, epochs):
     _, cluster, plan = make(
         rank, "asp", world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, door=door
     )
-    seen = train(cluster, plan, pause_s=0.1)
+    seen = train(cluster, plan, until=until)
     cluster.close()
     return seen
 

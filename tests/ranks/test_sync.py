@@ -1,6 +1,7 @@
 """Real gloo processes: every carrier moves the right weights, keeps its bound and never hangs."""
 
 import contextlib
+import multiprocessing as mp
 import os
 import signal
 import socket
@@ -159,11 +160,16 @@ def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, d
         assert max(s for *_, s in server["reports"]) <= (workers - 1) * (2 * staleness + 1)
 
 
-def asked_to_save_rank(rank, dedicated):
+def asked_to_save_rank(rank, dedicated, told):
     _, cluster, plan = make(rank, "asp", world_size=2, epochs=2, dedicated_server=dedicated)
     if rank == 0:  # its own worker, if it has one, has finished long before the other has
         asked = []
-        cluster.idle = lambda: asked.append(cluster.announce(len(asked) + 1, -1))
+
+        def look():
+            asked.append(cluster.announce(len(asked) + 1, -1))
+            told.set()
+
+        cluster.idle = look
         for turn in cluster.turns():
             if not isinstance(turn, EpochEnd):
                 cluster.pull(turn)
@@ -171,7 +177,7 @@ def asked_to_save_rank(rank, dedicated):
         return len(asked)
     for turn in cluster.turns():
         cluster.pull(turn)
-        time.sleep(0.7)
+        assert told.wait(20)
         cluster.push(make_reports(turn, plan))
     cluster.close()
     return cluster.announced
@@ -179,7 +185,8 @@ def asked_to_save_rank(rank, dedicated):
 
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_rank_0_looks_whether_a_save_is_due_while_others_train(run_ranks, dedicated):
-    asked, heard = run_ranks(asked_to_save_rank, dedicated, world_size=2)
+    told = mp.get_context("fork").Event()
+    asked, heard = run_ranks(asked_to_save_rank, dedicated, told, world_size=2)
     assert asked >= heard >= 1
 
 
