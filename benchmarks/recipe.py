@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = {name: getattr(arguments, name) for name in WORKLOADS}
     if not any(folders.values()):
         parser.error("the folder of at least one data set must be given")
-    table, lock = Table(arguments.output, ("arm", "workload", "lr", "turn")), Lock()
+    table = Table(arguments.output, ("arm", "workload", "lr", "turn"), "benchmarks.recipe")
+    lock = Lock()
 
     def run(case: tuple[int, str, str, float]) -> None:
         seed, workload, arm, lr = case

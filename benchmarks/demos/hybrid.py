@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(arguments.lr) not in (1, len(arguments.arms)):
         parser.error(f"lr must be 1 or {len(arguments.arms)} values, got {len(arguments.lr)}")
     rates = arguments.lr * (len(arguments.arms) // len(arguments.lr))
-    table = Table(arguments.output, ("arm", "model", "lr", "turn"))
+    table = Table(arguments.output, ("arm", "model", "lr", "turn"), "benchmarks.demos.hybrid")
     cores = sorted(os.sched_getaffinity(0))[:2]
     prefixes = [["taskset", "-c", str(core)] for core in cores]
     data = {"dataset": arguments.dataset, "label-column": arguments.label_column}

@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--output", type=Path, default=Path("results/demos/slow_link.csv"))
     arguments = parser.parse_args(argv)
-    table = Table(arguments.output, ("arm", "model", "megabits", "turn"))
+    table = Table(
+        arguments.output, ("arm", "model", "megabits", "turn"), "benchmarks.demos.slow_link"
+    )
     data = {"dataset": arguments.dataset, "label_column": arguments.label_column}
     for turn in range(arguments.turns):
         for model in arguments.models:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student
-
 from benchmarks.record import record
+from dbsl.compare.statistics import interval
 
 
 class Table:
@@ -19,10 +17,11 @@ class Table:
     Args:
         path: The file.
         keys: Columns that tell runs apart; the first is the arm, the last the turn.
+        module: The one that makes the runs.
     """
 
-    def __init__(self, path: Path, keys: tuple[str, ...]) -> None:
-        self._path, self._keys = path, keys
+    def __init__(self, path: Path, keys: tuple[str, ...], module: str) -> None:
+        self._path, self._keys, self._module = path, keys, module
         self.rows: list[dict[str, Any]] = []
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
@@ -38,7 +37,7 @@ class Table:
         row = dict(zip(self._keys, map(str, key), strict=True))
         row |= {name: f"{value:.4g}" for name, value in found.items()}
         self.rows.append(row)
-        record(self._path, self.rows, f"python -m {_module(self._path)}")
+        record(self._path, self.rows, f"python -m {self._module}")
 
     def report(self, column: str, control: str, within: Mapping[str, str] | None = None) -> None:
         """Print each arm's mean, and its ratio to the control's within turns, 95 % intervals."""
@@ -62,12 +61,7 @@ class Table:
 
 def mean_and_interval(values: list[float]) -> str:
     """Return mean and half the 95 % interval (Student's t); of one value the value alone."""
-    mean = statistics.fmean(values) if values else float("nan")
-    if len(values) < 2:
-        return f"{mean:.3g}"
-    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean:.3g} +- {half:.2g}"
-
-
-def _module(path: Path) -> str:
-    return f"benchmarks.demos.{path.stem}"
+    if not values:
+        return "none"
+    found = interval(values)
+    return f"{found.mean:.3g}" + (f" +- {found.half:.2g}" if found.count > 1 else "")

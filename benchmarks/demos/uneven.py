@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         parser.error(f"cores must be at least 2, got {len(cores)}")
-    table = Table(arguments.output, ("arm", "burdens", "turn"))
+    table = Table(arguments.output, ("arm", "burdens", "turn"), "benchmarks.demos.uneven")
     prefixes = [["taskset", "-c", str(core)] for core in cores[:2]]
     data = {"dataset": arguments.dataset, "label_column": arguments.label_column}
     burdens = [
