@@ -187,7 +187,9 @@ def _in_folder(
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans)
             with reading_checkpoint(resumed and resumed.folder):
-                session.log = start_log(session, resumed and resumed.log)
+                session.log = start_log(
+                    session, resumed and resumed.log, resumed and resumed.restart
+                )
             with session.log, mirror:
                 with _running(session):
                     yield session
@@ -224,7 +226,7 @@ def _joined(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[S
             print(reason, flush=True)
             yield None
             return
-        session.log = start_log(session, None)
+        session.log = start_log(session)
         with session.log, _running(session):
             yield session
     accelerator.end_training()

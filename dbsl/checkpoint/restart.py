@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dbsl.base.words import px
 from dbsl.cluster.node_server import mean_of_nodes
-from dbsl.plan.turns import EpochEnd, MissedRound, Restart, report_from_plain
+from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
-from dbsl.run.run import Run, round_sampler
+from dbsl.run.run import Run, round_sampler, steps_of
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -75,6 +75,7 @@ def plan_restart(
             if report.worker not in again or (report.epoch, report.round) != lowest
         ),
         "finished": tuple(EpochEnd(**end) for end in server.get("finished", ())),
+        "again": tuple((worker, *lowest) for worker in sorted(again)),
     }
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
@@ -109,12 +110,18 @@ def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
 def _joint_restart(state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run) -> Restart:
     """Return what joint steps take over: all workers had the same weights and optimizer state."""
     cluster, progress = state["cluster"], state["progress"]
+    steps, clock = progress["steps"] if progress else 0, cluster["clock"]
+    epoch, round_ = divmod(clock, run.rounds)
+    turn = Round(tuple(range(run.config.workers)), epoch, round_)
+    segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
+    taken = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)[:steps]
     any_worker = next(iter(optimizers.values()), None)
     return Restart(
         weights=state["model"]["weights"],
         version=0,
-        clock=cluster["clock"],
-        steps=progress["steps"] if progress else 0,
+        clock=clock,
+        steps=steps,
+        samples_under_way=sum(len(part.indices) for step in taken for part in step.parts),
         optimizers={w: any_worker for w in range(run.config.workers) if any_worker},
         time_s=cluster["time_s"] or 0.0,
     )

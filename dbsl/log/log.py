@@ -52,7 +52,7 @@ from dbsl.log.rows import (
 from dbsl.log.sink import Sink
 from dbsl.log.trackers import tracker_ids, trackers_before
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.turns import RoundReport, StepLine, report_from_plain
+from dbsl.plan.turns import Restart, RoundReport, StepLine, report_from_plain
 from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.evaluation import Evaluation
@@ -81,6 +81,7 @@ class RunLog:
         divergence: Is shown every round's loss, and every epoch's.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
+        restart: What other workers have handed over; None: the workers are the same.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class RunLog:
         bce: bool = False,
         divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
+        restart: Restart | None = None,
     ) -> None:
         self.members = MemberLog()
         self.enabled = accelerator.is_main_process
@@ -135,6 +137,8 @@ class RunLog:
         self._display = Display(steps, done, epochs, self._unit, self._loss, alone=most == 1)
         self.meter.tell, self.meter.on_step = self.step, self._display.step
         self.members.record(self._sink.write, self._display.print)
+        if restart is not None:
+            self._recount(restart)
         new = self._planned.new_rows(state, self._epochs_done)
         for row in new:
             self._sink.write("plan", row)
@@ -177,6 +181,17 @@ class RunLog:
         self.members.load_state_dict(state)
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
+
+    def _recount(self, restart: Restart) -> None:
+        """Count what other workers had done as what they hand over of it."""
+        self._samples += restart.samples_under_way
+        for worker, epoch, round_ in restart.again:
+            for report in list(self._rounds[epoch]):
+                if (report.worker, report.round) == (worker, round_):
+                    self._rounds[epoch].remove(report)
+                    self._samples -= report.samples
+                    place = {"worker": worker, "epoch": epoch, "round": round_}
+                    self._sink.write("undone", {**place, "samples": report.samples})
 
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,7 +27,8 @@ STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, their epochs counted from 0 as everywhere in the code.
 
-    A last line that a killed run left half is dropped.
+    A last line that a killed run left half is dropped, and so is a round that an ``undone`` event
+    behind it tells of: no weights came of it, and its samples were trained on again.
 
     Raises:
         ValueError: If another line is not JSON; the message names it.
@@ -41,7 +42,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise ValueError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
+    records = _without_undone(records)
     return [in_code(record) for record in records] if first_epoch(records) else records
+
+
+def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    undone: Counter[tuple[Any, ...]] = Counter()
+    kept = []
+    for record in reversed(records):
+        place = tuple(record.get(name) for name in ("worker", "epoch", "round"))
+        if record["event"] == "undone":
+            undone[place] += 1
+        elif record["event"] == "round" and undone[place]:
+            undone[place] -= 1
+            continue
+        kept.append(record)
+    return kept[::-1]
 
 
 def first_epoch(records: Sequence[Mapping[str, Any]]) -> int:

@@ -16,6 +16,7 @@ from dbsl.log.log import RunLog
 from dbsl.log.planned import epochs_done
 from dbsl.log.rows import read_metrics
 from dbsl.log.trackers import start_trackers, trackers_before
+from dbsl.plan.turns import Restart
 from dbsl.profile.setup import device_name
 from dbsl.run.announce import print_run
 from dbsl.run.resolved import RESOLVED
@@ -24,8 +25,16 @@ from dbsl.run.session import Session
 timm = lazy_import("timm")
 
 
-def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
-    """Print what the run will do, start its tracker and its log; with a log's state they go on."""
+def start_log(
+    session: Session, state: Mapping[str, Any] | None = None, restart: Restart | None = None
+) -> RunLog:
+    """Print what the run will do, start its tracker and its log.
+
+    Args:
+        session: The run.
+        state: Of the log that they go on from.
+        restart: What other workers have handed over.
+    """
     run, folder, accelerator = session.run, session.folder, session.accelerator
     config = run.config
     print_run(run, folder, accelerator)
@@ -58,6 +67,7 @@ def start_log(session: Session, state: Mapping[str, Any] | None) -> RunLog:
         bce=getattr(config, "bce_loss", False),
         divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
         state=state,
+        restart=restart,
     )
     if log.enabled:
         from dbsl.log.plots import plan_timeline  # slow to import, and only one process draws

@@ -112,6 +112,9 @@ class Restart:
         late_pushes: Pushes that were dropped so far.
         reports: Of rounds that were merged, and have not been told of.
         finished: Ends of epochs that have not been told of.
+        again: Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged
+            from them, and all workers train on their samples again.
+        samples_under_way: Samples of the joint steps that were taken.
     """
 
     weights: Any = field(repr=False)
@@ -127,6 +130,8 @@ class Restart:
     late_pushes: int = 0
     reports: tuple[RoundReport, ...] = ()
     finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
+    again: tuple[tuple[int, int, int], ...] = ()
+    samples_under_way: int = 0
 
 
 @dataclass(frozen=True)
