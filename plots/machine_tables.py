@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from decimal import Decimal
 
+from benchmarks.demos import hybrid
 from dbsl.plan.link import Link
 from plots.rows import RESULTS, fixed, read, with_interval
 
@@ -19,6 +20,11 @@ DEMO_SLOW_LINK = {  # arms of benchmarks.demos.slow_link
     "accelerate_local_sgd": "Accelerate's LocalSGD, 8 steps",
     "rounds_1": "`train.py`, one merge an epoch",
     "rounds_4": "`--rounds-per-epoch 4`",
+}
+DEMO_HYBRID = {  # arms of benchmarks.demos.hybrid
+    "ddp": "plain DDP",
+    "cyclic": "plain DDP, resolutions cycling",
+    "hybrid": "hybrid: one of two workers small, four merges an epoch, resolutions cycling",
 }
 DEMO_MODELS = {"test_resnet": "0.4 M parameters", "resnet10t": "4.9 M parameters"}
 STUDIES = {  # workloads of noise_scale.csv, in the table's order
@@ -83,6 +89,32 @@ def demo_slow_link(up: str) -> list[str]:
                 f"{with_interval(seconds, 1)}; {with_interval(accuracies, 1)}" if own else ""
             )
         lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def demo_hybrid(up: str) -> list[str]:
+    """Return two processes that cycle resolutions, with joint steps and in rounds."""
+    rows = read(RESULTS / "demos/hybrid.csv")
+    lines = [
+        f"| two processes on two cores ([CSV]({up}results/demos/hybrid.csv)) | s of training "
+        "| over plain DDP's | accuracy, % | less plain DDP's, points | at least, 95 % | turns |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        versus = hybrid.compare(rows, model)
+        for arm, text in DEMO_HYBRID.items():
+            own = [row for row in rows if (row["arm"], row["model"]) == (arm, model)]
+            seconds = with_interval([float(row["train_s"]) for row in own], 1)
+            accuracies = with_interval([100 * float(row["accuracy"]) for row in own], 1)
+            ratio, less, low = "1", "", ""
+            if arm in versus:
+                found = versus[arm]
+                ratio, less = with_interval(found.ratios, 2), with_interval(found.less, 1, "+")
+                low = f"{found.low:+.1f}"
+            lines.append(
+                f"| {model}, {text} | {seconds} | {ratio} | {accuracies} | {less} | {low} "
+                f"| {len(own)} |"
+            )
     return lines
 
 
