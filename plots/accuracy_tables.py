@@ -21,7 +21,16 @@ MINI = (
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
 EQUAL_TIME = (
-    *("all_large", "dual_3_k105", "dual_4_k105", "cyclic", "progressive", "hybrid"),
+    *(
+        "all_large",
+        "ddp_128",
+        "ddp_256",
+        "dual_3_k105",
+        "dual_4_k105",
+        "cyclic",
+        "progressive",
+        "hybrid",
+    ),
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
 BEYOND = {  # arms of configs/beyond, and how they are told

@@ -27,7 +27,9 @@ from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.types import Plan
 from plots.rows import Rows, read
 
-COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
+COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7] + [
+    "black"
+]  # not grey
 RATIOS = ("1.05", "1.10")
 CONFERENCE = "COMPSAC 2022 CIFAR-100"
 JOURNAL = "arXiv 2509.26092 CIFAR-100"
@@ -44,7 +46,7 @@ PAIRS = [  # other than with the baseline
 ]
 MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
 LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # of their points, where there is room
-MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4")
+MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "ddp_128")
 
 
 def published_plan(small_workers: int, ratio: float) -> Plan:
@@ -268,10 +270,17 @@ def pair_rows(runs: Rows) -> list[dict[str, str]]:
     return rows
 
 
+def _with_ddp(folder: Path, name: str) -> Rows:
+    """Return the rows of a comparison, and those of data parallelism, which ran later."""
+    rows, later = read(folder / name), folder / "ddp" / name
+    arms = {row["arm"] for row in rows}
+    return rows + [row for row in read(later) if row["arm"] not in arms] if later.exists() else rows
+
+
 def main(folder: Path) -> None:
     """Draw the pictures and write ``pairs.csv``."""
     published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
-    arms, curves = (read(folder / f"{name}.csv") for name in ("arms", "arms_curves"))
+    arms, curves = (_with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
     plans_figure(published, profile).savefig(folder / "plans.png")
     small_workers_figure(published, arms).savefig(folder / "small_workers.png")
     time_figure(arms, curves).savefig(folder / "time.png")

@@ -12,8 +12,8 @@ from plots.rows import RESULTS, Rows, read, with_interval
 ARMS = {  # of configs/gap, and what they are
     "all_large": "four workers, all on the large batch: the baseline",
     "dual_1": "dual batch: one of four workers on small batches",
-    "dual_2": "two of four",
-    "dual_3": "three of four",
+    "dual_2": "dual batch: two of four",
+    "dual_3": "dual batch: three of four",
     "dual_4": "all four on small batches",
     "hybrid": "`dual_3`, resolutions cycling",
     "cyclic": "the baseline, resolutions cycling",

@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         gap_tables.hypotheses,
         machine_tables.demo_uneven,
         machine_tables.demo_slow_link,
+        machine_tables.demo_hybrid,
         machine_tables.link_costs,
         machine_tables.link_check,
         machine_tables.server_scale,
