@@ -270,7 +270,7 @@ def pair_rows(runs: Rows) -> list[dict[str, str]]:
     return rows
 
 
-def _with_ddp(folder: Path, name: str) -> Rows:
+def with_ddp(folder: Path, name: str) -> Rows:
     """Return the rows of a comparison, and those of data parallelism, which ran later."""
     rows, later = read(folder / name), folder / "ddp" / name
     arms = {row["arm"] for row in rows}
@@ -280,7 +280,7 @@ def _with_ddp(folder: Path, name: str) -> Rows:
 def main(folder: Path) -> None:
     """Draw the pictures and write ``pairs.csv``."""
     published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
-    arms, curves = (_with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
+    arms, curves = (with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
     plans_figure(published, profile).savefig(folder / "plans.png")
     small_workers_figure(published, arms).savefig(folder / "small_workers.png")
     time_figure(arms, curves).savefig(folder / "time.png")

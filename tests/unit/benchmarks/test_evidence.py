@@ -2,7 +2,13 @@
 
 import pytest
 
-from plots.evidence import MAIN_ARMS, plans_figure, small_workers_figure, time_figure
+from plots.evidence import (
+    MAIN_ARMS,
+    plans_figure,
+    small_workers_figure,
+    time_figure,
+    with_ddp,
+)
 from plots.rows import read
 from tests.helpers import ROOT
 
@@ -31,7 +37,7 @@ def test_pictures_show_the_published_points_on_the_planners_lines():
 
 def test_pictures_of_accuracy_have_every_arm():
     published = read(RESULTS / "published.csv")
-    arms, curves = (read(RESULTS / f"mini/{name}.csv") for name in ("arms", "arms_curves"))
+    arms, curves = (with_ddp(RESULTS / "mini", f"{name}.csv") for name in ("arms", "arms_curves"))
     _, ours = small_workers_figure(published, arms).axes
     accuracy = {row["arm"]: float(row["accuracy"]) for row in arms}
     first = ours.containers[0].lines[0].get_ydata()
