@@ -14,7 +14,7 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,18 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
     return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
 
 
+def extract(archive: tarfile.TarFile, folder: str) -> None:
+    """Unpack an archive; nothing comes outside of the folder."""
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(folder, filter="data")
+        return
+    # Python before 3.10.12 and 3.11.4 has no filters.
+    names = ((member, PurePosixPath(member.name)) for member in archive if member.isreg())
+    archive.extractall(
+        folder, [m for m, name in names if not name.is_absolute() and ".." not in name.parts]
+    )
+
+
 def _read_root(root: Path) -> list[Study]:
     if not root.is_file():
         return [read_study(folder) for folder in find_studies(root)]
@@ -98,7 +110,7 @@ def _read_root(root: Path) -> list[Study]:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with tarfile.open(root) as archive:
-                archive.extractall(scratch, filter="data")  # nothing outside of the folder
+                extract(archive, scratch)
         except (tarfile.TarError, OSError, EOFError) as error:
             reason = str(error).partition(":")[0]
             raise ValueError(f"an archive must be a readable tar, got {root} ({reason})") from None

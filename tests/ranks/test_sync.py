@@ -174,6 +174,7 @@ def asked_to_save_rank(rank, dedicated, told):
             if not isinstance(turn, EpochEnd):
                 cluster.pull(turn)
                 cluster.push(make_reports(turn, plan))
+        cluster.close()
         return len(asked)
     for turn in cluster.turns():
         cluster.pull(turn)

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dbsl.study.files import find_studies, read_study, read_workloads, write_study, write_trial
+from dbsl.study.files import (
+    _extract,
+    find_studies,
+    read_study,
+    read_workloads,
+    write_study,
+    write_trial,
+)
 from dbsl.study.plots import examples_figure, rates_figure, steps_figure
 from dbsl.study.report import write_report
 from dbsl.study.scaling import (
@@ -201,7 +208,10 @@ def test_one_study_twice_is_refused(workload):
         read_workloads([workload, workload])
 
 
-def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
+@pytest.mark.parametrize("has_filters", [True, False])  # Python 3.11.4 is the first that has
+def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory, monkeypatch, has_filters):
+    if not has_filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
     path = tmp_path_factory.mktemp("archive") / "released.tar.bz2"
     with tarfile.open(path, "w:bz2") as archive:
         archive.add(workload, "batch_science")
@@ -214,6 +224,19 @@ def test_archive_is_read_as_its_folder_is(workload, tmp_path_factory):
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match="an archive must be a readable tar"):
         read_workloads([path])
+
+
+def test_without_filters_nothing_of_an_archive_comes_outside_of_the_folder(tmp_path, monkeypatch):
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    (tmp_path / "file").write_text("{}")
+    with tarfile.open(tmp_path / "archive.tar", "w") as archive:
+        for name in ("in/side", "../outside", "in/../../outside"):
+            archive.add(tmp_path / "file", name)
+    (inside := tmp_path / "folder").mkdir()
+    with tarfile.open(tmp_path / "archive.tar") as archive:
+        extract(archive, str(inside))
+    assert [path.name for path in inside.rglob("*")] == ["in", "side"]
+    assert not (tmp_path / "outside").exists()
 
 
 def test_report_prints_rules_warnings_and_writes_pictures(workload, tmp_path):
