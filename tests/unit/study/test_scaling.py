@@ -9,7 +9,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dbsl.study.files import (
-    _extract,
+    extract,
     find_studies,
     read_study,
     read_workloads,
