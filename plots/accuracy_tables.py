@@ -7,30 +7,14 @@ from collections.abc import Sequence
 from plots.rows import RESULTS, Rows, read
 
 MINI = (
-    *(
-        "all_large",
-        "ddp_128",
-        "ddp_256",
-        "dual_1_k105",
-        "dual_3_k105",
-        "dual_4_k105",
-        "dual_3_k110",
-        "asp",
-    ),
+    *("all_large", "ddp_128", "ddp_256"),
+    *("dual_1_k105", "dual_3_k105", "dual_4_k105", "dual_3_k110", "asp"),
     *("cyclic", "progressive", "hybrid"),
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
 EQUAL_TIME = (
-    *(
-        "all_large",
-        "ddp_128",
-        "ddp_256",
-        "dual_3_k105",
-        "dual_4_k105",
-        "cyclic",
-        "progressive",
-        "hybrid",
-    ),
+    *("all_large", "ddp_128", "ddp_256", "dual_3_k105", "dual_4_k105"),
+    *("cyclic", "progressive", "hybrid"),
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
 BEYOND = {  # arms of configs/beyond, and how they are told

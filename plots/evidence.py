@@ -27,9 +27,8 @@ from dbsl.plan.sampler import EpochSampler
 from dbsl.plan.types import Plan
 from plots.rows import Rows, read
 
-COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7] + [
-    "black"
-]  # not grey
+COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
+COLORS.append("black")
 RATIOS = ("1.05", "1.10")
 CONFERENCE = "COMPSAC 2022 CIFAR-100"
 JOURNAL = "arXiv 2509.26092 CIFAR-100"
