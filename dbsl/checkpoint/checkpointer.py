@@ -266,7 +266,7 @@ class Checkpointer:
         for worker, optimizer in self._stepper.optimizers.items():
             if worker in start.optimizers:
                 load_optimizer(optimizer, start.optimizers[worker])
-        self._progress.steps = start.steps
+        self._progress.steps = self._progress.counted = start.steps
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -114,14 +114,17 @@ def _joint_restart(state: Mapping[str, Any], optimizers: Mapping[int, Any], run:
     epoch, round_ = divmod(clock, run.rounds)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
-    taken = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)[:steps]
+    counted = progress.get("counted", 0) if progress else 0
+    ahead = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)
     any_worker = next(iter(optimizers.values()), None)
     return Restart(
         weights=state["model"]["weights"],
         version=0,
         clock=clock,
         steps=steps,
-        samples_under_way=sum(len(part.indices) for step in taken for part in step.parts),
+        samples_under_way=sum(
+            len(part.indices) for step in ahead[counted:steps] for part in step.parts
+        ),
         optimizers={w: any_worker for w in range(run.config.workers) if any_worker},
         time_s=cluster["time_s"] or 0.0,
     )

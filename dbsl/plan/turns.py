@@ -114,7 +114,7 @@ class Restart:
         finished: Ends of epochs that have not been told of.
         again: Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged
             from them, and all workers train on their samples again.
-        samples_under_way: Samples of the joint steps that were taken.
+        samples_under_way: Samples of those of the joint steps that no log has counted.
     """
 
     weights: Any = field(repr=False)

@@ -20,6 +20,7 @@ class Progress:
     """How far a process is in its round."""
 
     steps: int = 0  # taken
+    counted: int = 0  # of these, by other workers before: in no report, but in the log's samples
     losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
     samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
     # What the first step measured (`dbsl.profile.noise_probe`).
@@ -28,7 +29,7 @@ class Progress:
 
     def clear(self) -> None:
         """Begin anew: the round was pushed."""
-        self.steps, self.learning_rate = 0, 0.0
+        self.steps, self.counted, self.learning_rate = 0, 0, 0.0
         self.losses, self.samples, self.noise = {}, {}, {}
 
     def state_dict(self) -> dict[str, Any]:

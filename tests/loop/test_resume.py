@@ -1,5 +1,6 @@
 """A run that was killed or stopped goes on to the bits of one that was not."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -492,6 +493,21 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
         assert seen == 90
     assert {e["worker"] for e in after} == set(range(workers))
     assert json.loads((tmp_path / "run/summary.json").read_text())["samples_seen"] == 3 * 90
+
+
+def test_joint_steps_that_other_workers_took_are_counted_once_however_often_workers_change(
+    tmp_path, monkeypatch
+):
+    settings = {**MODES["step"], "train_samples": 90}
+    for number, workers in enumerate((4, 3, 2)):  # all in the first round
+        more = {"resume": str(tmp_path / "run"), "workers": workers} if number else {}
+        more |= {"local_batch_sizes": None, "global_batch_size": 16} if number else {}
+        with monkeypatch.context() as patches:
+            at_step(patches, 1 if number < 2 else 99, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            with contextlib.suppress(RunStopped) if number < 2 else contextlib.nullcontext():
+                run(tmp_path / "run", **{**settings, **more}, allow_config_change=True)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["samples_seen"] == 3 * 90
 
 
 def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, monkeypatch):
