@@ -29,25 +29,27 @@ from benchmarks.demos.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 JOINT: dict[str, Any] = {"sync": "step", "local-batch-sizes": "32,32,32,32", "small-workers": 0}
 ROUNDS: dict[str, Any] = {"sync": "bsp", "local-batch-sizes": "None"}
-ROUNDS_4: dict[str, Any] = {"rounds-per-epoch": 4, "small-workers": 0}
+MERGES_4: dict[str, Any] = {"rounds-per-epoch": 4, "small-workers": 0}
 ARMS: dict[str, Sequence[dict[str, Any]]] = {  # settings by stage; the last holds for those after
-    "all large, 4 merges": [ROUNDS_4],
-    "dual batch, 4 merges": [{"rounds-per-epoch": 4, "small-workers": 3}],
+    "all large, 4 merges": [MERGES_4],
+    "all large, 8 merges": [MERGES_4 | {"rounds-per-epoch": 8}],
+    "dual batch, 4 merges": [MERGES_4 | {"small-workers": 3}],
     "ddp": [JOINT],
-    "merges 16, 4, 1": [ROUNDS_4 | {"rounds-per-epoch": n} for n in (16, 4, 1)],
-    "merges 1, 4, 16": [ROUNDS_4 | {"rounds-per-epoch": n} for n in (1, 4, 16)],
-    "small workers 0, 3, 4": [ROUNDS_4 | {"small-workers": n} for n in (0, 3, 4)],
+    "merges 8, 4, 1": [MERGES_4 | {"rounds-per-epoch": n} for n in (8, 4, 1)],
+    "small workers 0, 3, 4": [MERGES_4 | {"small-workers": n} for n in (0, 3, 4)],
     "both": [
         {"rounds-per-epoch": rounds, "small-workers": small}
-        for rounds, small in ((16, 0), (4, 3), (1, 4))
+        for rounds, small in ((8, 0), (4, 3), (1, 4))
     ],
-    "ddp, then dual batch": [JOINT, ROUNDS | ROUNDS_4 | {"small-workers": 3}],
-    "slow momentum": [ROUNDS_4 | {"merge": "delta", "outer-lr": 0.7, "outer-momentum": 0.5}],
-    "average of the last epochs": [ROUNDS_4 | {"ema-decay": 0.5}],
+    "ddp, then dual batch": [JOINT, ROUNDS | MERGES_4 | {"small-workers": 3}],
+    "slow momentum": [MERGES_4 | {"merge": "delta", "outer-lr": 0.7, "outer-momentum": 0.5}],
+    "average of the last epochs": [MERGES_4 | {"ema-decay": 0.5}],
 }
-WORKLOADS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {  # base, ends of stages
-    "cifar100": ("mini", (11, 17, 20), {"schedule": "fixed", "eval-samples": 10000}),
-    "imagenette": ("imagenette", (6, 8, 10), {"schedule": "fixed"}),
+# By data set: base, ends of stages, settings. Large batches are such that eight merges an epoch
+# leave every worker a full batch between two of them.
+WORKLOADS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "cifar100": ("mini", (11, 17, 20), {"holdout": 0.1, "large-batch-size": 128}),
+    "imagenette": ("imagenette", (6, 8, 10), {"holdout": 0.3, "large-batch-size": 64}),
 }
 
 
@@ -91,9 +93,10 @@ def measure(arm: str, workload: str, folder: str, lr: float, seed: int) -> dict[
         run_folder = Path(scratch, "run")
         parts = range(len(ends)) if len(stages) > 1 else [len(ends) - 1]  # nothing changes
         for number in parts:
-            flags = {"epochs": ends[number], "lr": lr, "seed": seed, "holdout": 0.1}
-            flags |= {"dataset": folder, "warmup-epochs": 2, "eval-every": 100, **common}
-            flags |= stages[min(number, len(stages) - 1)]
+            flags = {"epochs": ends[number], "lr": lr, "seed": seed, "schedule": "fixed"}
+            flags |= {"dataset": folder, "eval-samples": "None", "warmup-epochs": 2}
+            flags |= {"eval-every": 100}  # at the end alone
+            flags |= common | stages[min(number, len(stages) - 1)]
             command = [sys.executable, "train.py", "--no-save-best", "--no-noise-scale"]
             command += ["--config", f"configs/base/{base}.yaml", "--report-to", "none"]
             # The end of this part is a milestone of the next.
