@@ -16,7 +16,7 @@ from dbsl.base.errors import NothingLeft, SyncError, join_the_others
 from dbsl.checkpoint.changes import check_joining, without_effect
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
-from dbsl.checkpoint.on_disk import Found, newest, reading_checkpoint
+from dbsl.checkpoint.on_disk import MODEL_FILE, Found, newest, reading_checkpoint
 from dbsl.checkpoint.pull import pulled
 from dbsl.checkpoint.resume import (
     Resumed,
@@ -249,8 +249,13 @@ def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
         folder = Path(config.resume)
         if folder.parent.name != CHECKPOINTS:
             run_folder = run_folder_of(config.resume, config.output_dir)
-            last = newest(run_folder)
+            last = newest(run_folder, with_model=True)
             folder = last[0] if last else run_folder  # a finished run may have no checkpoint
+        if not (folder / MODEL_FILE).exists():
+            raise ValueError(
+                "resume must name a run that is finished or has a checkpoint of an epoch's end, or "
+                f"such a checkpoint, with eval_only, got {config.resume}"
+            )
     accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
     return prepare_evaluation(config, accelerator, own, folder)
 

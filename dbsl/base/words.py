@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 def duration(seconds: float) -> str:
@@ -26,6 +27,15 @@ def short_loss(loss: float) -> str:
 def px(resolution: int, before: str = "", after: str = "") -> str:
     """Return an image side in pixels with what stands around it; nothing where there is none, 0."""
     return f"{before}{resolution} px{after}" if resolution else ""
+
+
+def as_given(value: Any) -> str:
+    """Return a setting's value as a flag has it."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def plural(number: int, noun: str) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dbsl.base.flags import read_flags
+from dbsl.base.words import as_given
 from dbsl.checkpoint.manifest import Manifest
-from dbsl.checkpoint.on_disk import Found, read_shard, reading_checkpoint
+from dbsl.checkpoint.on_disk import MODEL_FILE, Found, read_shard, reading_checkpoint
 from dbsl.checkpoint.restart import pushes_per_epoch
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
@@ -25,7 +26,7 @@ _FREE = {
     *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
     *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
     *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
-    *("log_every", "lr_batch_size"),
+    *("log_every", "lr_batch_size", "noise_scale", "eval_samples", "eval_train"),
     *("profile", "profile_seconds", "profile_refresh", "push_to_hub", "mirror"),
 }
 # What follows from the number of workers, which may change as well.
@@ -68,28 +69,15 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
             free.add("epochs")  # a run may always be made longer
     if None not in changed.get("cache_gib", (None,)):
         free.add("cache_gib")  # without a cache, the order is another
-    sources = set(changed)
-    if found.manifest.processes != processes:
-        sources.add(PROCESSES)
-    # Found out then and now, and from something that has changed: that is to be agreed to.
-    follows = {
-        name
-        for name in changed
-        if name in before.get(RESOLVED, ()) and name in config.resolved
-        if sources.intersection(SOURCES[name])
-    }
-    old, new = changed.get("cpu_threads", (0, 0))
-    found_out = config.resolved if old is None else before.get(RESOLVED, ())
-    if None in (old, new) and "cpu_threads" in found_out:  # nodes were unlike, or are so now
-        sources.add(NODES)
-        follows.add("cpu_threads")
-    mathematics = {n: change for n, change in changed.items() if n not in free | follows}
+    others = () if found.manifest.processes == processes else (PROCESSES,)
+    follows = _follows(changed, before.get(RESOLVED, ()), config.resolved, *others)
+    mathematics = {n: change for n, change in changed.items() if n not in free | follows.keys()}
     for name, (old, new) in changed.items():
         if name not in ("resume", "output_dir", "allow_config_change", "mirror"):
-            why = f" (not given: it follows {_first(sources, name)})" if name in follows else ""
-            say(f"changed since the checkpoint: {name} {_show(old)} -> {_show(new)}{why}")
+            why = f" (not given: it follows {follows[name]})" if name in follows else ""
+            say(f"changed since the checkpoint: {_change(name, old, new)}{why}")
     if mathematics and not config.allow_config_change:
-        listed = ", ".join(f"{n} {_show(a)} -> {_show(b)}" for n, (a, b) in mathematics.items())
+        listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
         raise ValueError(
             f"allow_config_change must be given for a change of what is trained, got {listed}"
         )
@@ -101,7 +89,7 @@ def without_effect(run_folder: Path, given: RunConfig) -> str:
     before = {field.name: field.default for field in fields(given)} | own
     names = before.keys() - _FREE - {RESOLVED}
     changed = [name for name in before if name in names and before[name] != getattr(given, name)]
-    return ", ".join(f"{n} {_show(before[n])} -> {_show(getattr(given, n))}" for n in changed)
+    return ", ".join(_change(name, before[name], getattr(given, name)) for name in changed)
 
 
 def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
@@ -113,7 +101,7 @@ def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
     """
     changed = changed_settings(job, now)
     listed = [
-        f"{name} {_show(job)} there, {_show(own)} here"
+        f"{name} {as_given(job)} there, {as_given(own)} here"
         for name, (job, own) in changed.items()
         if name not in _FREE
     ]
@@ -173,7 +161,7 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
         under_way = epochs_under_way(
             read_shard(found.folder, manifest, SERVER_RANK),
             before,
-            at_epoch_end="model.safetensors" in manifest.files,  # saved nowhere else
+            at_epoch_end=MODEL_FILE in manifest.files,
         )
     epoch = next((e for e in moved if e in under_way), None)
     if epoch is None:
@@ -199,16 +187,43 @@ def _resolutions(
     return [stage.resolution for stage in stages for _ in stage.epochs]
 
 
-def _first(sources: Collection[str], name: str) -> str:
-    return next(source for source in SOURCES[name] if source in sources)
+def _follows(
+    changed: Mapping[str, tuple[Any, Any]],
+    before: Collection[str],
+    now: Collection[str],
+    *others: str,
+) -> dict[str, str]:
+    """Return what changed because something else did, which is to be agreed to: name and source.
+
+    What is free is no such source: step times that are measured again, or batches that are to fit
+    into other memory, are no more free than if they were given.
+
+    Args:
+        changed: Values then and now, by name.
+        before: Names of what was found out then.
+        now: Names of what was found out now.
+        others: Sources that have changed and are no settings.
+    """
+    found = {
+        name: (old is None or name in before) and (new is None or name in now)
+        for name, (old, new) in changed.items()
+        if name in SOURCES
+    }
+    sources = {*others, *changed} - _FREE - {name for name in found if found[name]}
+    if found.get("cpu_threads") and None in changed["cpu_threads"]:
+        sources.add(NODES)  # they were unlike, or are so now
+    follows = {}
+    for name in SOURCES:  # sources come first
+        if found.get(name) and (own := [s for s in SOURCES[name] if s in sources]):
+            follows[name] = own[0]
+            sources.add(name)
+    return follows
+
+
+def _change(name: str, old: Any, new: Any) -> str:
+    return f"{name} {as_given(old)} -> {as_given(new)}"
 
 
 def plain(value: Any) -> Any:
     """Return a tuple as the list that JSON makes of it."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "unset"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -30,7 +30,10 @@ from dbsl.checkpoint.manifest import (
     MissingShardError,
     read_manifest,
 )
+from dbsl.model import FINAL
 from dbsl.run.config import CHECKPOINTS
+
+MODEL_FILE = f"{FINAL}.safetensors"  # of checkpoints at an epoch's end alone
 
 _ABANDONED = ".old"
 
@@ -124,12 +127,15 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     return _scan(run_folder)[0]
 
 
-def newest(run_folder: Path, warn: Any = lambda line: None) -> tuple[Path, Manifest] | None:
+def newest(
+    run_folder: Path, warn: Any = lambda line: None, *, with_model: bool = False
+) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint whose files are all as they were written, or None.
 
     Args:
         run_folder: The run folder.
         warn: Is told, in a line each, of checkpoints that were passed over.
+        with_model: Whether it is to hold a model, as those of an epoch's end do.
     """
     complete, damaged = _scan(run_folder)
     for folder in damaged + complete:
@@ -139,7 +145,8 @@ def newest(run_folder: Path, warn: Any = lambda line: None) -> tuple[Path, Manif
         except CheckpointError as error:
             warn(f"passed over: {error}")
             continue
-        return folder, manifest
+        if not with_model or MODEL_FILE in manifest.files:
+            return folder, manifest
     return None
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on with other workers than before: the weights, and what is left of the epochs.
+"""A run that goes on with other workers, or other plans: the weights, and what is left of epochs.
 
 Pure. The workers' own state has no place in the new run, but for optimizer state by worker. Shares
 are planned anew; what the old workers had left of an epoch is covered exactly once.
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dbsl.base.words import px
+from dbsl.base.words import as_given, px
 from dbsl.cluster.node_server import mean_of_nodes
 from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
+from dbsl.run.config import takes_joint_steps
 from dbsl.run.run import Run, round_sampler, steps_of
 
 Ranges = tuple[tuple[int, int], ...]
@@ -49,15 +50,14 @@ def plan_restart(
     Raises:
         ValueError: If what is left of the epoch cannot be told.
     """
-    joint = before["sync"] == "step"
-    if joint or before["push"] == "gradients":
-        _check_same_steps(state, run, before)
-    if joint:
-        return _joint_restart(state, optimizers, run)
+    if before["sync"] == "step":
+        return _joint_restart(state, optimizers, run, before)
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
     ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
+    if ahead:
+        _check_inside_epoch(state, run, before)
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
@@ -79,7 +79,7 @@ def plan_restart(
     }
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
-        return Restart(server_optimizer=server["optimizer"], **common)
+        return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
     if of_nodes is not None and server.get("outer") is not None:
         raise ValueError(
             f"workers must stay {before['workers']} with merge delta until all nodes have merged, "
@@ -107,27 +107,42 @@ def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
     return mean_of_nodes(held, counted) if held else None
 
 
-def _joint_restart(state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run) -> Restart:
-    """Return what joint steps take over: all workers had the same weights and optimizer state."""
+def _joint_restart(
+    state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run, before: Mapping[str, Any]
+) -> Restart:
+    """Return what joint steps leave: all workers had the same weights and optimizer state."""
     cluster, progress = state["cluster"], state["progress"]
-    steps, clock = progress["steps"] if progress else 0, cluster["clock"]
-    epoch, round_ = divmod(clock, run.rounds)
+    steps = progress["steps"] if progress else 0
+    any_worker = next(iter(optimizers.values()), None)
+    common = {
+        "weights": state["model"]["weights"],
+        "version": 0,
+        "time_s": cluster["time_s"] or 0.0,
+        **_optimizer_of_all(any_worker, run),
+    }
+    epoch, round_ = divmod(cluster["clock"], before["rounds_per_epoch"])
+    if not round_ and not steps:
+        return Restart(clock=epoch * run.rounds, **common)
+    _check_inside_epoch(state, run, before)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
     counted = progress.get("counted", 0) if progress else 0
     ahead = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)
-    any_worker = next(iter(optimizers.values()), None)
     return Restart(
-        weights=state["model"]["weights"],
-        version=0,
-        clock=clock,
+        clock=cluster["clock"],
         steps=steps,
         samples_under_way=sum(
             len(part.indices) for step in ahead[counted:steps] for part in step.parts
         ),
-        optimizers={w: any_worker for w in range(run.config.workers) if any_worker},
-        time_s=cluster["time_s"] or 0.0,
+        **common,
     )
+
+
+def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
+    """Return what a restart takes over of an optimizer that stepped for all workers."""
+    if run.config.push == "gradients":
+        return {"server_optimizer": state}
+    return {"optimizers": {w: state for w in range(run.config.workers) if state}}
 
 
 def _rounds_behind(
@@ -215,20 +230,33 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def _check_same_steps(state: Mapping[str, Any], run: Run, before: Mapping[str, Any]) -> None:
-    """Refuse joint steps of another size: a place in the epoch is a number of these."""
+def _check_inside_epoch(state: Mapping[str, Any], run: Run, before: Mapping[str, Any]) -> None:
+    """Refuse what another place in an epoch would follow from: it is a number of samples or steps.
+
+    Joint steps have one order of samples, and rounds another one.
+    """
+    config = run.config
+    joint = before["sync"] == "step"
+    names = ["dataset", "train_samples", "holdout"]
+    if joint or config.sync == "step":
+        names += ["sync", "rounds_per_epoch"]
+    if joint or takes_joint_steps(config) or before["push"] == "gradients":
+        names += ["push", "drop_last"]
+    for name in names:
+        if before[name] != (now := getattr(config, name)):
+            raise ValueError(
+                f"{name} must stay {as_given(before[name])} inside an epoch, got {as_given(now)}: "
+                "resume a checkpoint of an epoch's end with it"
+            )
+    if not joint and before["push"] != "gradients":
+        return
     for resolution, plan in state["planner"]["current"].items():
         new = run.plans[resolution].global_batch_size if resolution in run.plans else None
         if new != plan["global_batch_size"]:
             raise ValueError(
                 f"global_batch_size must stay {plan['global_batch_size']}"
-                f"{px(resolution, ' at ')} when a run is resumed, got {new}"
+                f"{px(resolution, ' at ')} inside an epoch, got {new}"
             )
-    rounds = before["rounds_per_epoch"]
-    if before["sync"] == "step" and rounds != run.rounds:
-        raise ValueError(
-            f"rounds_per_epoch must stay {rounds} when joint steps are resumed, got {run.rounds}"
-        )
 
 
 def _check_whole_steps(

@@ -57,6 +57,13 @@ _MEETING = {
     *("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server"),
     *("node_rounds", "node_workers"),
 }
+# What plans are made from: where one of these has changed, the plans that were saved do not hold.
+_PLANS = {
+    *("dataset", "train_samples", "holdout", "resolutions", "drop_last"),
+    *("small_workers", "time_ratio", "small_share", "update_factor", "rounding", "min_batch_size"),
+    *("large_batch_size", "small_batch_size", "local_batch_sizes", "global_batch_size"),
+    *("slope", "intercept", "floor"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Resumed:
         folder: The checkpoint.
         sequence: Its number.
         state: This process's shard; rank 0's with a restart.
-        restart: What is taken over where workers are not what they were; None: they are.
+        restart: What is taken over where workers or plans are not what they were; None: they are.
     """
 
     folder: Path
@@ -222,11 +229,11 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
 
 
 def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:
-    """Whether each process goes on from its own state: workers meet as they did."""
+    """Whether each process goes on from its own state: plans are as they were, and how all meet."""
     changed = changed_settings(manifest.config, config)
     return (
         (manifest.processes, manifest.workers) == (processes, config.workers)
-        and changed.keys().isdisjoint(_MEETING)
+        and changed.keys().isdisjoint(_MEETING | _PLANS)
         # Without a quorum a barrier has no place for who is late, and its state is another.
         and ("min_workers" not in changed or config.min_workers is not None)
     )

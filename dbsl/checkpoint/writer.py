@@ -20,6 +20,7 @@ from dbsl.base.errors import SaveError
 from dbsl.base.files import describe, link_or_copy
 from dbsl.checkpoint.manifest import Manifest, write_manifest
 from dbsl.checkpoint.on_disk import (
+    MODEL_FILE,
     prune,
     remove,
     shard_names,
@@ -165,7 +166,7 @@ class Writer:
         if copy.model is not None:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
             save_model(self._run.model, target, resolution, data, state=copy.model)
-            for name in ("model.safetensors", "config.json"):
+            for name in (MODEL_FILE, "config.json"):
                 if (target / name).exists():  # a model of one's own has no config.json
                     files[name] = describe(target / name)
         if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():

@@ -30,7 +30,7 @@ class SyncConfig:
     drop_last: bool = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
     sync_batch_norm: bool = False
-    # rounds that the fastest worker may be ahead of the slowest, with --sync ssp
+    # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
     staleness: Annotated[int, Within(0)] = 1
     # pushes that a round is merged from at least, with --sync bsp: once so many workers have come,
     # the others have --grace-seconds; then the round goes on without them, and what they push of it

@@ -73,12 +73,12 @@ class ImageConfig:
     remode: EraseMode = "const"  # what is in its place: zeros, a random colour, or random pixels
     recount: Annotated[int, Within(1)] = 1  # rectangles of an image at most; more are smaller
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
-    # and 1 where all images are squares of one size up to 64 px
+    # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
     # how evaluation images are resized; unset: bilinear
     interpolation: Interpolation | None = None
     # means of red, green and blue in [0, 1], or one for all; unset: those of the weights that are
-    # started from; else the training images' own where all are squares of one size up to 64 px;
+    # started from; else the training images' own where they stay on the device (see --crop-pct);
     # else ImageNet's
     mean: Annotated[tuple[float, ...] | None, Within(0, 1)] = None
     # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean

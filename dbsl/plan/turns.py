@@ -95,7 +95,7 @@ class EpochEnd:
 
 @dataclass(frozen=True)
 class Restart:
-    """State that another number of workers takes over from the workers before.
+    """State that other workers, or workers with other plans, take over from those before.
 
     Attributes:
         weights: The global weights, a tensor.

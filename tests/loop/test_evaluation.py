@@ -11,6 +11,7 @@ from helpers import TINY, run, start_ranks, wait_all
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
+from dbsl.checkpoint.manifest import read_manifest, write_manifest
 from dbsl.data.tensors import TensorData
 from dbsl.open import open_session
 from train import Config, evaluate, loss_function, main, train
@@ -51,6 +52,25 @@ def test_the_weights_of_a_run_or_a_folder_give_the_runs_result_and_nothing_is_wr
         assert evaluated(capsys, resume=str(resume), **same) == by_name
     assert contents(finished.folder) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stopped_run_has_the_weights_of_its_last_whole_epoch(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    for name in ("model.safetensors", "summary.json"):
+        (folder / name).unlink()
+    last = folder / "checkpoints/epoch-0002"
+    stopped = last.rename(folder / "checkpoints/save-000002")  # as if it were inside an epoch
+    manifest = read_manifest(stopped)
+    for name in ("model.safetensors", "config.json"):
+        (stopped / name).unlink()
+        del manifest.files[name]
+    write_manifest(stopped, manifest)
+    of_first = evaluated(capsys, resume=str(finished.folder / "checkpoints/epoch-0001"))
+    assert evaluated(capsys, resume=str(folder)) == of_first
+    shutil.rmtree(folder / "checkpoints/epoch-0001")
+    for resume in (folder, stopped):
+        with pytest.raises(ValueError, match=r"a checkpoint of an epoch.s end.* eval_only, got"):
+            evaluated(capsys, resume=str(resume))
 
 
 def test_several_processes_share_the_images_and_print_one_line(finished, capfd):

@@ -495,6 +495,115 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
     assert json.loads((tmp_path / "run/summary.json").read_text())["samples_seen"] == 3 * 90
 
 
+CHANGES = {  # of settings that plans are made from, or of how workers meet: by the mode they change
+    "bsp": {
+        "small_workers": {"small_workers": 0},
+        "large_batch_size": {"large_batch_size": (5,)},
+        "by_hand": {"local_batch_sizes": (2, 3, 4, 5), "small_workers": None},
+        "time_ratio": {"time_ratio": 1.3},
+        "min_batch_size": {"min_batch_size": 3},
+        "train_samples": {"train_samples": 72},
+        "resolutions": {"resolutions": (8, 16, 32), "dropout": (0.1,)},
+        "rounds_per_epoch": {"rounds_per_epoch": 3},
+        "asp": {"sync": "asp"},
+        "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
+        "gradients": {**JOINT, "push": "gradients", "small_workers": None, "rounds_per_epoch": 1},
+    },
+    "step": {
+        "local_batch_sizes": {"local_batch_sizes": (4, 4, 4, 4)},
+        "global_batch_size": {"local_batch_sizes": None, "global_batch_size": 24},
+        "drop_last": {"drop_last": True},
+        "bsp": {"sync": "bsp", "local_batch_sizes": None, **ROUNDS},
+        "gradients": {"sync": "bsp", "push": "gradients"},
+    },
+    "gradients": {
+        "local_batch_sizes": {"local_batch_sizes": (4, 4, 4, 4)},
+        "global_batch_size": {"local_batch_sizes": (4, 4, 4, 8)},
+        "bsp": {"push": "weights", "push_every": 1, "local_batch_sizes": None, **ROUNDS},
+        "step": {"sync": "step", "push": "weights", "push_every": 1},
+    },
+    "asp": {
+        "small_workers": {"small_workers": 0},
+        "bsp": {"sync": "bsp"},
+        "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
+    },
+}
+INSIDE = {  # what must stay inside an epoch, as the refusal has it
+    ("bsp", "train_samples"): "train_samples must stay 90",
+    ("bsp", "step"): "sync must stay bsp",
+    ("bsp", "gradients"): "push must stay weights",
+    ("step", "global_batch_size"): "global_batch_size must stay 16 at 16 px",
+    ("step", "drop_last"): "drop_last must stay false",
+    ("step", "bsp"): "sync must stay step",
+    ("step", "gradients"): "sync must stay step",
+    ("gradients", "global_batch_size"): "global_batch_size must stay 16 at 16 px",
+    ("gradients", "bsp"): "push must stay gradients",
+    ("gradients", "step"): "sync must stay bsp",
+    ("asp", "step"): "sync must stay asp",
+}
+SHORT = {("bsp", "large_batch_size"), ("bsp", "step"), ("step", "bsp"), ("asp", "small_workers")}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """Give a run that was stopped after its first epoch, or inside one; each is made once."""
+    folders = {}
+
+    def left(mode, inside):
+        if (mode, inside) not in folders:
+            folder = folders[mode, inside] = tmp_path_factory.mktemp(mode) / "run"
+            step = {"step": 10, "gradients": 10}.get(mode, 21)
+            settings = {**MODES[mode], "train_samples": 90}
+            with pytest.MonkeyPatch.context() as patches:
+                if inside:
+                    at_step(patches, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+                else:
+                    settings |= {"epochs": 1, "lr_milestones": ()}
+                with contextlib.suppress(RunStopped):
+                    run(folder, **settings)
+        return folders[mode, inside]
+
+    return left
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["between", "inside"])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        pytest.param(mode, name, marks=() if (mode, name) in SHORT else slow)
+        for mode, names in CHANGES.items()
+        for name in names
+    ],
+)
+def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
+    left, tmp_path, mode, name, inside
+):
+    folder = shutil.copytree(left(mode, inside), tmp_path / "run")
+    before = files_of(folder)
+    settings = {**MODES[mode], "train_samples": 90, **CHANGES[mode][name]}
+    settings |= {"resume": str(folder), "allow_config_change": True}
+    if inside and (mode, name) in INSIDE:
+        with pytest.raises(ValueError, match=f"{INSIDE[mode, name]} inside an epoch, got "):
+            run(folder, **settings)
+        assert files_of(folder) == before
+        return
+    run(folder, **settings)
+    rounds = rounds_of(folder)
+    samples = [90, *[settings["train_samples"]] * 2]
+    if settings.get("drop_last"):
+        samples[1:] = [80, 80]
+    seen = [sum(e["samples"] for e in rounds if e["epoch"] == epoch) for epoch in range(3)]
+    if mode == "step" and inside:  # the log counts the steps of the round that was under way once
+        seen[1] += 60
+    assert seen == samples
+    assert json.loads((folder / "summary.json").read_text())["samples_seen"] == sum(samples)
+    plans = json.loads((folder / "plan.json").read_text())
+    trained = {e["worker"]: e["local_batch_size"] for e in rounds if e["epoch"] == 2}
+    assert trained == {
+        worker: row["local_batch_size"] for worker, row in enumerate(plans["32 px"]["workers"])
+    }
+
+
 def test_joint_steps_that_other_workers_took_are_counted_once_however_often_workers_change(
     tmp_path, monkeypatch
 ):

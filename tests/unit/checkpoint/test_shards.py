@@ -152,9 +152,9 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     # Rank 0 is a server alone: its own clock stands still.
     state = {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
     data = Bag(train=range(60))
-    config = Bag(seed=3, workers=2)
+    config = Config(seed=3, workers=2, sync="asp")
     run = Bag(rounds=2, config=config, data=data, least=1, stage_at=lambda epoch: Bag(resolution=8))
-    before = {"sync": "asp", "push": "weights", "rounds_per_epoch": 2, "workers": 3}
+    before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     restart = plan_restart(state, {}, run, before)
     assert restart.clock == (5 if lost else 4)
     sampler = round_sampler(CurrentPlan(plan), 2, 60, 3)
@@ -176,9 +176,9 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     server["reports"] = [asdict(report) for report in reports]
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
     state = {"cluster": {"server": server}, "planner": planner.state_dict()}
-    run = Bag(rounds=2, config=Bag(seed=3, workers=2), data=Bag(train=range(60)), least=1)
+    run = Bag(rounds=2, config=Config(seed=3, workers=2), data=Bag(train=range(60)), least=1)
     run.stage_at = lambda epoch: Bag(resolution=8)
-    before = {"sync": "bsp", "push": "weights", "rounds_per_epoch": 2, "workers": 3}
+    before = asdict(run.config) | {"rounds_per_epoch": 2, "workers": 3}
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
     other.restart(plan_restart(state, {}, run, before))
     assert list(other.reports) == reports[:2]
@@ -192,10 +192,9 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2}, rounds_per_epoch=3)
     server = {"clocks": [clock] * 2, "active": [0, 1], "weights": None, "version": 9}
     state = {"cluster": {"server": server | {"optimizer": {}}}, "planner": planner.state_dict()}
-    config = Bag(workers=2, push_every=3)
+    config = Config(workers=2, push="gradients", push_every=3)
     run = Bag(rounds=2, config=config, plans={8: plan}, stage_at=lambda epoch: Bag(resolution=8))
-    before = {"sync": "bsp", "push": "gradients", "push_every": 2, "workers": 2}
-    before["rounds_per_epoch"] = 1
+    before = asdict(config) | {"push_every": 2}
     if expected is None:
         with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
             plan_restart(state, {}, run, before)
