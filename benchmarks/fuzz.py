@@ -318,7 +318,7 @@ def run_target(name: str, cases: int, seed: int) -> dict[str, object]:
             try:
                 case()
                 outcomes["accepted"] += 1
-            except RunStopped:  # of the checkpoints: what was damaged does not show in its values
+            except RunStopped:  # a checkpoint whose damage does not show in its values
                 outcomes["accepted"] += 1
             except CLEAN as error:
                 outcomes["refused"] += 1

@@ -20,11 +20,11 @@ from dbsl.plan.turns import nodes_meet
 from dbsl.plan.types import TimeModel
 
 NODES = (2, 4, 8, 16, 32, 64)
-WORKERS = 4  # of a node
+WORKERS = 4  # on a node
 LINKS = (1.0, 10.0)  # Gbit/s, of a node
-ROUNDS = 8  # of an epoch
+ROUNDS = 8  # an epoch
 EVERY = (1, 4, 8)  # rounds after which all nodes merge
-OVERLAPS = (0.0, 0.5)  # of a joint step's computing, that gradients travel behind
+OVERLAPS = (0.0, 0.5)  # share of a joint step's computing that gradients travel behind
 # What is trained, samples, classes, side, step times, and samples of a worker's step.
 SETTINGS = (
     ("resnet18", 1281167, 1000, 224, TimeModel(5.6838e-4, 0.01705), 128),  # published, a GPU

@@ -61,7 +61,7 @@ def count(model: str, resolution: int, precision: str, dataset: str) -> Operator
             yield from steps_of(work)
         raise _Enough
 
-    AcceleratorState._reset_state(True)  # of another precision
+    AcceleratorState._reset_state(True)  # it may be of another precision
     Work.steps = counted
     try:
         with tempfile.TemporaryDirectory() as scratch:

@@ -42,8 +42,8 @@ from dbsl.plan.types import TimeModel
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("test_resnet", "resnet10t")
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
-_EXCHANGES = 256  # of all workers together, at least
-_FEWEST = 8  # of a worker; the first two are not counted
+_EXCHANGES = 256  # all workers together, at least
+_FEWEST = 8  # a worker's; the first two are not counted
 _WARM = 2
 _LINE = TimeModel(0.001, 0.01)
 _PATIENCE_S = 300.0

@@ -25,7 +25,7 @@ from dbsl.run.parse import parse_config
 from dbsl.run.stopping import Stopping
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
-_NAME = "dbsl_train_script"  # of the imported script
+_NAME = "dbsl_train_script"  # what the imported script is called
 _END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
 
 

@@ -44,7 +44,7 @@ PAIRS = [  # other than with the baseline
     ("asp", "dual_3_k105"),
 ]
 MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
-LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # of their points, where there is room
+LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # labels are on their left
 MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "ddp_128")
 
 

@@ -40,7 +40,7 @@ SPEED = {  # rows of speed.csv's training part
     "plain loop, 2 loaders": "plain Accelerate loop, two loader processes",
     "timm's script": "timm's script",
 }
-_ROUND_S = 10  # of the rounds that a server is held against
+_ROUND_S = 10  # the rounds that a server is held against
 SPEED_COLUMNS = (("24", "float32"), ("32", "float32"), ("24", "bf16"), ("32", "bf16"))
 
 

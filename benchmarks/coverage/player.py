@@ -33,7 +33,7 @@ class Played:
     """What came of a case."""
 
     turns: int = 0
-    changes: int = 0  # of plans, by measured times
+    changes: int = 0  # new plans, by measured times
     stops: int = 0
     resized: int = 0  # stops that another number of workers went on from
     lost_workers: int = 0

@@ -26,7 +26,7 @@ from benchmarks.demos.arms import run_train
 from benchmarks.demos.table import Table
 
 MARGIN = 1.0  # points
-BATCH = 64  # of a process
+BATCH = 64  # a process's
 CONTROL = "ddp"
 CYCLIC = {"resolutions": [24, 32], "schedule": "cyclic"}
 ARMS: dict[str, dict[str, Any]] = {

@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = build_optimizer("sgd", model, settings.lr, 0.9, 5e-4)
     loader = DataLoader(range(len(data.train)), settings.batch, shuffle=True, drop_last=True)
     stages = make_stages(settings.epochs, (side,))
-    steps = len(loader) // accelerator.num_processes * accelerator.num_processes  # of an epoch
+    steps = len(loader) // accelerator.num_processes * accelerator.num_processes  # an epoch's
 
     def share_of_rate(step: int) -> float:
         return learning_rate_at(

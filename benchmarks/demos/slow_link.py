@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.demos.arms import run_plain, run_train
 from benchmarks.demos.table import Table
 
-BATCH = 64  # of a process
+BATCH = 64  # a process's
 ADDRESSES = ("10.87.0.1", "10.87.0.2")
 ARMS = ("accelerate_ddp", "accelerate_local_sgd", "rounds_1", "rounds_4")
 EPOCHS = {"test_resnet": 8, "resnet10t": 4}

@@ -21,7 +21,7 @@ from benchmarks.demos.arms import run_plain, run_train
 from benchmarks.demos.table import Table
 
 SETTINGS = {"model": "test_resnet", "train_samples": 5000, "eval_samples": 5000, "lr": 0.1}
-BATCH = 64  # of a process, where parts are equal
+BATCH = 64  # a process's, where parts are equal
 BURDEN = "while True: pass"
 
 

@@ -32,7 +32,7 @@ requests safetensors scikit-learn scipy setuptools sympy tensorboard timm torch
 torchvision tqdm triton typing-extensions wandb
 """
 _OPTIONAL = {"trackio", "wandb_workspaces"}  # modules that a run does without
-_RESERVE_BYTES = MIB // 4  # of a piece, for the format's own
+_RESERVE_BYTES = MIB // 4  # what the format itself takes of a piece
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Piece:
     """Files that travel together."""
 
     path: Path
-    images: dict[str, int]  # of each split
+    images: dict[str, int]  # by split
     bytes: int
 
 

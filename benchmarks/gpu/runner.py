@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, LOG = "results.jsonl", "log.txt"
-_LOGGED_BYTES = 20_000  # of a stage's output: the end of it
+_LOGGED_BYTES = 20_000  # the end of a stage's output
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ class Settings:
     resolution: int
     batch: int
     precision: str
-    workers: int = 1  # of train.py, simulated
-    loader_workers: int = 0  # of the plain loop
-    compiled: bool = False  # of train.py and of the bare step
-    round_steps: int = 8  # of train.py's worker: it may be told to stop only between rounds
+    workers: int = 1  # train.py's, simulated
+    loader_workers: int = 0  # the plain loop's
+    compiled: bool = False  # both train.py and the bare step
+    round_steps: int = 8  # train.py's worker may be told to stop only between rounds
 
 
 class Pace:
@@ -64,7 +64,7 @@ class Pace:
         self._done = 0
         self._began = 0.0
         self._started = False
-        self.sync_s: list[float] = []  # of pulls and pushes, by round
+        self.sync_s: list[float] = []  # pulls and pushes, by round
 
     def __call__(self, images: int) -> None:
         """Note that so many images are done, or at the start of a loop none; wait when due."""

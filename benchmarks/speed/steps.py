@@ -43,7 +43,7 @@ class Arm:
             stderr=self._errors,
             text=True,
         )
-        self.sync_s: list[float] = []  # of pulls and pushes, by round
+        self.sync_s: list[float] = []  # pulls and pushes, by round
         if self._line() != "ready":
             raise RuntimeError(f"the arm {name!r} did not start")
 

@@ -195,7 +195,7 @@ class Checkpointer:
             **self._session.stopwatch.state_dict(),
         }
         with self._cluster.held():  # copied, too, in one moment: other threads push meanwhile
-            log.members.hear(self._cluster)  # of all who are lost or have joined in that moment
+            log.members.hear(self._cluster)  # who was lost or joined in that moment
             state |= {
                 "log": log.state_dict() if log.enabled else None,
                 "cluster": self._cluster.state_dict(),

@@ -49,7 +49,7 @@ from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.folder import RESULTS
 
 OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself
-NEEDED = ("config.yaml", "metrics.jsonl")  # of a run folder, to go on from a checkpoint
+NEEDED = ("config.yaml", "metrics.jsonl")  # what a checkpoint needs beside it
 _PATIENCE_S = 600.0  # for the last upload, at the run's end and at a stop
 _LAST_PATIENCE_S = 20.0  # the same where the run fails
 _TRIES = 5  # that may fail one after the other, then
@@ -142,7 +142,7 @@ class Mirror:
                 return
             try:
                 self._copy()
-            except Exception as error:  # of networks and of libraries for them: any
+            except Exception as error:  # networks, and libraries for them, raise anything
                 self._try_later(error)
                 continue
             with self._change:

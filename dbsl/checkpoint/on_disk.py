@@ -33,7 +33,7 @@ from dbsl.checkpoint.manifest import (
 from dbsl.model import FINAL
 from dbsl.run.config import CHECKPOINTS
 
-MODEL_FILE = f"{FINAL}.safetensors"  # of checkpoints at an epoch's end alone
+MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
 
 _ABANDONED = ".old"
 

@@ -54,7 +54,7 @@ class Admission(NamedTuple):
     pair: dist.ProcessGroup  # with rank 0
     clock: int  # rounds behind it
     sequence: int  # number of the last save
-    number: int  # of its question: how often its rank has asked
+    number: int  # how often its rank has asked
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ class NodeServer(Server):
     ) -> None:
         super().__init__(weights, workers, **common)
         self._nodes, self._node_rounds = tuple(nodes), node_rounds
-        self._sums: dict[int, tuple[Tensor, float]] = {}  # of the open round, by node
+        self._sums: dict[int, tuple[Tensor, float]] = {}  # the open round's, by node
         self._held: dict[int, Tensor] = {}  # weights of nodes since all have met
         self._counted: dict[int, float] = {}  # their f_i since then
-        self._round = 0  # of its epoch, which is collected
+        self._round = 0  # the one that is collected, within its epoch
 
     def pull(self, worker: int) -> Tensor:
         """Return the weights of a worker's node, not to be written to."""

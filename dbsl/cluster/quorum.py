@@ -59,7 +59,7 @@ class Quorum:
         self._grace_s = grace_s
         self._rounds_per_epoch = rounds_per_epoch
         self._samples_of = samples_of
-        self._resting: set[int] = set()  # of those behind: wait for the next round
+        self._resting: set[int] = set()  # who is behind and waits for the next round
         self._came: set[int] = set()  # have pushed the open round
         self._begun: dict[int, int] = {}  # by worker: the round that it is in
         self._deadline_s: float | None = None  # the grace's end, once enough have come

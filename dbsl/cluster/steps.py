@@ -202,7 +202,7 @@ class DistributedSteps(_Stepper):
         self._wire = wire
         self.warm = False
         self._worker = worker
-        self._weight = 1 / self._world_size  # of this worker in an average
+        self._weight = 1 / self._world_size  # this worker's, in an average
         self._warm_up(weights, example)
 
     @contextmanager
@@ -210,7 +210,7 @@ class DistributedSteps(_Stepper):
         """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
         if (step.odd or step.reweighted) and part.begins:
             self.average_buffers()
-        self._weight = step.parts[0].weight  # of all its micro-batches
+        self._weight = step.parts[0].weight  # all its micro-batches have the same
         # What is computed without DDP stays here until its last micro-batch sums it all.
         no_sync = self.model.no_sync() if step.odd or not part.ends else nullcontext()
         with self.clock.running((part.worker,)), no_sync, self._statistics.of_micro_batch(part):

@@ -124,7 +124,7 @@ class ServedCluster(Cluster):
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
         self._can_change = False  # this round began with `_pulled`
-        self._number = 0  # of the question with which this process has joined
+        self._number = 0  # the question's with which this process has joined
         # Later than the server would: where the network is at fault, that says who was lost.
         self._pulse = Pulse(SERVER_RANK, pair, timeout_s + _GRACE_S, asks=True)
         self._whole = Transfer(weights.vector, pair)

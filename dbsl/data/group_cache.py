@@ -63,7 +63,7 @@ class GroupCache:
         self.share = limit // processes
         self._name, self._known, self._whole = uuid.uuid4().hex, set[str](), set[str]()
         self._held: dict[str, int] = {}
-        self._holders: dict[str, set[object]] = {}  # of what is held
+        self._holders: dict[str, set[object]] = {}  # who holds what
         self.bringing: Bringing | None = None
         self._mutex = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ class GroupCache:
             try:
                 self._write(path, write)
                 return path
-            except Exception as error:  # of any library that reads from anywhere
+            except Exception as error:  # libraries that read from anywhere raise anything
                 refused = type(error) is ValueError  # not pyarrow's, which is a kind of it
                 if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
@@ -196,7 +196,7 @@ class GroupCache:
             used = there[name].st_mtime
             if name in later:
                 return 2, -later[name]
-            # Of an epoch's files, those that were used last are needed last.
+            # The files of an epoch that were used last are needed last.
             return (1, -used) if name in self._known else (0, used)
 
         for name in sorted(there.keys() - held.keys(), key=worth):

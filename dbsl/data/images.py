@@ -30,7 +30,7 @@ from dbsl.plan.blocks import Blocks
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
-_IMPORTS = (__name__, "datasets", "torchvision.transforms.v2")  # of loader processes
+_IMPORTS = (__name__, "datasets", "torchvision.transforms.v2")  # what loader processes import
 _Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
 
 

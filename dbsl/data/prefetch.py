@@ -40,7 +40,7 @@ class Prefetch:
         places = split.places_of(samples)
         number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
         self._first, self._last = np.full((2, len(split.groups)), -1)
-        self._first[places[::-1]] = number[::-1]  # of equal places, the one assigned last counts
+        self._first[places[::-1]] = number[::-1]  # among equal places the one assigned last counts
         self._last[places] = number
         used = np.flatnonzero(self._last >= 0)
         self._queue = used[np.argsort(self._first[used], kind="stable")]

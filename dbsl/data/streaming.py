@@ -25,7 +25,7 @@ from dbsl.plan.blocks import Blocks
 
 datasets = lazy_import("datasets")
 
-_BATCHES_AHEAD = 2  # of a loader process: DataLoader's default
+_BATCHES_AHEAD = 2  # a loader process's: DataLoader's default
 
 
 class StreamLoader(ImageLoader):

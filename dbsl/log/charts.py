@@ -24,7 +24,7 @@ from PIL import Image
 
 from dbsl.log.rows import STEP_CHARTS, STEPS, WORKERS, figures_of_workers
 
-THOUSANDTHS = 1000  # of an epoch: steps of a tracker whose axis has whole numbers alone
+THOUSANDTHS = 1000  # a tracker whose axis has whole numbers alone counts thousandths of an epoch
 _LINES = 10  # workers of a chart; of more, as many are shown, evenly spaced
 # Charts of all workers on W&B, whose own have a line each. They are sent whole, so that they come
 # at intervals that grow with the run, and their cost stays below this share of its time.

@@ -35,7 +35,7 @@ SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-bli
 _KINDS = ((SMALL, "small"), (LARGE, "large"))
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
 _WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
-_TOP = 0.93  # of a panel's height: where what is not drawn to scale is marked
+_TOP = 0.93  # share of a panel's height where what is not drawn to scale is marked
 _EXPLODED = 20  # times what three quarters of the losses stay below: not drawn to scale
 
 

@@ -29,7 +29,7 @@ _PANELS = (
     ("wait_time_s", "waiting, transfers\n[s per epoch]"),
     ("idle", "done before the\nslowest by [%]"),
 )
-_SAME = 0.01  # of a panel's height: lines that are nearer to each other than this coincide
+_SAME = 0.01  # share of a panel's height; nearer lines count as one
 _LEAST_LEFT_OUT = 0.01  # percent of an epoch: less is rounding
 _DASH = 4.0  # length of a coinciding worker's dashes, in widths of its line
 _WIDE = 30  # ratio of planned to measured seconds from which their axis is logarithmic
@@ -120,7 +120,7 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_ylabel(label, fontsize=9)
         if name == "share":
             _draw_members(axes, epochs, values["share"], worker_marks(metrics))
-        least = 0.01 * np.nanmedian(values["time_s"])  # of waiting: less is nothing
+        least = 0.01 * np.nanmedian(values["time_s"])  # shorter waiting counts as none
         wide = math.inf if planned is None else _WIDE
         far = name in _SECONDS and fit_axis(axes, _FAR, wide, least=least, words=duration)
         if axes.get_yscale() == "linear" and far:
@@ -146,7 +146,7 @@ def _draw(
     axes: Axes, epochs: Sequence[int], values: np.ndarray, planned: np.ndarray | None = None
 ) -> None:
     marker = "o" if len(epochs) <= 40 else None
-    if planned is not None and not np.nansum(planned):  # of files of before
+    if planned is not None and not np.nansum(planned):  # older files have none
         planned = None
     if len(values) > MAX_LINES:
         axes.plot(epochs, np.nanmedian(values, axis=0), marker=marker, markersize=3, label="median")

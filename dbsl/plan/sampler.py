@@ -33,7 +33,7 @@ class Part:
     worker: int
     indices: np.ndarray  # int64 [b]; may be empty where a global batch has few samples
     weight: float  # weight of their mean loss in the step's loss
-    # Of a micro-batch: its share of the worker's samples of the step, and whether it is the first
+    # A micro-batch's share of the worker's samples of the step, and whether it is the first
     # and the last of them.
     share: float = 1.0
     begins: bool = True

@@ -132,7 +132,7 @@ class SmallBatch:
                 f"{self._nearest(self.min_batch_size)}"
             )
         small_part = (samples - large_part * (workers - small_workers)) / small_workers
-        sample_time = model.sample_time(limit) * large_part / small_part  # of small workers
+        sample_time = model.sample_time(limit) * large_part / small_part  # small workers'
         exact = model.intercept / (sample_time - model.slope)
         if model.floor and sample_time > model.slope:
             exact = max(exact, model.floor / sample_time)

@@ -31,7 +31,7 @@ class Stage:
     end_epoch: int  # exclusive
     resolution: int  # image side, pixels
     dropout: float
-    learning_rate: float  # of --lr-schedule step after the warm-up; others do not follow stages
+    learning_rate: float  # after the warm-up, with --lr-schedule step; others do not follow stages
 
     @property
     def epochs(self) -> range:

@@ -35,7 +35,7 @@ from dbsl.profile.fit import TOLERANCE, fit_time_model
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 from dbsl.profile.noise_probe import LossOf
 
-Example = Callable[[int, int], Batch]  # of batch size and resolution
+Example = Callable[[int, int], Batch]  # by batch size and resolution
 
 _LR = 1e-8  # while measuring: some optimizers refuse 0
 NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step

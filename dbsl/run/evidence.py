@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from dbsl.cluster.collectives import share_text
 from dbsl.run.config import RunConfig
 
-REPORT = "report.json"  # of a study
+REPORT = "report.json"  # a study's
 
 
 def useful_batch_size(config: RunConfig, accelerator: Accelerator) -> int:

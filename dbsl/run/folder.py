@@ -27,7 +27,7 @@ LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
 RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
 RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
-# Of the command, not of the run that it starts.
+# They belong to the command, not to the run that it starts.
 _NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "eval_only")
 _NOT_KEPT += ("push_to_hub", "mirror", "profile_refresh", RESOLVED)
 

@@ -20,7 +20,7 @@ class Progress:
     """How far a process is in its round."""
 
     steps: int = 0  # taken
-    counted: int = 0  # of these, by other workers before: in no report, but in the log's samples
+    counted: int = 0  # those that earlier workers took: in no report, but in the log's samples
     losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
     samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
     # What the first step measured (`dbsl.profile.noise_probe`).

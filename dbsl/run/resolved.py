@@ -33,7 +33,7 @@ _BATCHES = ("global_batch_size", "local_batch_sizes")
 # dropped takes along what was found from it. A setting is a source of its own.
 SOURCES: dict[str, tuple[str, ...]] = {
     "cpu_threads": (PROCESSES, NODES),  # unset where nodes differ: each process by its cores
-    "mixed_precision": (),  # of the machine, or of accelerate launch
+    "mixed_precision": (),  # the machine's, or accelerate launch's
     "lr": ("optimizer",),
     "workers": (PROCESSES, "dedicated_server", UNLIKE),
     "small_workers": ("small_ratio", "workers"),

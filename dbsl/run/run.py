@@ -290,7 +290,7 @@ def round_sampler(
         left, rounds_left = samples - segment.start, rounds - segment.first_round
         there = np.flatnonzero(shares)  # a worker that was lost stays without
         each = rounds_left * least
-        there = there[: max(1, left // each)]  # of few samples the first ones have enough
+        there = there[: max(1, left // each)]  # where samples are few, the first ones have enough
         weights, shares = shares[there], np.zeros_like(shares)
         shares[there] = bounded_split(
             left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)

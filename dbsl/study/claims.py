@@ -44,7 +44,7 @@ class Claims:
         self._locks = folder / "locks"
         self._locks.mkdir(exist_ok=True)
         self._studies, self._trials, self._goal = studies, trials, goal
-        self._reached: defaultdict[str, dict[int, float]] = defaultdict(dict)  # of done trials
+        self._reached: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by trial
 
     def claim(self) -> Claim | None:
         """Take on the next trial that is neither done nor under way.

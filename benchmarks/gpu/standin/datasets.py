@@ -21,7 +21,7 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dbsl-packed"
-_ORIENTATION = 0x0112  # of EXIF
+_ORIENTATION = 0x0112  # EXIF's tag
 
 config = SimpleNamespace(
     HF_DATASETS_CACHE=str(_CACHE), HF_CACHE_HOME=str(_CACHE), HF_HUB_OFFLINE=True
