@@ -9,8 +9,9 @@ from statistics import fmean
 from dbsl.compare.statistics import Interval, holm, interval
 from plots.rows import RESULTS, Rows, read, with_interval
 
-ARMS = {  # of configs/gap, and what they are
+ARMS = {  # those of configs/gap, and what they are
     "all_large": "four workers, all on the large batch: the baseline",
+    "all_large-lr1.6": "the same at twice its learning rate",
     "dual_1": "dual batch: one of four workers on small batches",
     "dual_2": "dual batch: two of four",
     "dual_3": "dual batch: three of four",
@@ -37,6 +38,7 @@ SUMMARY = {  # README's rows
     "ddp_128": "plain data parallelism, no link cost",
     "ddp_128_1gbps": "the same on a link of 1 Gb/s",
 }
+FIXED_RATE = RESULTS / "gap/fixed_rate/arms_runs.csv"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,34 @@ def summary(up: str) -> list[str]:
     return _arms(up, SUMMARY)
 
 
+def fixed_rate(up: str) -> list[str]:
+    """Return the same arms at their own learning rate and at the published one."""
+    tuned, published = _accuracy(_runs()), _accuracy(read(FIXED_RATE))
+    lines = [
+        f"| ([rows]({up}results/gap/fixed_rate/arms_runs.csv)) | at its own rate, % | at 0.1, % "
+        "| difference, points, 95 % | over the baseline at its own rate | over it, all at 0.1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    baseline = "all_large"
+    for arm in ARMS:
+        if not (fixed := published.get(f"{arm}-lr0.1")):
+            continue
+        own = {seed: tuned[arm][seed] for seed in fixed}
+        gains = ["baseline", "baseline"]
+        if arm != baseline:
+            others = (tuned[baseline], published[f"{baseline}-lr0.1"])
+            gains = [_less(*pair) for pair in zip((own, fixed), others, strict=True)]
+        cells = [*(with_interval(list(each.values()), 1) for each in (own, fixed))]
+        cells += [_less(fixed, own), *gains]
+        lines.append(f"| [{arm}]({up}configs/gap/{arm}.yaml) | {' | '.join(cells)} |")
+    return lines
+
+
+def _less(one: Mapping[int, float], other: Mapping[int, float]) -> str:
+    """Return the mean difference of the seeds that both have, and its interval."""
+    return with_interval([one[seed] - other[seed] for seed in one.keys() & other.keys()], 1, "+")
+
+
 def _arms(up: str, names: Mapping[str, str]) -> list[str]:
     runs = _runs()
     accuracy, baseline = _accuracy(runs), _accuracy(runs).get("all_large", {})
@@ -130,13 +160,12 @@ def _arms(up: str, names: Mapping[str, str]) -> list[str]:
         own = [row for row in runs if row["arm"] == arm]
         if not own:
             continue
-        seeds = sorted(accuracy[arm].keys() & baseline.keys()) if arm != "all_large" else []
-        gain = with_interval([accuracy[arm][seed] - baseline[seed] for seed in seeds], 1, "+")
+        gain = _less(accuracy[arm], baseline) if arm != "all_large" else ""
         trained, time_s = (
             fmean(float(row[name]) for row in own) for name in ("train_accuracy", "train_time_s")
         )
         lines.append(
-            f"| [{arm}]({up}configs/gap/{arm}.yaml): {text} "
+            f"| [{arm}]({up}configs/gap/{arm.partition('-')[0]}.yaml): {text} "
             f"| {with_interval(list(accuracy[arm].values()), 1)} % | {gain} | {len(own)} "
             f"| {trained:.1f} % | {own[0]['epochs']} | {time_s:.1f} s |"
         )
