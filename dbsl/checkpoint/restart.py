@@ -86,6 +86,8 @@ def plan_restart(
             f"got {run.config.workers}"
         )
     left = left_of_epochs(ahead, run, rounds_before)
+    if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
+        optimizers = {}
     return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
 
 

@@ -200,3 +200,39 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
             plan_restart(state, {}, run, before)
     else:
         assert plan_restart(state, {}, run, before).clock == expected
+
+
+@pytest.mark.parametrize(
+    ("sync", "push", "expected"),
+    [
+        ("bsp", "weights", {"optimizers": {0: "of all", 1: "of all"}, "server_optimizer": None}),
+        ("step", "weights", {"optimizers": {0: "of all", 1: "of all"}, "server_optimizer": None}),
+        ("bsp", "gradients", {"optimizers": {}, "server_optimizer": "of all"}),
+    ],
+)
+@pytest.mark.parametrize("before", ["step", "gradients"])
+def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expected):
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_steps(60, np.array([5, 5]), [fast] * 2)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
+    server = {"clocks": [6, 6], "active": [0, 1], "weights": None, "version": 9}
+    cluster = {"clock": 1, "time_s": 3.0, "server": server | {"optimizer": "of all"}}
+    state = {"cluster": cluster, "planner": planner.state_dict(), "progress": None}
+    state["model"] = {"weights": None}
+    run = Bag(rounds=1, config=Config(workers=2, sync=sync, push=push))
+    settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
+    restart = plan_restart(state, {0: "of all"}, run, settings)
+    assert {name: getattr(restart, name) for name in expected} == expected
+    assert restart.clock == 1
+
+
+@pytest.mark.parametrize(("sync", "expected"), [("asp", {0: "a", 1: "b"}), ("step", {})])
+def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expected):
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(60, 2, 1, 4, fast, time_ratio=1.05)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
+    server = {"clocks": [1, 1], "active": [0, 1], "weights": None, "version": 1}
+    state = {"cluster": {"server": server}, "planner": planner.state_dict()}
+    run = Bag(rounds=1, config=Config(workers=2, sync=sync), data=Bag(train=range(60)), least=1)
+    restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)))
+    assert restart.optimizers == expected  # joint steps must be alike in all processes
