@@ -4,9 +4,12 @@
 
 An arm is a chain of `train.py` calls on one run folder: it trains a stage, and is resumed with
 other settings for the next. Stages end where the learning rate falls. Accuracy is of held-out
-training images, at the last epoch. Sources of the arms: fewer merges as the learning rate falls
-(QSR, arXiv 2310.14423), local steps after joint ones (post-local SGD, arXiv 1808.07217), averaged
-weights of the last stage (SWAP, arXiv 2001.02312), small batches towards the end.
+training images, at the last epoch. The first seed tries every learning rate, the others the one
+that was best for the arm on that data set.
+
+Sources of the arms: fewer merges as the learning rate falls (QSR, arXiv 2310.14423), local steps
+after joint ones (post-local SGD, arXiv 1808.07217), averaged weights of the last stage (SWAP, arXiv
+2001.02312), small batches towards the end.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -77,12 +80,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             with lock:
                 table.add(arm, workload, lr, seed, found)
 
-    cases = itertools.product(range(arguments.seeds), WORKLOADS, arguments.arms, arguments.lr)
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(run, cases))
-    for workload, lr in itertools.product(WORKLOADS, arguments.lr):
-        print(f"{workload}, lr {lr:g}")
-        table.report("virtual_s", arguments.arms[0], {"workload": workload, "lr": str(lr)})
+    for seed in range(arguments.seeds):
+        cases = list(itertools.product([seed], WORKLOADS, arguments.arms, arguments.lr))
+        if seed:
+            cases = [case for case in cases if case[3] == best_rate(table.rows, *case[1:3])]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(run, cases))
+
+
+def best_rate(rows: Sequence[Mapping[str, Any]], workload: str, arm: str) -> float | None:
+    """Return the learning rate of an arm that was best on a data set with the first seed."""
+    mine = [
+        row for row in rows if (row["arm"], row["workload"], row["turn"]) == (arm, workload, "0")
+    ]
+    best = max(mine, key=lambda row: float(row["accuracy"]), default=None)
+    return best and float(best["lr"])
 
 
 def measure(arm: str, workload: str, folder: str, lr: float, seed: int) -> dict[str, float]:
