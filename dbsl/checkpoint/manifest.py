@@ -58,6 +58,7 @@ class Manifest:
         versions: Of Python and the libraries that wrote it.
         seconds: Seconds of rank 0: for the copy, which holds training up, and for writing.
         classes: Of the data; None in older checkpoints.
+        samples: Training images; None in older checkpoints.
     """
 
     sequence: int
@@ -71,6 +72,7 @@ class Manifest:
     seconds: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
     classes: int | None = None
+    samples: int | None = None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -115,8 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _check_types(manifest: Manifest) -> None:
     """Raise ``TypeError`` unless a manifest's values are of the types that they are read as."""
     counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
-    if manifest.classes is not None:
-        counts += (manifest.classes,)
+    counts += tuple(n for n in (manifest.classes, manifest.samples) if n is not None)
     if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
         raise TypeError(f"counts must be whole numbers, got {counts}")
     mappings = (manifest.config, manifest.files, manifest.versions)

@@ -36,6 +36,7 @@ def plan_restart(
     optimizers: Mapping[int, Any],
     run: Run,
     before: Mapping[str, Any],
+    samples: int,
     of_nodes: Tensor | None = None,
 ) -> Restart:
     """Return what a run takes over from another one's state.
@@ -45,19 +46,20 @@ def plan_restart(
         optimizers: Optimizer state of the old workers, by worker.
         run: The new run.
         before: The old run's settings.
+        samples: Training images of the old run.
         of_nodes: The mean of nodes that have merged apart from each other (`apart`).
 
     Raises:
         ValueError: If what is left of the epoch cannot be told.
     """
     if before["sync"] == "step":
-        return _joint_restart(state, optimizers, run, before)
+        return _joint_restart(state, optimizers, run, before, samples)
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
     ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
     if ahead:
-        _check_inside_epoch(state, run, before)
+        _check_inside_epoch(state, run, before, samples)
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
@@ -110,7 +112,11 @@ def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
 
 
 def _joint_restart(
-    state: Mapping[str, Any], optimizers: Mapping[int, Any], run: Run, before: Mapping[str, Any]
+    state: Mapping[str, Any],
+    optimizers: Mapping[int, Any],
+    run: Run,
+    before: Mapping[str, Any],
+    samples: int,
 ) -> Restart:
     """Return what joint steps leave: all workers had the same weights and optimizer state."""
     cluster, progress = state["cluster"], state["progress"]
@@ -125,7 +131,7 @@ def _joint_restart(
     epoch, round_ = divmod(cluster["clock"], before["rounds_per_epoch"])
     if not round_ and not steps:
         return Restart(clock=epoch * run.rounds, **common)
-    _check_inside_epoch(state, run, before)
+    _check_inside_epoch(state, run, before, samples)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
     counted = progress.get("counted", 0) if progress else 0
@@ -232,14 +238,22 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def _check_inside_epoch(state: Mapping[str, Any], run: Run, before: Mapping[str, Any]) -> None:
-    """Refuse what another place in an epoch would follow from: it is a number of samples or steps.
+def _check_inside_epoch(
+    state: Mapping[str, Any], run: Run, before: Mapping[str, Any], samples: int
+) -> None:
+    """Refuse changes after which nobody could tell which samples of the epoch are left.
 
-    Joint steps have one order of samples, and rounds another one.
+    The place in an epoch of joint steps is a number of steps, that of rounds a number of samples of
+    each worker.
     """
     config = run.config
+    if samples != len(run.data.train):
+        raise ValueError(
+            f"training images must stay {samples} inside an epoch, got {len(run.data.train)}: "
+            "resume a checkpoint of an epoch's end with them"
+        )
     joint = before["sync"] == "step"
-    names = ["dataset", "train_samples", "holdout"]
+    names = []
     if joint or config.sync == "step":
         names += ["sync", "rounds_per_epoch"]
     if joint or takes_joint_steps(config) or before["push"] == "gradients":

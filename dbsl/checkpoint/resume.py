@@ -59,8 +59,16 @@ _MEETING = {
 }
 # What plans are made from: where one of these has changed, the plans that were saved do not hold.
 _PLANS = {
-    *("dataset", "train_samples", "holdout", "resolutions", "drop_last"),
-    *("small_workers", "time_ratio", "small_share", "update_factor", "rounding", "min_batch_size"),
+    *(
+        "resolutions",
+        "drop_last",
+        "small_workers",
+        "time_ratio",
+        "small_share",
+        "update_factor",
+        "rounding",
+        "min_batch_size",
+    ),
     *("large_batch_size", "small_batch_size", "local_batch_sizes", "global_batch_size"),
     *("slope", "intercept", "floor"),
 }
@@ -207,14 +215,16 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     before = complete_settings(manifest.config, run.config)
     restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
-        if goes_on_alike(manifest, run.config, accelerator.num_processes):
+        samples = len(run.data.train) if manifest.samples is None else manifest.samples
+        alike = goes_on_alike(manifest, run.config, accelerator.num_processes)
+        if alike and samples == len(run.data.train):
             state = _own_shard(found, before, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
             by_nodes = before["node_rounds"] > 1
             optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
             try:
-                restart = plan_restart(state, optimizers, run, before, of_nodes)
+                restart = plan_restart(state, optimizers, run, before, samples, of_nodes)
             except ValueError as error:
                 refused = error
         if accelerator.is_main_process:

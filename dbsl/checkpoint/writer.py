@@ -145,6 +145,7 @@ class Writer:
                     workers=self._run.config.workers,
                     config=asdict(self._run.config),
                     classes=self._run.data.num_classes,
+                    samples=len(self._run.data.train),
                     files=files,
                     seconds={"copy": copy.time_s, "write": time.perf_counter() - began},
                 )

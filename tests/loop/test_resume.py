@@ -529,7 +529,7 @@ CHANGES = {  # of settings that plans are made from, or of how workers meet: by 
     },
 }
 INSIDE = {  # what must stay inside an epoch, as the refusal has it
-    ("bsp", "train_samples"): "train_samples must stay 90",
+    ("bsp", "train_samples"): "training images must stay 90",
     ("bsp", "step"): "sync must stay bsp",
     ("bsp", "gradients"): "push must stay weights",
     ("step", "global_batch_size"): "global_batch_size must stay 16 at 16 px",

@@ -155,7 +155,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     config = Config(seed=3, workers=2, sync="asp")
     run = Bag(rounds=2, config=config, data=data, least=1, stage_at=lambda epoch: Bag(resolution=8))
     before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
-    restart = plan_restart(state, {}, run, before)
+    restart = plan_restart(state, {}, run, before, 60)
     assert restart.clock == (5 if lost else 4)
     sampler = round_sampler(CurrentPlan(plan), 2, 60, 3)
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
@@ -180,7 +180,7 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     run.stage_at = lambda epoch: Bag(resolution=8)
     before = asdict(run.config) | {"rounds_per_epoch": 2, "workers": 3}
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
-    other.restart(plan_restart(state, {}, run, before))
+    other.restart(plan_restart(state, {}, run, before, 60))
     assert list(other.reports) == reports[:2]
     assert [end.epoch for end in other.finished] == [1]
 
@@ -194,12 +194,13 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     state = {"cluster": {"server": server | {"optimizer": {}}}, "planner": planner.state_dict()}
     config = Config(workers=2, push="gradients", push_every=3)
     run = Bag(rounds=2, config=config, plans={8: plan}, stage_at=lambda epoch: Bag(resolution=8))
+    run.data = Bag(train=range(60))
     before = asdict(config) | {"push_every": 2}
     if expected is None:
         with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
-            plan_restart(state, {}, run, before)
+            plan_restart(state, {}, run, before, 60)
     else:
-        assert plan_restart(state, {}, run, before).clock == expected
+        assert plan_restart(state, {}, run, before, 60).clock == expected
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
     state["model"] = {"weights": None}
     run = Bag(rounds=1, config=Config(workers=2, sync=sync, push=push))
     settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
-    restart = plan_restart(state, {0: "of all"}, run, settings)
+    restart = plan_restart(state, {0: "of all"}, run, settings, 60)
     assert {name: getattr(restart, name) for name in expected} == expected
     assert restart.clock == 1
 
@@ -234,5 +235,5 @@ def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expe
     server = {"clocks": [1, 1], "active": [0, 1], "weights": None, "version": 1}
     state = {"cluster": {"server": server}, "planner": planner.state_dict()}
     run = Bag(rounds=1, config=Config(workers=2, sync=sync), data=Bag(train=range(60)), least=1)
-    restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)))
+    restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)), 60)
     assert restart.optimizers == expected  # joint steps must be alike in all processes
