@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from plots import accuracy_tables, gap_tables, machine_tables
+from plots import accuracy_tables, gap_tables, machine_tables, recipe_table
 from plots.rows import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         accuracy_tables.equal_time,
         accuracy_tables.beyond,
         accuracy_tables.vit,
+        recipe_table.recipe,
         gap_tables.summary,
         gap_tables.gap,
         gap_tables.hypotheses,
