@@ -218,7 +218,8 @@ class _Player:
             return None
         of_nodes = apart([state]) if before.node_rounds > 1 else None
         try:
-            return case, run, plan_restart(state, {}, run, asdict(before), of_nodes)
+            samples = len(run.data.train)
+            return case, run, plan_restart(state, {}, run, asdict(before), samples, of_nodes)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise
