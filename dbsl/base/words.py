@@ -35,7 +35,9 @@ def as_given(value: Any) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "empty"
+    return str(value)
 
 
 def plural(number: int, noun: str) -> str:

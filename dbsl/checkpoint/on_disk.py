@@ -141,12 +141,13 @@ def newest(
     for folder in damaged + complete:
         try:
             manifest = read_manifest(folder)
+            if with_model and MODEL_FILE not in manifest.files:
+                continue  # before its files are read for their checksums
             check_files(folder, manifest)
         except CheckpointError as error:
             warn(f"passed over: {error}")
             continue
-        if not with_model or MODEL_FILE in manifest.files:
-            return folder, manifest
+        return folder, manifest
     return None
 
 

@@ -59,18 +59,9 @@ _MEETING = {
 }
 # What plans are made from: where one of these has changed, the plans that were saved do not hold.
 _PLANS = {
-    *(
-        "resolutions",
-        "drop_last",
-        "small_workers",
-        "time_ratio",
-        "small_share",
-        "update_factor",
-        "rounding",
-        "min_batch_size",
-    ),
+    *("small_workers", "time_ratio", "small_share", "update_factor", "rounding"),
     *("large_batch_size", "small_batch_size", "local_batch_sizes", "global_batch_size"),
-    *("slope", "intercept", "floor"),
+    *("resolutions", "drop_last", "min_batch_size", "slope", "intercept", "floor"),
 }
 
 

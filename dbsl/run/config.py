@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from dbsl.base.bounds import Within, check_bounds
+from dbsl.base.words import as_given
 from dbsl.cluster.config import SyncConfig
 from dbsl.data.config import DataConfig, check_images, check_mixing
 from dbsl.model_config import ModelConfig
@@ -113,7 +114,7 @@ def _check_together(config: RunConfig) -> None:
     for holds, name, must, where in _rules(config):
         value = getattr(config, name)
         if holds and value not in (must, None):
-            raise ValueError(f"{name} must be {_shown(must)} {where}, got {_shown(value)}")
+            raise ValueError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
     if config.batch_evidence is not None and config.large_batch_size != "auto":
         raise ValueError(
             f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
@@ -241,7 +242,7 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     if given and not climbs and config.reset_momentum != "stage":
         raise ValueError(
             f"lr_milestones must be left out {where}, unless resolutions climb between them "
-            f"(schedule cyclic) or reset_momentum is stage, got {_shown(config.lr_milestones)}"
+            f"(schedule cyclic) or reset_momentum is stage, got {as_given(config.lr_milestones)}"
         )
 
 
@@ -298,14 +299,6 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
     linked = config.link_gbps is not None and step
     yield not linked, "link_overlap", 0.0, "except with link_gbps and sync step"
-
-
-def _shown(value: Any) -> Any:
-    if value is None:
-        return "unset"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "empty"
-    return str(value).lower() if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)

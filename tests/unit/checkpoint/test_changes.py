@@ -1,0 +1,114 @@
+"""What a resumed run may change: freely, because something else changed, or with consent."""
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dbsl.checkpoint.changes import check_changes, check_joining, without_effect
+from dbsl.checkpoint.manifest import Manifest
+from dbsl.checkpoint.on_disk import Found
+from train import Config
+
+BEFORE = Config(
+    workers=4, epochs=6, lr_milestones=(3, 5), large_batch_size=(24,), slope=(0.1,), intercept=(1,)
+)
+CONSENT = "allow_config_change must be given for a change of what is trained, got "
+
+
+def changes(now, *, before=BEFORE, processes=1, epoch=2):
+    """Check a change; return the lines that were said."""
+    manifest = Manifest(
+        sequence=1,
+        epoch=epoch,
+        processes=1,
+        workers=before.workers,
+        config=asdict(before),
+        files={},
+    )
+    said = []
+    check_changes(Found(Path("run"), Path("run/save"), manifest), now, processes, said.append)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"epochs": 8}, "epochs 6 -> 8"),
+        ({"keep_checkpoints": 7}, "keep_checkpoints 3 -> 7"),
+        ({"report_to": "none"}, "report_to "),
+        ({"mirror": "s3://bucket/run"}, None),
+    ],
+)
+def test_what_no_weight_depends_on_changes_freely_and_is_said(change, line):
+    before = replace(BEFORE, keep_checkpoints=3, report_to="wandb")
+    said = changes(replace(before, **change), before=before)
+    assert [s.startswith(f"changed since the checkpoint: {line}") for s in said] == [True] * bool(
+        line
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "listed"),
+    [
+        ({"lr": 0.7}, "lr unset -> 0.7"),
+        ({"large_batch_size": (24, 32)}, "large_batch_size 24 -> 24,32"),
+        ({"lr_milestones": ()}, "lr_milestones 3,5 -> empty"),
+        ({"epochs": 4}, "epochs 6 -> 4"),  # shorter: its end is annealed elsewhere
+        ({"log_every": 9, "seed": 3}, "seed 0 -> 3"),
+    ],
+)
+def test_what_weights_depend_on_needs_consent(change, listed):
+    before = replace(BEFORE, lr=None)
+    now = replace(before, **change)
+    with pytest.raises(ValueError, match=f"^{re.escape(CONSENT)}.*{re.escape(listed)}"):
+        changes(now, before=before)
+    assert any(
+        listed in line for line in changes(replace(now, allow_config_change=True), before=before)
+    )
+
+
+def test_a_run_is_not_made_shorter_than_it_is():
+    with pytest.raises(ValueError, match=r"^epochs must be above the 2 that are complete, got 2$"):
+        changes(replace(BEFORE, epochs=2, allow_config_change=True))
+
+
+def test_batches_and_times_follow_the_number_of_workers():
+    said = changes(replace(BEFORE, workers=3, large_batch_size=(32,), slope=(0.2,)))
+    assert len(said) == 3
+
+
+def test_what_was_found_follows_its_source_and_what_was_given_does_not():
+    """Milestones that follow from the epochs change with them; those that were given stay."""
+    found = replace(BEFORE, resolved=("lr_milestones",))
+    now = replace(found, epochs=8, lr_milestones=(4, 7))
+    assert any("(not given: it follows epochs)" in line for line in changes(now, before=found))
+    with pytest.raises(ValueError, match=r"lr_milestones 3,5 -> 4,7$"):
+        changes(replace(now, resolved=()), before=found)
+
+
+@pytest.mark.parametrize(
+    ("change", "listed"),
+    [
+        ({"memory_limit": 2.0, "large_batch_size": (48,)}, "large_batch_size 24 -> 48"),
+        ({"profile_refresh": True, "slope": (0.2,)}, "slope 0.1 -> 0.2"),
+    ],
+)
+def test_what_is_measured_anew_is_no_freer_than_what_is_given(change, listed):
+    """A free setting is no source: other batches are trained with, whoever chose them."""
+    found = replace(BEFORE, resolved=("large_batch_size", "slope"))
+    with pytest.raises(ValueError, match=f"{listed}$"):
+        changes(replace(found, **change), before=found)
+
+
+def test_a_process_that_joins_trains_as_the_job_does():
+    check_joining(asdict(BEFORE), replace(BEFORE, log_every=3))
+    with pytest.raises(ValueError, match=r"got large_batch_size 24 there, 24,32 here$"):
+        check_joining(asdict(BEFORE), replace(BEFORE, large_batch_size=(24, 32)))
+
+
+def test_settings_that_come_too_late_are_named(tmp_path):
+    (tmp_path / "config.yaml").write_text("lr: 0.3\nlog_every: 9\n")
+    assert without_effect(tmp_path, Config(lr=0.5)) == "lr 0.3 -> 0.5"
+    assert without_effect(tmp_path, Config(lr=0.3)) == ""
