@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -112,7 +112,8 @@ def open_session(
         return
     if found is None:
         check_effects(config, accelerator.num_processes)
-    config = adapt_to_processes(config, found, accelerator.num_processes)
+    before, config = config, adapt_to_processes(config, found, accelerator.num_processes)
+    given = _given_now(given, before, config)
     check_hub(config, accelerator)
     if config.plan_only:
         print_run(opening.prepare(config, accelerator), None, accelerator)
@@ -272,6 +273,13 @@ def _complete(given: RunConfig) -> RunConfig:
     )
     torch.set_num_threads(config.cpu_threads)
     return config
+
+
+def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
+    """Return the settings as given, but for those of other workers, which a resumed run adapts."""
+    names = [field.name for field in fields(given) if getattr(given, field.name) is not None]
+    adapted = {n: getattr(now, n) for n in names if getattr(before, n) != getattr(now, n)}
+    return replace(given, **adapted)
 
 
 def _leave_finished(

@@ -42,8 +42,17 @@ def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tup
     new = {name: value for name, value in asdict(now).items() if name != RESOLVED}
     before = complete_settings(before, now)
     return {
-        name: (before[name], new[name]) for name in new if plain(before[name]) != plain(new[name])
+        name: (before[name], new[name])
+        for name in new
+        if _shortest(name, before[name]) != _shortest(name, new[name])
     }
+
+
+def _shortest(name: str, value: Any) -> Any:
+    """Return a setting's value; times that are the same everywhere are one time."""
+    if name in TIMES and value and len(set(value)) == 1:
+        return [value[0]]
+    return plain(value)
 
 
 def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
@@ -173,6 +182,8 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
         if longer[:epochs] == old:
             given = ",".join(map(str, kept))
             advice += f", or give --lr-milestones {given} --allow-config-change"
+    elif config.epochs == epochs:
+        advice = "resume a checkpoint of an epoch's end with it"
     raise ValueError(
         f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
         f"got {new[epoch]} px: {advice}"

@@ -102,7 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**body)
         _check_types(manifest)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is incomplete: it has no manifest") from None
+        why = "is incomplete: it has no manifest" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"{folder} {why}") from None
     except CheckpointError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -139,6 +139,7 @@ def _joint_restart(
     return Restart(
         clock=cluster["clock"],
         steps=steps,
+        steps_under_way=steps - counted,
         samples_under_way=sum(
             len(part.indices) for step in ahead[counted:steps] for part in step.parts
         ),
@@ -271,7 +272,8 @@ def _check_inside_epoch(
         if new != plan["global_batch_size"]:
             raise ValueError(
                 f"global_batch_size must stay {plan['global_batch_size']}"
-                f"{px(resolution, ' at ')} inside an epoch, got {new}"
+                f"{px(resolution, ' at ')} inside an epoch, got {new}: "
+                "resume a checkpoint of an epoch's end with it"
             )
 
 

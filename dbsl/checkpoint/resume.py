@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.files import link_or_copy
+from dbsl.base.words import as_given
 from dbsl.checkpoint.changes import (
     PER_WORKER,
     TIMES,
@@ -42,6 +43,7 @@ from dbsl.checkpoint.restart import apart, plan_restart
 from dbsl.cluster.collectives import share_text
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
+from dbsl.cluster.weights import vector_length
 from dbsl.model import BEST
 from dbsl.plan.members import Members
 from dbsl.plan.turns import Restart
@@ -201,6 +203,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             f"dataset must have the classes that the run began with, got {manifest.classes} "
             f"classes in the checkpoint, {classes} in the data"
         )
+    _check_model(found, run)
     check_changes(found, run.config, accelerator.num_processes, accelerator.print)
     check_epochs_under_way(found, run)
     before = complete_settings(manifest.config, run.config)
@@ -227,6 +230,19 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     if refused is not None:
         raise refused
     return Resumed(found.folder, manifest.sequence, state, restart)
+
+
+def _check_model(found: Found, run: Run) -> None:
+    """Refuse another model, into which the weights do not go."""
+    changed = changed_settings(found.manifest.config, run.config)
+    name = next((name for name in ("model", "model_kwargs", "gp") if name in changed), None)
+    if name is None:
+        return
+    with reading_checkpoint(found.folder):
+        weights = read_shard(found.folder, found.manifest, SERVER_RANK)["model"]["weights"]
+    if weights is not None and len(weights) != vector_length(run.model):
+        before, now = map(as_given, changed[name])
+        raise ValueError(f"{name} must stay {before}, whose weights the run has, got {now}")
 
 
 def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:

@@ -71,6 +71,11 @@ class FlatWeights:
             parameter.grad = view
 
 
+def vector_length(model: nn.Module) -> int:
+    """Return the length of the vector that holds a model's weights."""
+    return _padded_length(_floating_tensors(model))
+
+
 def _floating_tensors(model: nn.Module):
     yield from model.parameters()
     yield from (b for b in model.buffers() if b.is_floating_point())

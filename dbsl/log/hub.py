@@ -174,7 +174,7 @@ def _body(
     results = "".join(f"| {name} | {value} |\n" for name, value in rows)
     images = px(config.resolutions[-1], " for ", " images")
     how = "" if alone else " by workers with batch sizes of their own (dual-batch learning)"
-    each = "" if alone else " on each worker, at the start"
+    each = "" if alone else " on each worker, as planned (`plan.json`)"
     load = (_LOAD if of_timm else _LOAD_OWN).format(name=folder.name, model=config.model)
     return f"""# {folder.name}
 

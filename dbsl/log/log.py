@@ -125,6 +125,8 @@ class RunLog:
         self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
         if state:
             self._load_state_dict(state)
+            if restart is None:  # else plans are made anew
+                self._planned.load_state_dict(state)
         self._accelerator = accelerator
         self._sink = Sink(folder, state["metrics_bytes"] if state else 0)
         most = max(len(plan.workers) for plan in plans.values())
@@ -171,7 +173,6 @@ class RunLog:
         }
 
     def _load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._planned.load_state_dict(state)
         for epoch, reports in state["rounds"].items():
             self._rounds[epoch] = [report_from_plain(report) for report in reports]
         self._train_time_s = state["train_time_s"]
@@ -183,8 +184,11 @@ class RunLog:
             self._noise.load_state_dict(state["noise"])
 
     def _recount(self, restart: Restart) -> None:
-        """Count what other workers had done as what they hand over of it."""
-        self._samples += restart.samples_under_way
+        """Count what other workers had done as what they hand over of it.
+
+        Their rounds of epochs under way get a number before all others: those of the new workers
+        may begin anew.
+        """
         for worker, epoch, round_ in restart.again:
             for report in list(self._rounds[epoch]):
                 if (report.worker, report.round) == (worker, round_):
@@ -192,6 +196,15 @@ class RunLog:
                     self._samples -= report.samples
                     place = {"worker": worker, "epoch": epoch, "round": round_}
                     self._sink.write("undone", {**place, "samples": report.samples})
+        self._samples += restart.samples_under_way
+        taken = {"steps": restart.steps_under_way, "samples": restart.samples_under_way}
+        under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*restart.left}
+        if restart.steps:
+            under_way.add(self._epochs_done)
+        for epoch in sorted(under_way.difference(end.epoch for end in restart.finished)):
+            joint = taken if epoch == self._epochs_done else dict.fromkeys(taken, 0)
+            self._sink.write("restart", {"epoch": epoch, **joint})
+            self._rounds[epoch] = [replace(report, round=-1) for report in self._rounds[epoch]]
 
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""

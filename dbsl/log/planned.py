@@ -74,20 +74,20 @@ class Planned:
         return before, left * (self._steps_of(plan) - self._steps_of(before))
 
     def new_rows(self, state: Mapping[str, Any] | None, begin: int) -> list[dict[str, Any]]:
-        """Return a row for each stage; of a resumed run for those ahead that are new.
+        """Return a row for each stage; of a resumed run for those not over that are new.
 
-        With other workers all are. `begin` is the epoch that the run goes on with.
+        With other plans all are. `begin` is the epoch that the run goes on with.
         """
         rows = [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
         if state is None:
             return rows
-        other_workers = self._plans.keys() - self._resumed
+        other_plans = self._plans.keys() - self._resumed
         before = state.get("stages")  # none in checkpoints of before
         return [
             row | {"from_epoch": begin}
             for stage, row in zip(self.stages, rows, strict=True)
-            if other_workers
-            or (before is not None and stage.end_epoch > begin and asdict(stage) not in before)
+            if stage.end_epoch > begin
+            and (other_plans or (before is not None and asdict(stage) not in before))
         ]
 
     def steps_done(self, state: Mapping[str, Any]) -> int:

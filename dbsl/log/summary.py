@@ -37,7 +37,7 @@ def start_log(
     """
     run, folder, accelerator = session.run, session.folder, session.accelerator
     config = run.config
-    print_run(run, folder, accelerator)
+    print_run(run, folder, accelerator, begin=min(epochs_done(state), config.epochs - 1))
     start_trackers(
         accelerator,
         config.report_to,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from dbsl.base.words import duration, plural, px
 from dbsl.plan.stages import Stage
@@ -152,16 +153,23 @@ def format_run(
     rates: Callable[[Stage], str] = lambda stage: f"{stage.learning_rate:g}",
     timelines: bool = False,
     nodes: Sequence[int] = (),
+    begin: int = 0,
 ) -> str:
     """Return the plans of a run in the order in which it meets them, and what it takes in all.
 
-    `rates` says which learning rates a stage has. See `format_plan` for `nodes`.
+    `rates` says which learning rates a stage has. See `format_plan` for `nodes`. What was over
+    before the epoch `begin` is left out.
     """
-    lines = []
+    lines, epochs = [], stages[-1].end_epoch
+    stages = [
+        replace(stage, first_epoch=max(stage.first_epoch, begin))
+        for stage in stages
+        if stage.end_epoch > begin
+    ]
     for resolution, plan in plans.items():
         own = [stage for stage in stages if stage.resolution == resolution]
         if not own:
-            lines += [f"{px(resolution)}: no epoch", ""]
+            lines += [f"{px(resolution)}: no epoch{' left' * bool(begin)}", ""]
             continue
         plain = plan.global_batch_size or len(plan.workers) == 1
         ratio = "" if plain else f"; time ratio {plan.time_ratio:.3f}"
@@ -178,8 +186,6 @@ def format_run(
     )
     alone = all(len(plan.workers) == 1 for plan in plans.values())
     side, others = ("", "") if alone else (", workers side by side", f" ({others})")
-    lines.append(
-        f"predicted for all {stages[-1].end_epoch} epochs{side}, without evaluation: "
-        f"{planned}{others}"
-    )
+    span = epoch_spans(stages) if begin else f"all {epochs} epochs"
+    lines.append(f"predicted for {span}{side}, without evaluation: {planned}{others}")
     return "\n".join(lines)

@@ -114,7 +114,8 @@ class Restart:
         finished: Ends of epochs that have not been told of.
         again: Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged
             from them, and all workers train on their samples again.
-        samples_under_way: Samples of those of the joint steps that no log has counted.
+        steps_under_way: Those of the joint steps that no log has counted.
+        samples_under_way: Samples of these.
     """
 
     weights: Any = field(repr=False)
@@ -131,6 +132,7 @@ class Restart:
     reports: tuple[RoundReport, ...] = ()
     finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
     again: tuple[tuple[int, int, int], ...] = ()
+    steps_under_way: int = 0
     samples_under_way: int = 0
 
 

@@ -14,10 +14,11 @@ from dbsl.run.accelerator import describe_precision
 from dbsl.run.run import Run
 
 
-def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
+def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin: int = 0) -> None:
     """Print what the run will do: the device, the data, each stage and each resolution's plan.
 
-    Without a folder it is the plan alone that was asked for: then with timelines.
+    Without a folder it is the plan alone that was asked for: then with timelines. `begin` is the
+    epoch that a resumed run goes on with.
     """
     config, data, processes = run.config, run.data, accelerator.num_processes
     where, chosen = f"in {processes} processes", ""
@@ -42,6 +43,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator) -> None:
         rates=lambda stage: _rates(run, stage),
         timelines=folder is None,
         nodes=run.worker_nodes,
+        begin=begin,
     )
     lines = [
         f"{config.model} on {config.dataset}: {len(data.train)} training {data.unit}s, "

@@ -262,8 +262,9 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield config.sync_batch_norm, "compile", False, waits
     by_hand = config.local_batch_sizes is not None
     yield by_hand, "global_batch_size", None, "with local_batch_sizes, whose sum it is"
-    small = bool(config.small_workers or config.small_ratio)
-    yield small, "local_batch_sizes", None, "with small workers"
+    small = "small_ratio" if config.small_ratio else "small_workers"
+    if value := getattr(config, small):
+        yield True, "local_batch_sizes", None, f"with {small} {value:g}"
     yield step, "dedicated_server", False, "with sync step, which has no server"
     yield gradients, "reset_momentum", "never", "with push gradients"
     yield gradients, "rounds_per_epoch", 1, "with push gradients (see push_every)"

@@ -226,7 +226,10 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     if folder.parent.name == CHECKPOINTS:
         folder = folder.parent.parent
     if not (folder / "config.yaml").is_file():
-        raise ValueError(f"resume must be auto, a run folder or a checkpoint in one, got {resume}")
+        there = "" if Path(resume).exists() else ", which does not exist"
+        raise ValueError(
+            f"resume must be auto, a run folder or a checkpoint in one, got {resume}{there}"
+        )
     if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
         raise ValueError(
             f"output_dir must be left out or {folder}, where the run goes on, got {output_dir}"

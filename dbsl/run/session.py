@@ -253,7 +253,7 @@ class Work:
         return make_reports(
             self._turn,
             self._plan.plan,
-            len(self._all),
+            len(self._all) - progress.counted,
             progress.samples,
             resolution=self._stage.resolution,
             learning_rate=progress.learning_rate,

@@ -21,13 +21,14 @@ from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.manifest import read_manifest
-from dbsl.checkpoint.on_disk import read_shard
+from dbsl.checkpoint.on_disk import Found, newest, read_shard
 from dbsl.checkpoint.restart import apart, left_of_epochs, rounds_ahead
 from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
 from dbsl.log.rows import in_code, read_metrics
 from dbsl.model import load_model
+from dbsl.open import _given_now
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler
@@ -495,6 +496,12 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
     assert json.loads((tmp_path / "run/summary.json").read_text())["samples_seen"] == 3 * 90
 
 
+def samples_by_epoch(folder):
+    """Return the samples that metrics.jsonl has of each epoch."""
+    rows = [r for r in read_metrics(folder / "metrics.jsonl") if r["event"] in ("round", "restart")]
+    return [sum(row["samples"] for row in rows if row["epoch"] == epoch) for epoch in range(3)]
+
+
 CHANGES = {  # of settings that plans are made from, or of how workers meet: by the mode they change
     "bsp": {
         "small_workers": {"small_workers": 0},
@@ -592,16 +599,42 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     samples = [90, *[settings["train_samples"]] * 2]
     if settings.get("drop_last"):
         samples[1:] = [80, 80]
-    seen = [sum(e["samples"] for e in rounds if e["epoch"] == epoch) for epoch in range(3)]
-    if mode == "step" and inside:  # the log counts the steps of the round that was under way once
-        seen[1] += 60
-    assert seen == samples
+    assert samples_by_epoch(folder) == samples
     assert json.loads((folder / "summary.json").read_text())["samples_seen"] == sum(samples)
     plans = json.loads((folder / "plan.json").read_text())
     trained = {e["worker"]: e["local_batch_size"] for e in rounds if e["epoch"] == 2}
     assert trained == {
         worker: row["local_batch_size"] for worker, row in enumerate(plans["32 px"]["workers"])
     }
+    told = [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] == "plan"]
+    of_epoch = [row for row in told if row["first_epoch"] <= 2 < row["end_epoch"]]
+    assert {w["worker"]: w["local_batch_size"] for w in of_epoch[-1]["workers"]} == trained
+    assert all(row["end_epoch"] > row.get("from_epoch", 0) for row in told)
+
+
+def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
+    """config.yaml repeats the run: what was given for three workers is no setting of one of two."""
+    folder = left("step", False)
+    checkpoint = newest(folder)
+    found = Found(folder, *checkpoint)
+    given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
+    now = resume.adapt_to_processes(given, found, 2)
+    written = _given_now(given, given, now)
+    assert (written.workers, written.local_batch_sizes) == (2, None)
+    assert written == replace(now, global_batch_size=None)  # found out, not given
+    assert _given_now(replace(given, workers=None), given, now).workers is None
+
+
+def test_another_model_is_refused_before_anything_is_written(left, tmp_path):
+    folder = shutil.copytree(left("bsp", True), tmp_path / "run")
+    before = files_of(folder)
+    settings = {**MODES["bsp"], "train_samples": 90, "resume": str(folder), "model": "test_vit"}
+    for consent in (False, True):
+        with pytest.raises(
+            ValueError, match=r"^model must stay \S+, whose weights the run has, got test_vit$"
+        ):
+            run(folder, **settings, allow_config_change=consent)
+    assert files_of(folder) == before
 
 
 def test_joint_steps_that_other_workers_took_are_counted_once_however_often_workers_change(
@@ -617,6 +650,7 @@ def test_joint_steps_that_other_workers_took_are_counted_once_however_often_work
                 run(tmp_path / "run", **{**settings, **more}, allow_config_change=True)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["samples_seen"] == 3 * 90
+    assert samples_by_epoch(tmp_path / "run") == [90] * 3
 
 
 def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, monkeypatch):
