@@ -112,7 +112,7 @@ def open_session(
         return
     if found is None:
         check_effects(config, accelerator.num_processes)
-    before, config = config, adapt_to_processes(config, found, accelerator.num_processes)
+    before, config = config, adapt_to_processes(config, found, accelerator.num_processes, given)
     given = _given_now(given, before, config)
     check_hub(config, accelerator)
     if config.plan_only:

@@ -15,8 +15,8 @@ from dbsl.base.kwargs import parse_kwargs
 
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
-# Settings that a resumed run may change.
-_SETTINGS = ("lr", "momentum", "weight_decay", "lr_scale", "eps", "betas")
+# Settings of groups of parameters, beside what the optimizer's class takes. All else is state.
+_SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
 
@@ -134,8 +134,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             f"optimizer must have {len(current)} groups of parameters, "
             f"got {len(saved['param_groups'])}"
         )
+    settings = _SETTINGS | inspect.signature(type(optimizer)).parameters.keys()
     groups = [
-        old | {name: value for name, value in new.items() if name in _SETTINGS}
+        old | {name: value for name, value in new.items() if name in settings - {"params"}}
         for old, new in zip(saved["param_groups"], current, strict=True)
     ]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})

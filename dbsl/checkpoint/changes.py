@@ -12,7 +12,7 @@ from dbsl.base.flags import read_flags
 from dbsl.base.words import as_given
 from dbsl.checkpoint.manifest import Manifest
 from dbsl.checkpoint.on_disk import MODEL_FILE, Found, read_shard, reading_checkpoint
-from dbsl.checkpoint.restart import pushes_per_epoch
+from dbsl.checkpoint.restart import advice_inside, pushes_per_epoch
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
@@ -32,6 +32,8 @@ _FREE = {
 # What follows from the number of workers, which may change as well.
 TIMES = ("slope", "intercept", "floor")
 _WORKERS = {"workers", "small_workers", "node_workers", "dedicated_server", *TIMES}
+# What the order of an epoch is drawn by.
+_ORDER = ("seed", "aug_repeats", "shuffle_block", "cache_gib")
 PER_WORKER = (
     *(*TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes", "micro_batch_size"),
 )
@@ -44,12 +46,12 @@ def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tup
     return {
         name: (before[name], new[name])
         for name in new
-        if _shortest(name, before[name]) != _shortest(name, new[name])
+        if in_short(name, before[name]) != in_short(name, new[name])
     }
 
 
-def _shortest(name: str, value: Any) -> Any:
-    """Return a setting's value; times that are the same everywhere are one time."""
+def in_short(name: str, value: Any) -> Any:
+    """Return a setting's value as JSON has it; times that are the same everywhere are one time."""
     if name in TIMES and value and len(set(value)) == 1:
         return [value[0]]
     return plain(value)
@@ -154,9 +156,10 @@ def epochs_under_way(
 
 
 def check_epochs_under_way(found: Found, run: Run) -> None:
-    """Refuse another resolution, and so other plans, inside an epoch.
+    """Refuse what epochs that are under way cannot go on with.
 
-    What its workers have trained on is told by the plan of the resolution that it began with.
+    What their workers have trained on is told by the plan of the resolution, and by the order, that
+    they began with. A run must have the epochs that any worker has begun.
     """
     config, manifest = run.config, found.manifest
     before = complete_settings(manifest.config, config)
@@ -164,7 +167,13 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
     old = _resolutions(before["resolutions"], before["schedule"], epochs, milestones)
     new = _resolutions(config.resolutions, config.schedule, config.epochs, config.lr_milestones)
     moved = [e for e, sides in enumerate(zip(old, new, strict=False)) if sides[0] != sides[1]]
-    if not moved or moved[-1] < manifest.epoch:
+    moved = [epoch for epoch in moved if epoch >= manifest.epoch]
+    orders = [
+        name
+        for name in _ORDER
+        if _order_of(name, before[name]) != _order_of(name, getattr(config, name))
+    ]
+    if not moved and not orders and config.epochs >= epochs:
         return
     with reading_checkpoint(found.folder):
         under_way = epochs_under_way(
@@ -172,22 +181,37 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
             before,
             at_epoch_end=MODEL_FILE in manifest.files,
         )
+    if under_way and config.epochs < under_way.stop:
+        raise ValueError(
+            f"epochs must be at least {under_way.stop}, which a worker has begun, "
+            f"got {config.epochs}"
+        )
+    advice = advice_inside(before)
+    if under_way and orders:
+        name = orders[0]
+        raise ValueError(
+            f"{name} must stay {as_given(before[name])} inside an epoch, whose order it draws, "
+            f"got {as_given(getattr(config, name))}: {advice}"
+        )
     epoch = next((e for e in moved if e in under_way), None)
     if epoch is None:
         return
-    advice = f"go on with epochs {epochs} first"
     if config.epochs > epochs:
+        advice = f"go on with epochs {epochs} first"
         kept = (*milestones, epochs)
         longer = _resolutions(config.resolutions, config.schedule, config.epochs, kept)
         if longer[:epochs] == old:
             given = ",".join(map(str, kept))
             advice += f", or give --lr-milestones {given} --allow-config-change"
-    elif config.epochs == epochs:
-        advice = "resume a checkpoint of an epoch's end with it"
     raise ValueError(
         f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
         f"got {new[epoch]} px: {advice}"
     )
+
+
+def _order_of(name: str, value: Any) -> Any:
+    """Return as much of a setting as an epoch's order depends on."""
+    return value is not None if name == "cache_gib" else value
 
 
 def _resolutions(

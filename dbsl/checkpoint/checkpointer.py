@@ -267,6 +267,7 @@ class Checkpointer:
             if worker in start.optimizers:
                 load_optimizer(optimizer, start.optimizers[worker])
         self._progress.steps = self._progress.counted = start.steps
+        self._progress.learning_rate = start.learning_rate  # no step may be left
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

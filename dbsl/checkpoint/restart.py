@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dbsl.base.words import as_given, px
+from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.node_server import mean_of_nodes
 from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
@@ -33,7 +34,7 @@ class RoundAhead(NamedTuple):
 
 def plan_restart(
     state: Mapping[str, Any],
-    optimizers: Mapping[int, Any],
+    optimizers: Mapping[int, Any] | None,
     run: Run,
     before: Mapping[str, Any],
     samples: int,
@@ -43,7 +44,8 @@ def plan_restart(
 
     Args:
         state: Of the old run's rank 0.
-        optimizers: Optimizer state of the old workers, by worker.
+        optimizers: Optimizer state of the old workers, by worker; None: optimizers begin anew, the
+            server's too.
         run: The new run.
         before: The old run's settings.
         samples: Training images of the old run.
@@ -53,13 +55,13 @@ def plan_restart(
         ValueError: If what is left of the epoch cannot be told.
     """
     if before["sync"] == "step":
-        return _joint_restart(state, optimizers, run, before, samples)
+        return _joint_restart(state, optimizers or {}, run, before, samples)
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
     ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
     if ahead:
-        _check_inside_epoch(state, run, before, samples)
+        _check_inside_epoch({each.epoch for each in ahead}, state, run, before, samples)
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
@@ -67,6 +69,7 @@ def plan_restart(
     common = {
         "weights": server["weights"] if of_nodes is None else of_nodes,
         "version": server["version"],
+        "refused": cluster.get("refused", server["refused"]),
         "clock": epoch * rounds + round_,
         "time_s": cluster.get("time_s", 0.0),
         "missed": tuple(MissedRound(**row) for row in quorum.get("missed", ())),
@@ -81,16 +84,17 @@ def plan_restart(
     }
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
-        return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
+        own = None if optimizers is None else server["optimizer"]
+        return Restart(**_optimizer_of_all(own, run), **common)
     if of_nodes is not None and server.get("outer") is not None:
         raise ValueError(
-            f"workers must stay {before['workers']} with merge delta until all nodes have merged, "
-            f"got {run.config.workers}"
+            f"{_stay(run, before)} with merge delta until all nodes have merged, "
+            f"{_got(run, before)}"
         )
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
-    return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
+    return Restart(left=left, optimizers=optimizers or {}, outer=server.get("outer"), **common)
 
 
 def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
@@ -125,13 +129,14 @@ def _joint_restart(
     common = {
         "weights": state["model"]["weights"],
         "version": 0,
+        "refused": cluster["refused"],
         "time_s": cluster["time_s"] or 0.0,
         **_optimizer_of_all(any_worker, run),
     }
     epoch, round_ = divmod(cluster["clock"], before["rounds_per_epoch"])
     if not round_ and not steps:
         return Restart(clock=epoch * run.rounds, **common)
-    _check_inside_epoch(state, run, before, samples)
+    _check_inside_epoch({epoch}, state, run, before, samples)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
     counted = progress.get("counted", 0) if progress else 0
@@ -139,6 +144,7 @@ def _joint_restart(
     return Restart(
         clock=cluster["clock"],
         steps=steps,
+        learning_rate=progress["learning_rate"] if progress else 0.0,
         steps_under_way=steps - counted,
         samples_under_way=sum(
             len(part.indices) for step in ahead[counted:steps] for part in step.parts
@@ -240,18 +246,22 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def _check_inside_epoch(
-    state: Mapping[str, Any], run: Run, before: Mapping[str, Any], samples: int
+    epochs: Collection[int],
+    state: Mapping[str, Any],
+    run: Run,
+    before: Mapping[str, Any],
+    samples: int,
 ) -> None:
-    """Refuse changes after which nobody could tell which samples of the epoch are left.
+    """Refuse changes after which nobody could tell which samples of these epochs are left.
 
     The place in an epoch of joint steps is a number of steps, that of rounds a number of samples of
     each worker.
     """
-    config = run.config
+    config, advice = run.config, advice_inside(before)
     if samples != len(run.data.train):
         raise ValueError(
             f"training images must stay {samples} inside an epoch, got {len(run.data.train)}: "
-            "resume a checkpoint of an epoch's end with them"
+            f"{advice}"
         )
     joint = before["sync"] == "step"
     names = []
@@ -263,17 +273,16 @@ def _check_inside_epoch(
         if before[name] != (now := getattr(config, name)):
             raise ValueError(
                 f"{name} must stay {as_given(before[name])} inside an epoch, got {as_given(now)}: "
-                "resume a checkpoint of an epoch's end with it"
+                f"{advice}"
             )
     if not joint and before["push"] != "gradients":
         return
-    for resolution, plan in state["planner"]["current"].items():
-        new = run.plans[resolution].global_batch_size if resolution in run.plans else None
-        if new != plan["global_batch_size"]:
+    for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
+        old = state["planner"]["current"][resolution]["global_batch_size"]
+        if (new := run.plans[resolution].global_batch_size) != old:
             raise ValueError(
-                f"global_batch_size must stay {plan['global_batch_size']}"
-                f"{px(resolution, ' at ')} inside an epoch, got {new}: "
-                "resume a checkpoint of an epoch's end with it"
+                f"global_batch_size must stay {old}"
+                f"{px(resolution, ' at ')} inside an epoch, got {new}: {advice}"
             )
 
 
@@ -285,15 +294,32 @@ def _check_whole_steps(
         shares = enumerate(segment.plan.workers)
         if any(share.samples and worker not in workers for worker, share in shares):
             raise ValueError(
-                f"workers must stay {before['workers']} with push gradients until all have pushed "
-                f"the same batches, and those that a lost worker has left out are over, "
-                f"got {run.config.workers}"
+                f"{_stay(run, before)} with push gradients until all have pushed the same batches, "
+                f"and those that a lost worker has left out are over, {_got(run, before)}"
             )
     if run.config.push_every != before["push_every"] and inside_epoch:
         raise ValueError(
             f"push_every must stay {before['push_every']} inside an epoch, "
             f"got {run.config.push_every}"
         )
+
+
+def advice_inside(before: Mapping[str, Any]) -> str:
+    """Return where a change belongs that is refused inside an epoch."""
+    if meets_at_server(before["sync"], before["min_workers"]):  # one that is between all epochs
+        return "only a new run can have it"
+    return "resume a checkpoint of an epoch's end with it"
+
+
+def _stay(run: Run, before: Mapping[str, Any]) -> str:
+    """Return the first words of a refusal, of workers or of how they train and meet."""
+    if run.config.workers != before["workers"]:
+        return f"workers must stay {before['workers']}"
+    return "plans, and how workers meet, must stay as they are"
+
+
+def _got(run: Run, before: Mapping[str, Any]) -> str:
+    return f"got {run.config.workers if run.config.workers != before['workers'] else 'others'}"
 
 
 def pushes_per_epoch(planner: Mapping[str, Any], before: Mapping[str, Any]) -> int:

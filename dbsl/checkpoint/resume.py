@@ -21,7 +21,7 @@ from dbsl.checkpoint.changes import (
     check_changes,
     check_epochs_under_way,
     complete_settings,
-    plain,
+    in_short,
 )
 from dbsl.checkpoint.manifest import (
     CheckpointError,
@@ -51,6 +51,7 @@ from dbsl.plan.types import segments_from_plain
 from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.folder import check_metrics
 from dbsl.run.parse import run_folder_of
+from dbsl.run.resolved import PROCESSES, still_true
 from dbsl.run.run import Run
 
 _ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
@@ -65,6 +66,8 @@ _PLANS = {
     *("large_batch_size", "small_batch_size", "local_batch_sizes", "global_batch_size"),
     *("resolutions", "drop_last", "min_batch_size", "slope", "intercept", "floor"),
 }
+# Where one of these has changed, an optimizer's state is another one's.
+_OPTIMIZER = {"optimizer", "opt_kwargs", "layer_decay"}
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,19 @@ def is_finished(found: Found, config: RunConfig) -> bool:
     return False
 
 
-def adapt_to_processes(config: RunConfig, found: Found | None, processes: int) -> RunConfig:
+def adapt_to_processes(
+    config: RunConfig, found: Found | None, processes: int, given: RunConfig
+) -> RunConfig:
     """Return the config for as many workers as there are now.
 
     What was measured or solved for other workers is left to be found anew; the global batch of
     joint steps stays.
+
+    Args:
+        config: With what the run had found out filled in.
+        found: What it goes on from; None: it is new.
+        processes: Of this launch.
+        given: The settings as they were given.
     """
     if found is None or found.manifest is None:
         return config
@@ -166,14 +177,21 @@ def adapt_to_processes(config: RunConfig, found: Found | None, processes: int) -
     workers = alone if processes == 1 else processes - config.dedicated_server
     if workers == found.manifest.workers:
         return replace(config, workers=workers)
+    same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
+    kept = still_true(config.resolved, config, replace(config, workers=workers), same)
+    stale = config.resolved.keys() - kept.keys() - {PROCESSES, "workers"}
+    config = replace(config, **{name: getattr(given, name) for name in stale})
     changes: dict[str, Any] = {"workers": workers}
     if config.small_workers is not None:
         changes["small_workers"] = min(config.small_workers, workers)
     rows = len(before["resolutions"])
     for name in PER_WORKER:
         value = getattr(config, name)
-        per_worker = value is not None and len(value) > rows and value != "auto"
-        if per_worker and plain(value) == plain(before.get(name)):
+        if value in (None, "auto"):
+            continue
+        by_hand = name == "local_batch_sizes" and found.manifest.workers > 1
+        per_worker = len(value) > rows or by_hand
+        if per_worker and in_short(name, value) == in_short(name, before.get(name)):
             changes[name] = None
             if name in TIMES:
                 changes |= dict.fromkeys(TIMES)
@@ -217,6 +235,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = read_shard(found.folder, manifest, 0)
             by_nodes = before["node_rounds"] > 1
             optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
+            if not _OPTIMIZER.isdisjoint(changed_settings(manifest.config, run.config)):
+                accelerator.print("the state of the optimizer before is left out")
+                optimizers = None
             try:
                 restart = plan_restart(state, optimizers, run, before, samples, of_nodes)
             except ValueError as error:
@@ -239,8 +260,11 @@ def _check_model(found: Found, run: Run) -> None:
     if name is None:
         return
     with reading_checkpoint(found.folder):
-        weights = read_shard(found.folder, found.manifest, SERVER_RANK)["model"]["weights"]
-    if weights is not None and len(weights) != vector_length(run.model):
+        state = read_shard(found.folder, found.manifest, SERVER_RANK)
+        weights = state["model"]["weights"]
+        if weights is None:  # between rounds the server has them
+            weights = state["cluster"]["server"]["weights"]
+    if len(weights) != vector_length(run.model):
         before, now = map(as_given, changed[name])
         raise ValueError(f"{name} must stay {before}, whose weights the run has, got {now}")
 
@@ -250,7 +274,7 @@ def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool
     changed = changed_settings(manifest.config, config)
     return (
         (manifest.processes, manifest.workers) == (processes, config.workers)
-        and changed.keys().isdisjoint(_MEETING | _PLANS)
+        and changed.keys().isdisjoint(_MEETING | _PLANS | _OPTIMIZER)
         # Without a quorum a barrier has no place for who is late, and its state is another.
         and ("min_workers" not in changed or config.min_workers is not None)
     )

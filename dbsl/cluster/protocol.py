@@ -136,7 +136,7 @@ class Cluster(ABC):
 
     def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""
-        self._clock = start.clock
+        self._clock, self._refused = start.clock, start.refused
         if self.server is not None:
             self.server.restart(start)
 

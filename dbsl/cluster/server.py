@@ -282,7 +282,7 @@ class Server(GlobalWeights):
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
         self._writable().copy_(start.weights)
-        self.version = start.version
+        self.version, self.refused = start.version, start.refused
         self.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
         self._epochs_ended = start.clock // self.rounds_per_epoch

@@ -110,7 +110,8 @@ def read_run(folder: Path) -> Run:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         evaluations = [row for row in map(json.loads, lines) if row["event"] == "eval"]
-        key = "virtual_time_s" if "virtual_time_s" in evaluations[-1] else "train_time_s"
+        simulated = all("virtual_time_s" in row for row in evaluations)  # throughout
+        key = "virtual_time_s" if simulated else "train_time_s"
         return Run(
             seed=int(summary["seed"]),
             accuracy=float(summary["final_accuracy"]),

@@ -186,8 +186,8 @@ class RunLog:
     def _recount(self, restart: Restart) -> None:
         """Count what other workers had done as what they hand over of it.
 
-        Their rounds of epochs under way get a number before all others: those of the new workers
-        may begin anew.
+        Their rounds of epochs under way get numbers below 0: those of the new workers may begin
+        anew.
         """
         for worker, epoch, round_ in restart.again:
             for report in list(self._rounds[epoch]):
@@ -204,7 +204,9 @@ class RunLog:
         for epoch in sorted(under_way.difference(end.epoch for end in restart.finished)):
             joint = taken if epoch == self._epochs_done else dict.fromkeys(taken, 0)
             self._sink.write("restart", {"epoch": epoch, **joint})
-            self._rounds[epoch] = [replace(report, round=-1) for report in self._rounds[epoch]]
+            before = self._rounds[epoch]
+            past = 1 + max((report.round for report in before), default=0)
+            self._rounds[epoch] = [replace(r, round=r.round - past) for r in before]
 
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""
@@ -307,11 +309,12 @@ class RunLog:
         self._charts.record(record, epoch + 1)
         self._charts.workers(WORKERS, workers, epoch + 1)
         epochs = self._planned.epochs
+        # Other workers may have taken all of its steps: their losses are not known.
+        loss = f"  {self._loss} {short_loss(total['loss'])}" if total["samples"] else ""
         found = evaluation_in_words(evaluation, self._eval_loss)
         self._display.print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
-            f"lr {learning_rate:.3g}  {self._loss} {short_loss(total['loss'])}"
-            f"{found}  {speed_in_words(speed, self._unit)}"
+            f"lr {learning_rate:.3g}{loss}{found}  {speed_in_words(speed, self._unit)}"
             f"{times_in_words([values['time_s'] for values in workers.values()])}"
         )
         judged = epoch == _JUDGED_EPOCH and self._expects_times
@@ -323,7 +326,7 @@ class RunLog:
                 f"warning: evaluations are of {plural(evaluation.samples, self._unit[:-1])}: "
                 f"{left_out} of {left_out + evaluation.samples} cannot be decoded"
             )
-        if self._divergence is not None and reports:
+        if self._divergence is not None and total["samples"]:
             self._divergence.look_at_epoch(
                 epoch,
                 total["loss"],

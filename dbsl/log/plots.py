@@ -313,13 +313,13 @@ def _draw_worker(axes: Axes, y: int, plan: Plan, worker: WorkerPlan, rounds_per_
 
 def _rate_at_end(metrics: Sequence[Mapping[str, Any]], span: Mapping[str, Any]) -> float:
     """Return the highest learning rate of a worker in the last round of a span, or nan."""
-    own = [
-        ((row["epoch"], row.get("round", 0)), row["learning_rate"])
-        for row in metrics
-        if row["event"] == "round"
-        and "learning_rate" in row
-        and span["first_epoch"] <= row["epoch"] < span["end_epoch"]
-    ]
+    own, restarts = [], 0  # behind a restart rounds may count from 0 again
+    for row in metrics:
+        restarts += row["event"] == "restart"
+        told = row["event"] == "round" and "learning_rate" in row
+        if told and span["first_epoch"] <= row["epoch"] < span["end_epoch"]:
+            place = (row["epoch"], restarts, row.get("round", 0))
+            own.append((place, row["learning_rate"]))
     return max(own, default=(None, math.nan))[1]
 
 
@@ -329,7 +329,8 @@ def _train_losses(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[float], li
     for row in metrics:
         if row["event"] == "round":
             rounds.setdefault(row["epoch"], []).append((_number(row["loss"]), row["samples"]))
-    epochs = sorted(rounds)
+    # Of an epoch whose steps other workers took, all of them, no loss is known.
+    epochs = sorted(epoch for epoch, rows in rounds.items() if any(n for _, n in rows))
     losses = [
         sum(loss * samples for loss, samples in rounds[epoch])
         / sum(samples for _, samples in rounds[epoch])

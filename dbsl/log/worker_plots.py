@@ -49,8 +49,10 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
     """Return a run's epochs and, for each quantity drawn, an array [workers, epochs].
 
     Epochs count from 1. An epoch that a worker has not finished is NaN. A share is one of all
-    samples of an epoch, those that nobody trained on included. A worker that has missed rounds of
-    an epoch, or was lost in it, has no idle time: it is not known how long they would have taken.
+    samples of an epoch, those that nobody trained on included. "before" is the share that no worker
+    has of each epoch, [epochs]: workers of before a restart had it, in joint steps. A worker that
+    has missed rounds of an epoch, or was lost in it, has no idle time: it is not known how long
+    they would have taken.
     """
     rounds: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in metrics:
@@ -67,11 +69,13 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
         for name in names[1:]:
             values[name][worker, column] = sum(row.get(name, 0.0) for row in own)
     # The longest epoch has them all, unless samples were left out of each.
-    missed = [0.0] * len(epochs)
+    missed, taken = np.zeros(len(epochs)), np.zeros(len(epochs))
     for row in metrics:
-        if row["event"] == "missed" and row["epoch"] in epochs:
-            missed[epochs.index(row["epoch"])] += row["samples"]
-    samples = np.max(np.nansum(values["samples"], axis=0) + missed)
+        if row["event"] in ("missed", "restart") and row["epoch"] in epochs:
+            of = missed if row["event"] == "missed" else taken
+            of[epochs.index(row["epoch"])] += row["samples"]
+    samples = np.max(np.nansum(values["samples"], axis=0) + missed + taken)
+    values["before"] = 100 * taken / samples
     with np.errstate(invalid="ignore", divide="ignore"):
         values["share"] = 100 * values["samples"] / samples
         longest = np.nanmax(values["compute_time_s"], axis=0)
@@ -119,7 +123,8 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
         _draw(axes, epochs, values[name], planned)
         axes.set_ylabel(label, fontsize=9)
         if name == "share":
-            _draw_members(axes, epochs, values["share"], worker_marks(metrics))
+            nobody = 100 - values["before"] - np.nansum(values["share"], axis=0)
+            _draw_members(axes, epochs, values["share"], nobody, worker_marks(metrics))
         least = 0.01 * np.nanmedian(values["time_s"])  # shorter waiting counts as none
         wide = math.inf if planned is None else _WIDE
         far = name in _SECONDS and fit_axis(axes, _FAR, wide, least=least, words=duration)
@@ -186,10 +191,13 @@ def _draw(
 
 
 def _draw_members(
-    axes: Axes, epochs: Sequence[int], share: np.ndarray, marks: Sequence[tuple[str, int, int]]
+    axes: Axes,
+    epochs: Sequence[int],
+    share: np.ndarray,
+    left_out: np.ndarray,
+    marks: Sequence[tuple[str, int, int]],
 ) -> None:
     """Draw what nobody trained on, in percent, and who was late, lost, or has joined."""
-    left_out = 100 - np.nansum(share, axis=0)
     if np.any(left_out > _LEAST_LEFT_OUT):
         axes.bar(epochs, left_out, color="0.8", width=0.8, zorder=0, label="nobody")
     colors = matplotlib.color_sequences["tab10"]

@@ -257,6 +257,8 @@ class Planner:
             len(plan.workers) != len(self._speeds) for plan in plans
         ):
             raise ValueError(f"plans must be of {len(self._speeds)} workers at each resolution")
+        if self.balance == "none":  # no longer: epochs under way keep what was decided for them
+            fixed, segments = segments | fixed, {}
         self.current, self.fixed, self._segments = current, fixed, segments
         asked = state.get("asked", {})  # older checkpoints have none of these three
         self._asked = {e: int(asked.get(e, rows[-1].first_round)) for e, rows in segments.items()}

@@ -104,12 +104,14 @@ class Restart:
         left: Remainders of the epochs that were begun, as places in their order; other epochs are
             whole.
         steps: Joint steps of the round that were taken.
+        learning_rate: Of the last of these.
         optimizers: Optimizer state, by worker.
         server_optimizer: State of the server's optimizer, where gradients are pushed.
         time_s: The virtual clock.
         outer: State of the server's outer optimizer, where `merge` is delta.
         missed: Rounds merged without a worker that have not been told of.
         late_pushes: Pushes that were dropped so far.
+        refused: Rounds that were not finite so far.
         reports: Of rounds that were merged, and have not been told of.
         finished: Ends of epochs that have not been told of.
         again: Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged
@@ -123,12 +125,14 @@ class Restart:
     clock: int
     left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     steps: int = 0
+    learning_rate: float = 0.0
     optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
     time_s: float = 0.0
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
     missed: tuple[MissedRound, ...] = ()
     late_pushes: int = 0
+    refused: int = 0
     reports: tuple[RoundReport, ...] = ()
     finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
     again: tuple[tuple[int, int, int], ...] = ()

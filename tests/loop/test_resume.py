@@ -322,12 +322,11 @@ def files_of(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "test_efficientnet"}, "epoch-0003 does not fit this run"),
-        ({"optimizer": "adamw", "momentum": 0.8}, "epoch-0003 does not fit this run"),
+        ({"model": "test_efficientnet"}, "model must stay test_resnet, whose weights the run has"),
         ({"lr": 0.01, "allow_config_change": False}, "allow_config_change must be given"),
         ({"epochs": 2, "lr_milestones": (1,)}, "epochs must be above the 3 that are complete"),
     ],
-    ids=["model", "optimizer", "lr", "epochs"],
+    ids=["model", "lr", "epochs"],
 )
 def test_a_refused_resume_leaves_all_as_it_was(ended, tmp_path, settings, message):
     folder = tmp_path / "run"
@@ -512,6 +511,8 @@ CHANGES = {  # of settings that plans are made from, or of how workers meet: by 
         "train_samples": {"train_samples": 72},
         "resolutions": {"resolutions": (8, 16, 32), "dropout": (0.1,)},
         "rounds_per_epoch": {"rounds_per_epoch": 3},
+        "optimizer": {"optimizer": "adamw", "lr": 0.001},
+        "seed": {"seed": 5},
         "asp": {"sync": "asp"},
         "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
         "gradients": {**JOINT, "push": "gradients", "small_workers": None, "rounds_per_epoch": 1},
@@ -520,26 +521,31 @@ CHANGES = {  # of settings that plans are made from, or of how workers meet: by 
         "local_batch_sizes": {"local_batch_sizes": (4, 4, 4, 4)},
         "global_batch_size": {"local_batch_sizes": None, "global_batch_size": 24},
         "drop_last": {"drop_last": True},
+        "optimizer": {"optimizer": "adamw", "lr": 0.001},
         "bsp": {"sync": "bsp", "local_batch_sizes": None, **ROUNDS},
         "gradients": {"sync": "bsp", "push": "gradients"},
     },
     "gradients": {
         "local_batch_sizes": {"local_batch_sizes": (4, 4, 4, 4)},
         "global_batch_size": {"local_batch_sizes": (4, 4, 4, 8)},
+        "optimizer": {"optimizer": "adamw", "lr": 0.001},
         "bsp": {"push": "weights", "push_every": 1, "local_batch_sizes": None, **ROUNDS},
         "step": {"sync": "step", "push": "weights", "push_every": 1},
     },
     "asp": {
         "small_workers": {"small_workers": 0},
+        "seed": {"seed": 5},
         "bsp": {"sync": "bsp"},
         "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
     },
 }
 INSIDE = {  # what must stay inside an epoch, as the refusal has it
     ("bsp", "train_samples"): "training images must stay 90",
+    ("bsp", "seed"): "seed must stay 0",
+    ("asp", "seed"): "seed must stay 0",
     ("bsp", "step"): "sync must stay bsp",
     ("bsp", "gradients"): "push must stay weights",
-    ("step", "global_batch_size"): "global_batch_size must stay 16 at 16 px",
+    ("step", "global_batch_size"): "global_batch_size must stay 16 at 32 px",
     ("step", "drop_last"): "drop_last must stay false",
     ("step", "bsp"): "sync must stay step",
     ("step", "gradients"): "sync must stay step",
@@ -549,6 +555,7 @@ INSIDE = {  # what must stay inside an epoch, as the refusal has it
     ("asp", "step"): "sync must stay asp",
 }
 SHORT = {("bsp", "large_batch_size"), ("bsp", "step"), ("step", "bsp"), ("asp", "small_workers")}
+SHORT |= {("bsp", "seed"), ("gradients", "optimizer")}
 
 
 @pytest.fixture(scope="module")
@@ -590,7 +597,7 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     settings = {**MODES[mode], "train_samples": 90, **CHANGES[mode][name]}
     settings |= {"resume": str(folder), "allow_config_change": True}
     if inside and (mode, name) in INSIDE:
-        with pytest.raises(ValueError, match=f"{INSIDE[mode, name]} inside an epoch, got "):
+        with pytest.raises(ValueError, match=f"{INSIDE[mode, name]} inside an epoch"):
             run(folder, **settings)
         assert files_of(folder) == before
         return
@@ -618,7 +625,7 @@ def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):
     checkpoint = newest(folder)
     found = Found(folder, *checkpoint)
     given = Config(**{**SETTINGS, **MODES["step"]}, workers=4)
-    now = resume.adapt_to_processes(given, found, 2)
+    now = resume.adapt_to_processes(given, found, 2, given)
     written = _given_now(given, given, now)
     assert (written.workers, written.local_batch_sizes) == (2, None)
     assert written == replace(now, global_batch_size=None)  # found out, not given
@@ -651,6 +658,105 @@ def test_joint_steps_that_other_workers_took_are_counted_once_however_often_work
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["samples_seen"] == 3 * 90
     assert samples_by_epoch(tmp_path / "run") == [90] * 3
+
+
+def test_joint_steps_that_other_workers_took_to_the_last_are_an_epoch_without_a_loss(
+    tmp_path, monkeypatch, capsys
+):
+    settings = {**MODES["step"], "train_samples": 90}
+    with monkeypatch.context() as patches:
+        at_step(patches, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **settings)
+    other = {"workers": 2, "local_batch_sizes": None, "global_batch_size": 16}
+    capsys.readouterr()
+    run(tmp_path / "run", **{**settings, **other}, resume="auto", allow_config_change=True)
+    assert samples_by_epoch(tmp_path / "run") == [90] * 3
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["steps"] for row in rows if row["event"] == "round" and row["epoch"] == 0] == [0, 0]
+    first = next(row for row in rows if row["event"] == "eval")
+    assert (first["epoch"], first["learning_rate"] > 0) == (0, True)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "epoch 1/3" in line)
+    assert "nan" not in line
+
+
+def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path, monkeypatch):
+    settings = {**MODES["asp"], "slowdown": ("3:9.0",), "train_samples": 90}
+
+    def leave():
+        path = tmp_path / "run/metrics.jsonl"
+        epochs = [r["epoch"] for r in read_metrics(path) if r["event"] == "round"]
+        if {0, 1} <= set(epochs):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    after_step = Checkpointer.after_step
+    with monkeypatch.context() as patches:
+        patches.setattr(
+            Checkpointer, "after_step", lambda self, **o: (leave(), after_step(self, **o))[1]
+        )
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **settings)
+    before = files_of(tmp_path / "run")
+    with pytest.raises(
+        ValueError, match=r"^epochs must be at least [23], which a worker has begun"
+    ):
+        run(
+            *(tmp_path / "run",),
+            **{**settings, "epochs": 1, "lr_milestones": ()},
+            resume="auto",
+            allow_config_change=True,
+        )
+    assert files_of(tmp_path / "run") == before
+
+
+def test_epochs_under_way_keep_their_plan_where_plans_follow_no_longer(tmp_path, monkeypatch):
+    settings = {**MODES["asp"], "balance": "dynamic", "train_samples": 90}
+    with monkeypatch.context() as patches:
+        at_step(patches, 30, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **settings)
+    run(
+        *(tmp_path / "run",),
+        **{**settings, "balance": "none"},
+        resume="auto",
+        allow_config_change=True,
+    )
+    assert samples_by_epoch(tmp_path / "run") == [90] * 3
+
+
+def test_what_was_found_for_other_workers_is_found_anew(left):
+    """Also where the number of workers was given: half of four workers are half of two."""
+    folder = left("bsp", False)
+    found = Found(folder, *newest(folder))
+    config = {**MODES["bsp"], "small_workers": None, "small_ratio": 0.5, "workers": 4}
+    given = Config(
+        **config, resolved={"small_workers": 2, "small_batch_size": (2,), "processes": 1}
+    )
+    now = resume.adapt_to_processes(with_resolved(given), found, 2, given)
+    assert (now.workers, now.small_workers, now.small_batch_size) == (2, None, None)
+
+
+def test_batches_of_two_workers_are_no_batches_of_two_resolutions(left):
+    folder, manifest = left("bsp", False), newest(left("bsp", False))[1]
+    sizes = {"local_batch_sizes": [3, 5], "resolutions": [16, 32]}
+    manifest = replace(manifest, workers=2, config={**manifest.config, **sizes})
+    given = Config(workers=1, local_batch_sizes=(3, 5), resolutions=(16, 32))
+    now = resume.adapt_to_processes(given, Found(folder, folder, manifest), 1, given)
+    assert now.local_batch_sizes is None
+
+
+def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp_path):
+    folder = shutil.copytree(left("bsp", False), tmp_path / "run")
+    planned = resume.plan_restart
+
+    def with_refused(state, *rest):
+        state["cluster"]["server"]["refused"] = 7
+        return planned(state, *rest)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(resume, "plan_restart", with_refused)
+        run(folder, **ROUNDS, train_samples=90, resume="auto", workers=3, allow_config_change=True)
+    assert json.loads((folder / "summary.json").read_text())["refused_rounds"] == 7
 
 
 def test_a_rest_of_fewer_samples_than_workers_and_rounds_is_trained_on_once(tmp_path, monkeypatch):

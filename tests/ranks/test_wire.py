@@ -79,13 +79,16 @@ def meeting_rank(rank):
         for epoch in range(2)
         for round_ in range(3)
     ]
+    rest = plan_steps(55, (30, 10), [MODEL] * 2)  # read from a checkpoint, by every rank
+    planner.fixed[2] = [CurrentPlan(rest, left=((5, 20), (60, 100)))]
+    seen.append(shared.at(2, 0).left)
     reports = exchange_reports(replace(REPORT, worker=rank), CPU)
     return seen, reports
 
 
 def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
     for seen, reports in run_ranks(meeting_rank):
-        assert seen == [[30, 10]] * 6
+        assert seen == [[30, 10]] * 6 + [((5, 20), (60, 100))]
         assert reports == [replace(REPORT, worker=rank) for rank in range(2)]
 
 

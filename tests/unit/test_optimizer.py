@@ -56,6 +56,24 @@ def test_parts_of_a_step_keep_the_factors_of_layers(name):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4 if name == "adamw" else 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(("sgd", 0.0), ("sgd", 0.9)), (("sgd", 0.9), ("momentum", 0.9)), (("sgd", 0.9), ("sgd", 0.0))],
+)
+def test_a_resumed_optimizer_is_the_one_that_the_settings_name(before, now):
+    model = nn.Linear(2, 2)
+    old, new, whole = (
+        build_optimizer(name, model, 0.1, momentum, 0.0) for name, momentum in (before, now, now)
+    )
+    give_gradients(model)
+    old.step()
+    load_optimizer(new, old.state_dict())
+    names = ("momentum", "nesterov", "dampening", "weight_decay")
+    for loaded, built in zip(new.param_groups, whole.param_groups, strict=True):
+        assert [loaded[name] for name in names] == [built[name] for name in names]
+    assert bool(new.state) == bool(before[1])
+
+
 def test_a_resumed_run_may_change_eps_and_betas():
     model = nn.Linear(2, 2)
     before, after = (build_optimizer("adamw", model, 1.0, 0.9, 0.0, eps=e) for e in (1e-3, 1e-8))

@@ -241,6 +241,13 @@ def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
     run = read_run(tmp_path / "runs/tiny-dual-s0")
     assert (run.samples, len(run.curve)) == (120, 2)
     assert run.train_time_s < 1.0  # the simulated workers' clock
+    metrics = tmp_path / "runs/tiny-dual-s0/metrics.jsonl"
+    whole = metrics.read_text()
+    last = [json.loads(line) for line in whole.splitlines() if '"eval"' in line]
+    del last[0]["virtual_time_s"]  # it was trained in processes of its own at first
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in last))
+    assert read_run(tmp_path / "runs/tiny-dual-s0").train_time_s == last[-1]["train_time_s"]
+    metrics.write_text(whole)
 
     (tmp_path / "configs/tiny/dual.yaml").write_text(yaml.safe_dump(ARM | {"epochs": 3}))
     with pytest.raises(ValueError, match="epochs of arm dual must be 2 as in"):

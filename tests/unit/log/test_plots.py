@@ -226,6 +226,23 @@ def test_curves_name_a_rate_that_falls_inside_a_substage_by_its_last_step():
     assert texts(untold.axes[0]) == ["24 px", "32 px"]
 
 
+def test_curves_of_a_run_that_others_went_on_with_have_its_last_rate_and_the_losses_it_knows():
+    """Rounds count from 0 again behind a restart; an epoch that was over has rounds of no steps."""
+    stages = make_stages(3, [24], learning_rate=0.1, gamma=1.0, milestones=[])
+    rows = metrics_of(stages, 3)
+    for row in rows:
+        if row["event"] == "round":
+            row |= {"learning_rate": 0.3, "round": 5}
+            row |= {"samples": 0, "loss": 0.0} if row["epoch"] == 1 else {}
+    last = [r for r in rows if r["event"] == "round" and r["epoch"] == 2]
+    rows.append({"event": "restart", "epoch": 2, "steps": 0, "samples": 0})
+    rows += [row | {"round": 0, "learning_rate": 0.1} for row in last]
+    figure = plots.curves_figure(rows, falling=True)
+    assert texts(figure.axes[0]) == ["24 px\nto lr 0.1"]
+    train, _ = figure.axes[2].lines
+    assert train.get_xdata().tolist() == [1.0, 3.0]
+
+
 def test_stages_of_a_longer_run_take_the_place_of_older_ones_from_where_it_went_on():
     rows = metrics_of(make_stages(2, [24, 32], learning_rate=0.1), 2)
     longer = metrics_of(make_stages(6, [24, 32], learning_rate=0.1), 0)

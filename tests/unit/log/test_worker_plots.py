@@ -50,6 +50,16 @@ def test_an_epoch_that_a_worker_has_not_finished_is_left_out():
     assert values["share"][0, 1] == pytest.approx(100 / 3)  # nobody is given more meanwhile
 
 
+def test_joint_steps_of_workers_before_are_neither_a_workers_share_nor_nobodys():
+    rows = [r for r in rounds(2, 2, per_epoch=2) if (r["epoch"], r["round"]) != (1, 0)]
+    rows.append({"event": "restart", "epoch": 1, "steps": 3, "samples": 30})
+    _, values = worker_values(rows)
+    assert values["before"].tolist() == [0, 50]
+    assert np.nansum(values["share"], axis=0).tolist() == pytest.approx([100, 50])
+    labels = worker_figure(rows).axes[1].get_legend_handles_labels()[1]
+    assert "nobody" not in labels
+
+
 def with_a_late_worker():
     """Worker 1 misses a round in epoch 3 and all of epoch 4, is lost in 6 and back in 8."""
     rows = []
