@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ class RunLog:
         pushes: Whether rounds are single pushes: they are then recorded by epoch and worker.
         meter: Makes the lines of this process's workers; None: there are none.
         counted: Workers whose steps the display counts; of joint steps one.
-        by_rounds: Whether it counts them where a round is recorded, since none is taken here.
+        plan_of: Where this process takes no steps: the plan of a recorded round, from (epoch,
+            round). Steps are then counted, and new plans told, where a round is recorded.
         samples: Training samples; None: those of the plans, which may leave out a last batch.
         evaluated: Evaluation samples that were told; a line says if fewer can be read.
         bce: Whether training's loss is binary cross-entropy: evaluation's is cross-entropy.
@@ -95,7 +96,7 @@ class RunLog:
         pushes: bool = False,
         meter: StepMeter | None = None,
         counted: Sequence[int] = (0,),
-        by_rounds: bool = False,
+        plan_of: Callable[[int, int], Plan | None] | None = None,
         samples: int | None = None,
         evaluated: int = 0,
         bce: bool = False,
@@ -115,7 +116,7 @@ class RunLog:
         self._evaluated = evaluated
         self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
         self._expects_times = expects_times
-        self._by_rounds = by_rounds
+        self._plan_of = plan_of
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
         self._samples = 0  # trained on so far
@@ -237,7 +238,9 @@ class RunLog:
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
         self._display.loss = report.loss
-        if self._by_rounds:
+        if self._plan_of is not None:
+            if (plan := self._plan_of(report.epoch, report.round)) is not None:
+                self.plan(report.epoch, plan)
             self._display.step(
                 report.samples, report.epoch, report.learning_rate, report.worker, report.steps
             )

@@ -50,8 +50,8 @@ def start_log(
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
     slowed = config.slowdown or config.disturb
     expects = run.measured and config.balance == "none" and not slowed
-    alone, by_rounds = accelerator.num_processes == 1, config.dedicated_server
-    every_worker = (alone and config.sync != "step") or by_rounds
+    alone, apart = accelerator.num_processes == 1, config.dedicated_server
+    every_worker = (alone and config.sync != "step") or apart
     log = RunLog(
         folder,
         accelerator,
@@ -61,7 +61,7 @@ def start_log(
         pushes=config.push == "gradients",
         meter=session.meter,
         counted=range(config.workers) if every_worker else (0,),
-        by_rounds=by_rounds,
+        plan_of=run.planner.decided if apart else None,
         samples=len(run.data.train),
         evaluated=len(run.data.evaluation),
         bce=getattr(config, "bce_loss", False),

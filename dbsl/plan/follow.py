@@ -118,6 +118,13 @@ class Planner:
                 segments.append(CurrentPlan(plan, round_, self._split_at(segments[-1], round_)))
         return next(s for s in reversed(segments) if s.first_round <= round_)
 
+    def decided(self, epoch: int, round_: int) -> Plan | None:
+        """Return the plan in force in a round that a worker has begun, if it is still known."""
+        segments = self.fixed.get(epoch) or self._segments.get(epoch)
+        if not segments:
+            return self.current_at(epoch) if self.balance == "none" else None
+        return next(s.plan for s in reversed(segments) if s.first_round <= round_)
+
     def samples_in(self, worker: int, epoch: int, round_: int) -> int:
         """Return a worker's samples in a round, by the plan in force."""
         return self._samples_of(self.at(epoch, round_), epoch, worker, round_)

@@ -512,6 +512,21 @@ def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accele
     assert "warning" not in printed  # nobody plans by times that the run follows itself
 
 
+def test_a_server_of_its_own_tells_of_a_new_plan_where_a_round_by_it_is_recorded(
+    tmp_path, accelerator, capsys
+):
+    plans, stages = make_plans(), make_stages(4, [24, 32])
+    moved = plan_dual_batch(400, 4, 1, 50, [TimeModel(2e-3, 0.02), *[TimeModel(1e-3, 0.02)] * 3])
+    of_epoch = {0: plans[24], 1: moved}
+    with RunLog(
+        *(tmp_path, accelerator, stages, plans), plan_of=lambda epoch, round_: of_epoch.get(epoch)
+    ) as log:
+        play(log, plans, stages=stages)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["from_epoch"] for r in rows if r["event"] == "plan" and "from_epoch" in r] == [1]
+    assert capsys.readouterr().out.count("from epoch 2 on at 24 px: batches") == 1
+
+
 def test_an_epoch_is_told_with_the_learning_rate_of_its_last_step(tmp_path, accelerator, capsys):
     """Of workers with rates of their own the highest: a small batch may lower one's."""
     with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:

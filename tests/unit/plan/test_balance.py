@@ -71,6 +71,19 @@ def imbalance(plan, true=TRUE):
     return max(times) / np.mean(times)
 
 
+def test_what_is_decided_can_be_asked_without_deciding_more():
+    planner = joint_planner("dynamic")
+    assert planner.decided(0, 0) is None
+    first = measure(planner, 0)
+    before = planner.state_dict()
+    assert planner.decided(0, 0) is first
+    assert planner.decided(1, 0) is None
+    assert planner.state_dict() == before
+    second = measure(planner, 1)
+    assert planner.decided(1, 0) is second is not first
+    assert joint_planner("none").decided(3, 0).workers == first.workers
+
+
 def test_two_epochs_without_noise_balance_unequal_workers():
     planner = joint_planner("dynamic")
     assert imbalance(measure(planner, 0)) > 1.3  # equal parts
