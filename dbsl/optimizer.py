@@ -83,15 +83,20 @@ def check_optimizer(name: str, settings: dict[str, Any] | None = None) -> None:
             ) from None
 
 
+def optimizer_class(name: str) -> type:
+    """Return the class behind one of timm's names."""
+    from timm.optim import get_optimizer_class
+
+    return get_optimizer_class(name, bind_defaults=False)
+
+
 def default_learning_rate(optimizer: str) -> float:
     """Return the learning rate of an optimizer where none is given.
 
     0.1 for SGD in all its forms, for images from scratch; of others their own in torch or timm
     (AdamW 0.001, Lion 0.0001), or 0.001 where they state none.
     """
-    from timm.optim import get_optimizer_class
-
-    kind = get_optimizer_class(optimizer, bind_defaults=False)
+    kind = optimizer_class(optimizer)
     if kind.__name__ in ("SGD", "SGDW", "SGDP"):
         return 0.1
     own = inspect.signature(kind).parameters["lr"].default
@@ -112,12 +117,12 @@ def build_optimizer(
     ``layer_decay`` each group of parameters has an ``lr_scale``, which `take_step` multiplies the
     learning rate by.
     """
-    from timm.optim import create_optimizer_v2, get_optimizer_class
+    from timm.optim import create_optimizer_v2
 
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
     common = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    if get_optimizer_class(name, bind_defaults=False) in _FUSED:
+    if optimizer_class(name) in _FUSED:
         common["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
     return create_optimizer_v2(model, opt=name, **common | settings)
 
@@ -134,9 +139,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             f"optimizer must have {len(current)} groups of parameters, "
             f"got {len(saved['param_groups'])}"
         )
-    settings = _SETTINGS | inspect.signature(type(optimizer)).parameters.keys()
+    settings = _SETTINGS | inspect.signature(type(optimizer)).parameters.keys() - {"params"}
     groups = [
-        old | {name: value for name, value in new.items() if name in settings - {"params"}}
+        old | {name: value for name, value in new.items() if name in settings}
         for old, new in zip(saved["param_groups"], current, strict=True)
     ]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})

@@ -183,7 +183,7 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
         )
     if under_way and config.epochs < under_way.stop:
         raise ValueError(
-            f"epochs must be at least {under_way.stop}, which a worker has begun, "
+            f"epochs must be at least {under_way.stop}, as many as workers may have begun, "
             f"got {config.epochs}"
         )
     advice = advice_inside(before)

@@ -16,9 +16,15 @@ from dbsl.base.words import as_given, px
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.node_server import mean_of_nodes
 from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
-from dbsl.plan.types import CurrentPlan, plan_from_plain, segments_from_plain
+from dbsl.plan.types import CurrentPlan, plan_from_plain, segment_at, segments_from_plain
 from dbsl.run.config import takes_joint_steps
 from dbsl.run.run import Run, round_sampler, steps_of
+
+# What a state is of: a refusal names the first of these that has changed.
+_TRAINING = (
+    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "node_rounds", "node_workers"),
+    *("optimizer", "opt_kwargs", "balance", "local_batch_sizes", "global_batch_size"),
+)
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -87,10 +93,8 @@ def plan_restart(
         own = None if optimizers is None else server["optimizer"]
         return Restart(**_optimizer_of_all(own, run), **common)
     if of_nodes is not None and server.get("outer") is not None:
-        raise ValueError(
-            f"{_stay(run, before)} with merge delta until all nodes have merged, "
-            f"{_got(run, before)}"
-        )
+        stay, got = _changed(run, before)
+        raise ValueError(f"{stay} with merge delta until all nodes have merged, {got}")
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
@@ -225,7 +229,7 @@ def rounds_ahead(
     for moment in range(lowest, stop * rounds):
         epoch, round_ = divmod(moment, rounds)
         segments = known.get(epoch) or [CurrentPlan(current[run.stage_at(epoch).resolution])]
-        segment = next(s for s in reversed(segments) if s.first_round <= round_)
+        segment = segment_at(segments, round_)
         workers = [
             worker
             for worker, clock in enumerate(clocks)
@@ -293,9 +297,10 @@ def _check_whole_steps(
     for _, _, segment, workers in ahead:
         shares = enumerate(segment.plan.workers)
         if any(share.samples and worker not in workers for worker, share in shares):
+            stay, got = _changed(run, before)
             raise ValueError(
-                f"{_stay(run, before)} with push gradients until all have pushed the same batches, "
-                f"and those that a lost worker has left out are over, {_got(run, before)}"
+                f"{stay} with push gradients until all have pushed the same batches, and those "
+                f"that a lost worker has left out are over, {got}"
             )
     if run.config.push_every != before["push_every"] and inside_epoch:
         raise ValueError(
@@ -305,21 +310,19 @@ def _check_whole_steps(
 
 
 def advice_inside(before: Mapping[str, Any]) -> str:
-    """Return where a change belongs that is refused inside an epoch."""
-    if meets_at_server(before["sync"], before["min_workers"]):  # one that is between all epochs
-        return "only a new run can have it"
-    return "resume a checkpoint of an epoch's end with it"
+    """Return when a change may be made that is refused inside an epoch."""
+    if meets_at_server(before["sync"], before["min_workers"]):
+        return "it may change where no worker is inside an epoch"
+    return "resume a checkpoint of an epoch's end"
 
 
-def _stay(run: Run, before: Mapping[str, Any]) -> str:
-    """Return the first words of a refusal, of workers or of how they train and meet."""
-    if run.config.workers != before["workers"]:
-        return f"workers must stay {before['workers']}"
-    return "plans, and how workers meet, must stay as they are"
-
-
-def _got(run: Run, before: Mapping[str, Any]) -> str:
-    return f"got {run.config.workers if run.config.workers != before['workers'] else 'others'}"
+def _changed(run: Run, before: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the first words of a refusal, and its last ones."""
+    for name in _TRAINING:
+        old, now = (as_given(value) for value in (before[name], getattr(run.config, name)))
+        if old != now:
+            return f"{name} must stay {old}", f"got {now}"
+    return "plans must stay as they are", "got others"
 
 
 def pushes_per_epoch(planner: Mapping[str, Any], before: Mapping[str, Any]) -> int:

@@ -45,13 +45,14 @@ from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.weights import vector_length
 from dbsl.model import BEST
+from dbsl.optimizer import optimizer_class
 from dbsl.plan.members import Members
 from dbsl.plan.turns import Restart
 from dbsl.plan.types import segments_from_plain
 from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.folder import check_metrics
 from dbsl.run.parse import run_folder_of
-from dbsl.run.resolved import PROCESSES, still_true
+from dbsl.run.resolved import PROCESSES, set_back, still_true
 from dbsl.run.run import Run
 
 _ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
@@ -64,10 +65,8 @@ _MEETING = {
 _PLANS = {
     *("small_workers", "time_ratio", "small_share", "update_factor", "rounding"),
     *("large_batch_size", "small_batch_size", "local_batch_sizes", "global_batch_size"),
-    *("resolutions", "drop_last", "min_batch_size", "slope", "intercept", "floor"),
+    *("resolutions", "drop_last", "min_batch_size", "slope", "intercept", "floor", "balance"),
 }
-# Where one of these has changed, an optimizer's state is another one's.
-_OPTIMIZER = {"optimizer", "opt_kwargs", "layer_decay"}
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,7 @@ def adapt_to_processes(
         return replace(config, workers=workers)
     same = config.resolved.get(PROCESSES)  # a launch of other processes has dropped its own
     kept = still_true(config.resolved, config, replace(config, workers=workers), same)
-    stale = config.resolved.keys() - kept.keys() - {PROCESSES, "workers"}
-    config = replace(config, **{name: getattr(given, name) for name in stale})
+    config = set_back(config, given, config.resolved.keys() - kept.keys() - {"workers"})
     changes: dict[str, Any] = {"workers": workers}
     if config.small_workers is not None:
         changes["small_workers"] = min(config.small_workers, workers)
@@ -235,7 +233,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = read_shard(found.folder, manifest, 0)
             by_nodes = before["node_rounds"] > 1
             optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
-            if not _OPTIMIZER.isdisjoint(changed_settings(manifest.config, run.config)):
+            if _other_optimizer(changed_settings(manifest.config, run.config)):
                 accelerator.print("the state of the optimizer before is left out")
                 optimizers = None
             try:
@@ -274,10 +272,20 @@ def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool
     changed = changed_settings(manifest.config, config)
     return (
         (manifest.processes, manifest.workers) == (processes, config.workers)
-        and changed.keys().isdisjoint(_MEETING | _PLANS | _OPTIMIZER)
+        and changed.keys().isdisjoint(_MEETING | _PLANS)
+        and not _other_optimizer(changed)
         # Without a quorum a barrier has no place for who is late, and its state is another.
         and ("min_workers" not in changed or config.min_workers is not None)
     )
+
+
+def _other_optimizer(changed: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether an optimizer's state is of no use to the one that the settings name now.
+
+    More arguments may need more state (amsgrad).
+    """
+    before, now = changed.get("optimizer", ("sgd", "sgd"))
+    return "opt_kwargs" in changed or optimizer_class(before) is not optimizer_class(now)
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:

@@ -175,10 +175,9 @@ class SharedPlans:
 
     def at(self, epoch: int, round_: int) -> CurrentPlan:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        if self.planner.balance == "none" or not one_of_several():
+        alike = self.planner.balance == "none" or self.planner.takes_over(epoch)
+        if alike or not one_of_several():
             return self.planner.at(epoch, round_)
-        if any(segment.left for segment in self.planner.fixed.get(epoch, ())):
-            return self.planner.at(epoch, round_)  # by other workers; every rank has read it
         place, current = self._last
         if place != (epoch, round_):
             if current is None or self.planner.is_boundary(epoch, round_):

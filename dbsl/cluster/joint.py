@@ -52,6 +52,7 @@ class JointCluster(Cluster):
         self._reports: deque[RoundReport] = deque()
         self._start: Tensor | None = None  # weights at the start of the round, inside one
         self._spent_s = 0.0  # on the round that a stopped run was in
+        self._before = 0  # steps of it that other workers took
         self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
 
     def turns(self) -> Iterator[Round | EpochEnd]:
@@ -80,10 +81,14 @@ class JointCluster(Cluster):
             exchanges = [self._exchange(r.worker, r.epoch, r.round) for r in reports]
             slowest = max(map(sum, zip(durations, exchanges, strict=True)))
             self.time_s += slowest
-            done = [
-                replace(report, compute_time_s=duration, wait_time_s=slowest - duration)
-                for report, duration in zip(reports, durations, strict=True)
-            ]
+            done = []
+            for report, duration in zip(reports, durations, strict=True):
+                own = report.steps / max(report.steps + self._before, 1)  # share of the round
+                times = {
+                    "compute_time_s": duration * own,
+                    "wait_time_s": (slowest - duration) * own,
+                }
+                done.append(replace(report, **times))
         else:
             spent = time.perf_counter() - self._began
             (report,) = reports
@@ -100,7 +105,7 @@ class JointCluster(Cluster):
             for report in done:
                 self._plans.planner.observe(report)
         self._reports.extend(done)
-        self._start = None
+        self._start, self._before = None, 0
         return refused
 
     def reports(self) -> Iterator[RoundReport]:
@@ -134,6 +139,7 @@ class JointCluster(Cluster):
             "time_s": self.time_s,
             "spent_s": 0.0 if self._start is None else time.perf_counter() - self._began,
             "start": self._start,
+            "before": self._before,
             "reports": [asdict(report) for report in self._reports],
         }
 
@@ -142,12 +148,14 @@ class JointCluster(Cluster):
         self._clock, self._refused = as_counts([state["clock"], state["refused"]], 2)
         self.time_s = state["time_s"]
         self._spent_s = state["spent_s"]
+        (self._before,) = as_counts([state.get("before", 0)], 1)  # not in older checkpoints
         start, device = state["start"], self.weights.vector.device
         self._start = None if start is None else start.to(device)
         self._reports = deque(map(report_from_plain, state["reports"]))
 
     def restart(self, start: Restart) -> None:
-        """Go on where workers of another number stopped."""
+        """Go on where other workers, or workers with other plans, stopped."""
         super().restart(start)
+        self._before = start.steps
         self.time_s = start.time_s if self._simulated else None
         self._start = start.weights.to(self.weights.vector.device) if start.steps else None

@@ -135,7 +135,7 @@ class Cluster(ABC):
         """Go on from what `state_dict` returned."""
 
     def restart(self, start: Restart) -> None:
-        """Go on where workers of another number stopped."""
+        """Go on where other workers, or workers with other plans, stopped."""
         self._clock, self._refused = start.clock, start.refused
         if self.server is not None:
             self.server.restart(start)

@@ -289,7 +289,6 @@ class Server(GlobalWeights):
         if self.quorum is not None:
             self.quorum.restart(start.clock)
             self.quorum.take_over(start.missed, start.late_pushes)
-        self.reports.extend(start.reports)
         now = time.perf_counter()
         self.finished.extend(replace(end, ended_at=now) for end in start.finished)
         self._load_outer(start.outer)

@@ -141,8 +141,7 @@ class ServedCluster(Cluster):
     def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn, asking the server, which may have changed it."""
         planner = self._plans.planner
-        begun = planner.fixed.get(turn.epoch, ())
-        if any(segment.left for segment in begun):  # by other workers; every rank has read it
+        if planner.takes_over(turn.epoch):
             return planner.at(turn.epoch, turn.round)
         like = planner.current_at(turn.epoch)
         rows = plan_tensor(len(like.workers), CPU)

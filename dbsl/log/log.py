@@ -82,7 +82,7 @@ class RunLog:
         divergence: Is shown every round's loss, and every epoch's.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
-        restart: What other workers have handed over; None: the workers are the same.
+        restart: What other workers or plans have handed over; None: it goes on as it was.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RunLog:
         self.members.record(self._sink.write, self._display.print)
         if restart is not None:
             self._recount(restart)
-        new = self._planned.new_rows(state, self._epochs_done)
+        new = self._planned.new_rows(state, self._epochs_done, anew=restart is not None)
         for row in new:
             self._sink.write("plan", row)
         table = [{"resolution": r, **row} for r in plans for row in worker_rows(plans[r])]
@@ -190,6 +190,8 @@ class RunLog:
         Their rounds of epochs under way get numbers below 0: those of the new workers may begin
         anew.
         """
+        for report in restart.reports:
+            self.round(report)
         for worker, epoch, round_ in restart.again:
             for report in list(self._rounds[epoch]):
                 if (report.worker, report.round) == (worker, round_):
@@ -240,16 +242,16 @@ class RunLog:
         self._display.loss = report.loss
         if self._plan_of is not None:
             if (plan := self._plan_of(report.epoch, report.round)) is not None:
-                self.plan(report.epoch, plan)
+                self.plan(report.epoch, report.round, plan)
             self._display.step(
                 report.samples, report.epoch, report.learning_rate, report.worker, report.steps
             )
 
-    def plan(self, epoch: int, plan: Plan) -> None:
-        """Record the plan in force, if it is another than before."""
+    def plan(self, epoch: int, round_: int, plan: Plan) -> None:
+        """Record the plan in force in a round, if it is another than before."""
         if not self.enabled:
             return
-        if (change := self._planned.change(epoch, plan)) is None:
+        if (change := self._planned.change(epoch, round_, plan)) is None:
             return
         before, more_steps = change
         stage = stage_at(self._planned.stages, epoch)

@@ -31,7 +31,7 @@ class Planned:
         self.first, self._plans = dict(plans), dict(plans)
         self._from = dict.fromkeys(plans, 0)  # epochs from which they are in force
         self._counted = counted
-        self._resumed: set[int] = set()  # resolutions whose plans are those of a resumed run
+        self._last = dict.fromkeys(plans, (0, 0))  # epochs and rounds of the last change
 
     @property
     def epochs(self) -> int:
@@ -56,38 +56,40 @@ class Planned:
         """Return the plan of an epoch."""
         return self._plans[stage_at(self.stages, epoch).resolution]
 
-    def change(self, epoch: int, plan: Plan) -> tuple[Plan, int] | None:
-        """Take the plan of an epoch; return the one before, and the steps that the run gains.
+    def change(self, epoch: int, round_: int, plan: Plan) -> tuple[Plan, int] | None:
+        """Take the plan of a round; return the one before, and the steps that the run gains.
 
         None: nothing has changed.
         """
         resolution = stage_at(self.stages, epoch).resolution
         before = self._plans[resolution]
-        # Without a barrier, a slow worker may still be in an epoch with an earlier plan.
-        if plan is before or epoch < self._from[resolution]:
+        # Without a barrier, a slow worker may still be in a round with an earlier plan.
+        if plan is before or (epoch, round_) < self._last[resolution]:
             return None
         self._plans[resolution], self._from[resolution] = plan, epoch
+        self._last[resolution] = (epoch, round_)
         if plan.workers == before.workers:
             return None
         own = [stage for stage in self.stages if stage.resolution == resolution]
         left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
         return before, left * (self._steps_of(plan) - self._steps_of(before))
 
-    def new_rows(self, state: Mapping[str, Any] | None, begin: int) -> list[dict[str, Any]]:
+    def new_rows(
+        self, state: Mapping[str, Any] | None, begin: int, *, anew: bool
+    ) -> list[dict[str, Any]]:
         """Return a row for each stage; of a resumed run for those not over that are new.
 
-        With other plans all are. `begin` is the epoch that the run goes on with.
+        All are where plans were made anew. `begin` is the epoch that the run goes on with.
         """
         rows = [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
         if state is None:
             return rows
-        other_plans = self._plans.keys() - self._resumed
         before = state.get("stages")  # none in checkpoints of before
         return [
             row | {"from_epoch": begin}
             for stage, row in zip(self.stages, rows, strict=True)
             if stage.end_epoch > begin
-            and (other_plans or (before is not None and asdict(stage) not in before))
+            and (anew or (before is not None and asdict(stage) not in before))
         ]
 
     def steps_done(self, state: Mapping[str, Any]) -> int:
@@ -114,13 +116,10 @@ class Planned:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the plans that `state_dict` returned, unless they are of other workers."""
+        """Go on with the plans that `state_dict` returned."""
         self._from |= state["planned_epoch"]
-        for resolution, values in state["plans"].items():
-            now, plan = self._plans.get(resolution), plan_from_plain(values)
-            if now is not None and len(now.workers) == len(plan.workers):
-                self._plans[resolution] = plan
-                self._resumed.add(resolution)
+        self._last |= {resolution: (epoch, 0) for resolution, epoch in self._from.items()}
+        self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
 
     def _steps_of(self, plan: Plan) -> int:
         return sum(plan.workers[worker].steps for worker in self._counted)

@@ -33,7 +33,7 @@ def start_log(
     Args:
         session: The run.
         state: Of the log that they go on from.
-        restart: What other workers have handed over.
+        restart: What other workers or plans have handed over.
     """
     run, folder, accelerator = session.run, session.folder, session.accelerator
     config = run.config

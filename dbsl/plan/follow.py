@@ -25,6 +25,7 @@ from dbsl.plan.types import (
     Plan,
     TimeModel,
     plan_from_plain,
+    segment_at,
     segments_from_plain,
     segments_to_plain,
 )
@@ -102,7 +103,7 @@ class Planner:
         """Return the plan in force in a round of an epoch."""
         resolution = self._resolution_at(epoch)
         if epoch in self.fixed:
-            return next(s for s in reversed(self.fixed[epoch]) if s.first_round <= round_)
+            return segment_at(self.fixed[epoch], round_)
         if self.balance == "none":
             return CurrentPlan(self.current[resolution])
         clock = epoch * self._rounds + round_
@@ -116,14 +117,24 @@ class Planner:
             plan = self._renewed(resolution, clock, segments[-1].plan)
             if plan is not segments[-1].plan:
                 segments.append(CurrentPlan(plan, round_, self._split_at(segments[-1], round_)))
-        return next(s for s in reversed(segments) if s.first_round <= round_)
+        return segment_at(segments, round_)
+
+    def takes_over(self, epoch: int) -> bool:
+        """Whether it is the rest of an epoch that other workers or plans had begun.
+
+        Every process has read it from the checkpoint.
+        """
+        return any(segment.left for segment in self.fixed.get(epoch, ()))
 
     def decided(self, epoch: int, round_: int) -> Plan | None:
-        """Return the plan in force in a round that a worker has begun, if it is still known."""
-        segments = self.fixed.get(epoch) or self._segments.get(epoch)
-        if not segments:
-            return self.current_at(epoch) if self.balance == "none" else None
-        return next(s.plan for s in reversed(segments) if s.first_round <= round_)
+        """Return the plan in force in a round that a worker has begun, if it is still known.
+
+        It decides nothing and needs no lock.
+        """
+        if segments := self.fixed.get(epoch) or self._segments.get(epoch):
+            segment = segment_at(segments, round_)
+            return segment and segment.plan
+        return self.current_at(epoch) if self.balance == "none" else None
 
     def samples_in(self, worker: int, epoch: int, round_: int) -> int:
         """Return a worker's samples in a round, by the plan in force."""
@@ -228,7 +239,7 @@ class Planner:
             *before, end = segments
             first = rounds if end.left else min(max(begun - epoch * rounds, 0), rounds)
             for round_ in range(max(clock - epoch * rounds, 0), first):
-                segment = next(s for s in reversed(segments) if s.first_round <= round_)
+                segment = segment_at(segments, round_)
                 lost += self._samples_of(segment, epoch, worker, round_)
             if first < rounds:
                 plan = others[self._resolution_at(epoch)]
@@ -264,8 +275,6 @@ class Planner:
             len(plan.workers) != len(self._speeds) for plan in plans
         ):
             raise ValueError(f"plans must be of {len(self._speeds)} workers at each resolution")
-        if self.balance == "none":  # no longer: epochs under way keep what was decided for them
-            fixed, segments = segments | fixed, {}
         self.current, self.fixed, self._segments = current, fixed, segments
         asked = state.get("asked", {})  # older checkpoints have none of these three
         self._asked = {e: int(asked.get(e, rows[-1].first_round)) for e, rows in segments.items()}

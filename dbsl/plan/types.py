@@ -134,6 +134,11 @@ def segments_from_plain(segments: Mapping[int, Any]) -> dict[int, list[CurrentPl
     }
 
 
+def segment_at(segments: Sequence[CurrentPlan], round_: int) -> CurrentPlan | None:
+    """Return the segment of an epoch that a round is in; None: the round was over before them."""
+    return next((s for s in reversed(segments) if s.first_round <= round_), None)
+
+
 def segments_to_plain(segments: Mapping[int, Sequence[CurrentPlan]]) -> dict[int, Any]:
     """Return plans by epoch as plain values, for a planner's state."""
     return {epoch: [asdict(segment) for segment in rows] for epoch, rows in segments.items()}

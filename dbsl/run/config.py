@@ -263,8 +263,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     by_hand = config.local_batch_sizes is not None
     yield by_hand, "global_batch_size", None, "with local_batch_sizes, whose sum it is"
     small = "small_ratio" if config.small_ratio else "small_workers"
-    if value := getattr(config, small):
-        yield True, "local_batch_sizes", None, f"with {small} {value:g}"
+    share = getattr(config, small) or 0
+    yield share > 0, "local_batch_sizes", None, f"with {small} {share:g}"
     yield step, "dedicated_server", False, "with sync step, which has no server"
     yield gradients, "reset_momentum", "never", "with push gradients"
     yield gradients, "rounds_per_epoch", 1, "with push gradients (see push_every)"

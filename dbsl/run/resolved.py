@@ -8,7 +8,7 @@ repeats the run; a setting that changes drops what was found from it, which is t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -119,6 +119,12 @@ def with_resolved(given: RunConfig) -> RunConfig:
         if name != PROCESSES:
             values |= {name: value} | _DONE.get(name, {})
     return replace(given, **values)
+
+
+def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> RunConfig:
+    """Return the settings with these, which were found out, as they were given."""
+    names = {*names}.union(*(_DONE.get(name, ()) for name in names)) - {PROCESSES}
+    return replace(config, **{name: getattr(given, name) for name in names})
 
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Session:
         """Enclose a turn: on entering the global weights are pulled, on leaving work is pushed."""
         run, cluster, stepper, progress = self.run, self.cluster, self.stepper, self.progress
         stage, plan = run.stage_at(turn.epoch), cluster.plan(turn)
-        self.log.plan(turn.epoch, plan.plan)
+        self.log.plan(turn.epoch, turn.round, plan.plan)
         set_dropout(run.model, stage.dropout)
         seed = stream_seed(run.config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
         torch.manual_seed(seed)

@@ -495,10 +495,10 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
     assert json.loads((tmp_path / "run/summary.json").read_text())["samples_seen"] == 3 * 90
 
 
-def samples_by_epoch(folder):
+def samples_by_epoch(folder, epochs=3):
     """Return the samples that metrics.jsonl has of each epoch."""
     rows = [r for r in read_metrics(folder / "metrics.jsonl") if r["event"] in ("round", "restart")]
-    return [sum(row["samples"] for row in rows if row["epoch"] == epoch) for epoch in range(3)]
+    return [sum(row["samples"] for row in rows if row["epoch"] == epoch) for epoch in range(epochs)]
 
 
 CHANGES = {  # of settings that plans are made from, or of how workers meet: by the mode they change
@@ -512,6 +512,7 @@ CHANGES = {  # of settings that plans are made from, or of how workers meet: by 
         "resolutions": {"resolutions": (8, 16, 32), "dropout": (0.1,)},
         "rounds_per_epoch": {"rounds_per_epoch": 3},
         "optimizer": {"optimizer": "adamw", "lr": 0.001},
+        "momentum": {"optimizer": "momentum", "momentum": 0.5},
         "seed": {"seed": 5},
         "asp": {"sync": "asp"},
         "step": {**JOINT, "sync": "step", "small_workers": None, "rounds_per_epoch": 1},
@@ -532,6 +533,7 @@ CHANGES = {  # of settings that plans are made from, or of how workers meet: by 
         "bsp": {"push": "weights", "push_every": 1, "local_batch_sizes": None, **ROUNDS},
         "step": {"sync": "step", "push": "weights", "push_every": 1},
     },
+    "balance": {"none": {"balance": "none"}, "dbs": {"balance": "dbs"}},
     "asp": {
         "small_workers": {"small_workers": 0},
         "seed": {"seed": 5},
@@ -698,7 +700,7 @@ def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path, monkeypatch)
             run(tmp_path / "run", **settings)
     before = files_of(tmp_path / "run")
     with pytest.raises(
-        ValueError, match=r"^epochs must be at least [23], which a worker has begun"
+        ValueError, match=r"^epochs must be at least [23], as many as workers may have begun"
     ):
         run(
             *(tmp_path / "run",),
@@ -709,19 +711,27 @@ def test_a_run_is_not_made_shorter_than_a_worker_has_come(tmp_path, monkeypatch)
     assert files_of(tmp_path / "run") == before
 
 
-def test_epochs_under_way_keep_their_plan_where_plans_follow_no_longer(tmp_path, monkeypatch):
-    settings = {**MODES["asp"], "balance": "dynamic", "train_samples": 90}
+@pytest.mark.parametrize("to", ["none", "dbs"])
+def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_longer(
+    tmp_path, monkeypatch, to
+):
+    settings = {**MODES["asp"], "balance": "dynamic", "train_samples": 90, "resolutions": (32,)}
+    settings |= {"dropout": (0.1,), "epochs": 6, "lr_milestones": (), "slowdown": ("3:2.5",)}
+    after_step = Checkpointer.after_step
+
+    def stop_between_plans(self, **options):
+        planner = self._session.run.planner
+        if len({s[-1].plan.workers for s in planner._segments.values()}) > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        after_step(self, **options)
+
     with monkeypatch.context() as patches:
-        at_step(patches, 30, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        patches.setattr(Checkpointer, "after_step", stop_between_plans)
         with pytest.raises(RunStopped):
             run(tmp_path / "run", **settings)
-    run(
-        *(tmp_path / "run",),
-        **{**settings, "balance": "none"},
-        resume="auto",
-        allow_config_change=True,
-    )
-    assert samples_by_epoch(tmp_path / "run") == [90] * 3
+    again = {"resume": "auto", "allow_config_change": True}
+    run(tmp_path / "run", **{**settings, "balance": to}, **again)
+    assert samples_by_epoch(tmp_path / "run", 6) == [90] * 6
 
 
 def test_what_was_found_for_other_workers_is_found_anew(left):

@@ -23,7 +23,7 @@ from dbsl.log.trackers import start_trackers
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.turns import Round, RoundReport, StepLine
+from dbsl.plan.turns import Restart, Round, RoundReport, StepLine
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.progress import Progress
 
@@ -496,10 +496,11 @@ def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accele
     slower = TimeModel(2e-3, 0.02)
     moved = plan_dual_batch(400, 4, 1, 50, [slower, *[TimeModel(1e-3, 0.02)] * 3])
     with RunLog(tmp_path, accelerator, stages, plans) as log:
-        log.plan(0, plans[24])
-        log.plan(1, moved)  # epochs 0 and 1 have 24 px
-        log.plan(0, plans[24])  # a slow worker's turn
-        log.plan(1, moved)
+        log.plan(0, 0, plans[24])
+        log.plan(1, 1, moved)  # epochs 0 and 1 have 24 px
+        log.plan(0, 0, plans[24])  # a slow worker's turn
+        log.plan(1, 1, moved)
+        log.plan(1, 0, plans[24])  # and in a round before
         play(log, plans, stages=stages)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     changed = [row for row in rows if "from_epoch" in row]
@@ -615,6 +616,29 @@ def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     assert spans == [(0, 1), (1, epochs)]
     new = [row for row in rows if row["event"] == "plan" and "from_epoch" in row]
     assert [(row["from_epoch"], row["resolution"]) for row in new] == [(2, 32)][: epochs - 2]
+
+
+def test_rounds_that_nobody_was_told_of_are_told_before_those_of_the_workers_that_go_on(
+    tmp_path, accelerator, capsys
+):
+    """Rounds count from 0 again: the epoch's learning rate is still that of its last."""
+    reports = [
+        RoundReport(0, 0, n, 24, 8, 10, 2, 1.0, 2.0, 1.0, learning_rate=rate)
+        for n, rate in enumerate((0.4, 0.3, 0.2))
+    ]
+    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+        log.round(reports[0])
+        state = unpack(*pack(log.state_dict()))
+    start = Restart(weights=None, version=0, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
+    options = {"state": state, "restart": start}
+    with RunLog(tmp_path, accelerator, STAGES, make_plans(), **options) as log:
+        log.round(replace(reports[0], learning_rate=0.1))
+        log.epoch_end(0, None, train_time_s=1.0)
+        assert log._samples == 40
+    assert "lr 0.1  " in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    events = [row["event"] for row in rows if row["event"] in ("round", "restart")]
+    assert events == ["round"] * 3 + ["restart", "round"]
 
 
 def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, accelerator):

@@ -388,7 +388,7 @@ def test_the_timeline_of_one_worker_has_nothing_that_it_could_wait_for():
 def test_a_log_knows_the_plans_that_hold_at_the_end_where_they_are_not_the_first():
     first, last = plan_by_hand([4.0, 4.0]), plan_by_hand([3.0, 2.0])
     planned = Planned(STAGES, {24: first, 32: first}, (0, 1))
-    planned.change(2, last)  # epochs 0 and 2 are at 24 px
+    planned.change(2, 0, last)  # epochs 0 and 2 are at 24 px
     assert planned.latest == {24: (2, last)}
 
 
