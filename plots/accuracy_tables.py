@@ -17,6 +17,7 @@ EQUAL_TIME = (
     *("cyclic", "progressive", "hybrid"),
     *("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "conventional", "small_alone"),
 )
+VIT = ("all_large", "ddp_128", "cyclic", "hybrid")
 BEYOND = {  # arms of configs/beyond, and how they are told
     "rounds_4": "`--rounds-per-epoch 4`",
     "delta": "the same with `--merge delta --outer-lr 0.7 --outer-momentum 0.5`",
@@ -101,19 +102,22 @@ def equal_time(up: str) -> list[str]:
 
 def vit(up: str) -> list[str]:
     """Return the arms of configs/vit."""
-    return table_lines(read(RESULTS / "vit/arms.csv"), f"{up}configs/vit")
+    return table_lines(_arms("vit", VIT), f"{up}configs/vit")
 
 
 def beyond(up: str) -> list[str]:
     """Return what each addition to the hybrid gained on two workloads."""
-    both = [
-        {row["arm"]: row for row in read(RESULTS / name / "arms.csv")}
-        for name in ("beyond", "beyond_imagenette")
+    names = ("beyond", "beyond_imagenette")
+    both = [{row["arm"]: row for row in read(RESULTS / name / "arms.csv")} for name in names]
+    controls = [
+        _arms(name, [arm])[0] for name, arm in zip(names, ("ddp_128", "ddp_64"), strict=True)
     ]
     return [
         "| | CIFAR-100, 20 classes | Imagenette |",
         "|---|---|---|",
         f"| hybrid, the reference | {' | '.join(accuracy(rows['hybrid']) for rows in both)} |",
+        "| plain data parallelism, 128 and 64 samples a step, no link cost "
+        f"| {' | '.join(map(difference, controls))} |",
         *(
             f"| {text} | {' | '.join(difference(rows[arm]) for rows in both)} |"
             for arm, text in BEYOND.items()
