@@ -190,8 +190,8 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
     if under_way and orders:
         name = orders[0]
         raise ValueError(
-            f"{name} must stay {as_given(before[name])} inside an epoch, whose order it draws, "
-            f"got {as_given(getattr(config, name))}: {advice}"
+            f"{name} must stay {as_given(before[name])} inside an epoch, "
+            f"got {as_given(getattr(config, name))}: it draws the order of its samples; {advice}"
         )
     epoch = next((e for e in moved if e in under_way), None)
     if epoch is None:

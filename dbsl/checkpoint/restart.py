@@ -23,7 +23,7 @@ from dbsl.run.run import Run, round_sampler, steps_of
 # What a state is of: a refusal names the first of these that has changed.
 _TRAINING = (
     *("workers", "sync", "push", "push_every", "rounds_per_epoch", "node_rounds", "node_workers"),
-    *("optimizer", "opt_kwargs", "balance", "local_batch_sizes", "global_batch_size"),
+    *("balance", "local_batch_sizes", "global_batch_size"),
 )
 
 Ranges = tuple[tuple[int, int], ...]
@@ -40,7 +40,7 @@ class RoundAhead(NamedTuple):
 
 def plan_restart(
     state: Mapping[str, Any],
-    optimizers: Mapping[int, Any] | None,
+    optimizers: Mapping[int, Any],
     run: Run,
     before: Mapping[str, Any],
     samples: int,
@@ -50,8 +50,7 @@ def plan_restart(
 
     Args:
         state: Of the old run's rank 0.
-        optimizers: Optimizer state of the old workers, by worker; None: optimizers begin anew, the
-            server's too.
+        optimizers: Optimizer state of the old workers, by worker.
         run: The new run.
         before: The old run's settings.
         samples: Training images of the old run.
@@ -61,7 +60,7 @@ def plan_restart(
         ValueError: If what is left of the epoch cannot be told.
     """
     if before["sync"] == "step":
-        return _joint_restart(state, optimizers or {}, run, before, samples)
+        return _joint_restart(state, optimizers, run, before, samples)
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
@@ -90,15 +89,14 @@ def plan_restart(
     }
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
-        own = None if optimizers is None else server["optimizer"]
-        return Restart(**_optimizer_of_all(own, run), **common)
+        return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
     if of_nodes is not None and server.get("outer") is not None:
         stay, got = _changed(run, before)
         raise ValueError(f"{stay} with merge delta until all nodes have merged, {got}")
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
-    return Restart(left=left, optimizers=optimizers or {}, outer=server.get("outer"), **common)
+    return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
 
 
 def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:

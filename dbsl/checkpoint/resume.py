@@ -219,7 +219,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             f"dataset must have the classes that the run began with, got {manifest.classes} "
             f"classes in the checkpoint, {classes} in the data"
         )
-    _check_model(found, run)
+    _check_state(found, run)
     check_changes(found, run.config, accelerator.num_processes, accelerator.print)
     check_epochs_under_way(found, run)
     before = complete_settings(manifest.config, run.config)
@@ -233,9 +233,6 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = read_shard(found.folder, manifest, 0)
             by_nodes = before["node_rounds"] > 1
             optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
-            if _other_optimizer(changed_settings(manifest.config, run.config)):
-                accelerator.print("the state of the optimizer before is left out")
-                optimizers = None
             try:
                 restart = plan_restart(state, optimizers, run, before, samples, of_nodes)
             except ValueError as error:
@@ -251,9 +248,15 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     return Resumed(found.folder, manifest.sequence, state, restart)
 
 
-def _check_model(found: Found, run: Run) -> None:
-    """Refuse another model, into which the weights do not go."""
+def _check_state(found: Found, run: Run) -> None:
+    """Refuse another model, or kind of optimizer, into which the state does not go."""
     changed = changed_settings(found.manifest.config, run.config)
+    old, new = changed.get("optimizer", ("sgd", "sgd"))
+    more = "opt_kwargs" in changed  # which may need more state (amsgrad)
+    if more or optimizer_class(old) is not optimizer_class(new):
+        name = "opt_kwargs" if more else "optimizer"
+        before, now = map(as_given, changed[name])
+        raise ValueError(f"{name} must stay {before}, whose state the run has, got {now}")
     name = next((name for name in ("model", "model_kwargs", "gp") if name in changed), None)
     if name is None:
         return
@@ -273,19 +276,9 @@ def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool
     return (
         (manifest.processes, manifest.workers) == (processes, config.workers)
         and changed.keys().isdisjoint(_MEETING | _PLANS)
-        and not _other_optimizer(changed)
         # Without a quorum a barrier has no place for who is late, and its state is another.
         and ("min_workers" not in changed or config.min_workers is not None)
     )
-
-
-def _other_optimizer(changed: Mapping[str, tuple[Any, Any]]) -> bool:
-    """Whether an optimizer's state is of no use to the one that the settings name now.
-
-    More arguments may need more state (amsgrad).
-    """
-    before, now = changed.get("optimizer", ("sgd", "sgd"))
-    return "opt_kwargs" in changed or optimizer_class(before) is not optimizer_class(now)
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:

@@ -202,14 +202,12 @@ class RunLog:
         self._samples += restart.samples_under_way
         taken = {"steps": restart.steps_under_way, "samples": restart.samples_under_way}
         under_way = {epoch for epoch, reports in self._rounds.items() if reports} | {*restart.left}
-        if restart.steps:
-            under_way.add(self._epochs_done)
+        under_way |= {self._epochs_done} if restart.steps else set()
         for epoch in sorted(under_way.difference(end.epoch for end in restart.finished)):
             joint = taken if epoch == self._epochs_done else dict.fromkeys(taken, 0)
             self._sink.write("restart", {"epoch": epoch, **joint})
-            before = self._rounds[epoch]
-            past = 1 + max((report.round for report in before), default=0)
-            self._rounds[epoch] = [replace(r, round=r.round - past) for r in before]
+            past = 1 + max((report.round for report in self._rounds[epoch]), default=0)
+            self._rounds[epoch] = [replace(r, round=r.round - past) for r in self._rounds[epoch]]
 
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""
