@@ -24,6 +24,7 @@ from dbsl.cluster.transfer import irecv, isend
 
 _LAST, _STOP = 1.0, 2.0  # beats that say more than that a process is alive
 _BEAT_S = 0.4
+_WATCH = 5  # beats between two looks at the others'
 _LOST = "lost"
 
 
@@ -55,6 +56,7 @@ class Heartbeats:
         self._others = [r for r in range(world_size) if r != rank]
         self._timeout_s = timeout_s
         self._closed = threading.Event()
+        self._heard: str | None = None  # whose fault it is
         self._store = connect_store(f"beats/{restarts()}")
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
         if self._store is not None:
@@ -92,10 +94,7 @@ class Heartbeats:
     def _verdict(self, reason: str) -> str:
         """Return who is missing, as the first process to notice has found it."""
         try:
-            before = self._beats()
-            time.sleep(5 * _BEAT_S)  # a busy machine may delay a beat or two
-            after = self._beats()
-            silent = [r for r in self._others if before[r] == after[r] != "done"]
+            silent, after = self._silent()
             behind = [r for r in self._others if _entered(after[r]) < self.entered]
             if silent:
                 found = f"{_ranks(silent)} died or fell silent"
@@ -104,10 +103,42 @@ class Heartbeats:
                 found = f"{_ranks([r for r in behind if _entered(after[r]) == fewest])} hangs"
             else:
                 found = "an exchange between processes failed"
-            return self._store.compare_set(_LOST, "", f"{found} ({reason})").decode()
+            self._store.compare_set(_LOST, "", f"{found} ({reason})")
+            verdict = self._hear()
+            if self._rank == 0:
+                self._see_off([r for r in self._others if r not in silent and after[r] != "done"])
+            return verdict
         except RuntimeError:
+            if self._heard is not None:
+                return self._heard
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             return f"rank 0 or the launcher died: nothing answers at {where} ({reason})"
+
+    def _silent(self) -> tuple[list[int], dict[int, str]]:
+        """Return who says nothing, and all last beats; where it is more than one, look longer."""
+        before = self._beats()
+        for _ in range(3):  # a busy machine may delay a beat or two, of those that live
+            time.sleep(_WATCH * _BEAT_S)
+            after = self._beats()
+            silent = [r for r in self._others if before[r] == after[r] != "done"]
+            if len(silent) < 2:
+                break
+        return silent, after
+
+    def _hear(self) -> str:
+        """Return whose fault it is, once a process has found it; note that this one knows."""
+        if self._heard is None:
+            self._heard = self._store.get(_LOST).decode()
+            self._store.set(f"told/{self._rank}", "")
+        return self._heard
+
+    def _see_off(self, living: list[int]) -> None:
+        """Keep the store, which may end with this process, until the others that live know."""
+        keys = [f"told/{rank}" for rank in living]
+        for _ in range(2 * _WATCH if keys else 0):
+            if self._store.check(keys):
+                return
+            time.sleep(_BEAT_S)
 
     def _beats(self) -> dict[int, str]:
         values = self._store.multi_get([f"beat/{rank}" for rank in self._others])
@@ -122,7 +153,7 @@ class Heartbeats:
             count += 1
             try:
                 self._store.set(f"beat/{self._rank}", f"{count} {self.entered}")
-                if count % 5 == 0:
+                if count % _WATCH == 0:
                     self._watch(watched, seen)
             except RuntimeError:  # the store is gone, and with it the launcher or rank 0
                 return  # the next exchange fails, and says so
@@ -156,13 +187,13 @@ class Heartbeats:
     def _end_soon(self) -> None:
         """End this process, unless its main thread has by then."""
         self._closed.set()
+        with contextlib.suppress(RuntimeError):
+            self._hear()
         threading.Timer(_BEAT_S * 8, self._end).start()
 
     def _end(self) -> None:
         """End a process whose main thread waits in an exchange that does not come back."""
-        found = "rank 0 or the launcher died"
-        with contextlib.suppress(RuntimeError):
-            found = self._store.get(_LOST).decode()
+        found = self._heard or "rank 0 or the launcher died"
         print(f"error: {found}", file=sys.stderr, flush=True)
         os._exit(2)
 
