@@ -167,10 +167,15 @@ class SharedPlans:
 
     A plan that follows the machines is decided in one place: two kinds of CPU may round alike
     measurements to unlike plans.
+
+    Args:
+        planner: Decides in the server rank's process.
+        control: Is told of every exchange that this process enters.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
         self.planner = planner
+        self._control = control
         self._last: tuple[tuple[int, int] | None, CurrentPlan | None] = (None, None)
 
     def at(self, epoch: int, round_: int) -> CurrentPlan:
@@ -192,5 +197,7 @@ class SharedPlans:
         if dist.get_rank() == SERVER_RANK:
             current = self.planner.at(epoch, round_)
             rows = encode_plan(current, device)
+        if self._control is not None:
+            self._control.enter()
         dist.broadcast(rows, src=SERVER_RANK)
         return current if dist.get_rank() == SERVER_RANK else decode_plan(rows, like)

@@ -18,7 +18,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from dbsl.base.errors import SyncError, is_lost_peer, reason_of
+from dbsl.base.errors import (
+    DivergedError,
+    RunStopped,
+    SyncError,
+    in_line,
+    is_lost_peer,
+    reason_of,
+)
 from dbsl.cluster.launch import STORE_PATIENCE, connect_store, restarts
 from dbsl.cluster.transfer import irecv, isend
 
@@ -57,6 +64,7 @@ class Heartbeats:
         self._timeout_s = timeout_s
         self._closed = threading.Event()
         self._heard: str | None = None  # whose fault it is
+        self._ends = False  # the main thread is on its way out, and needs no other thread to end it
         self._store = connect_store(f"beats/{restarts()}")
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
         if self._store is not None:
@@ -73,13 +81,23 @@ class Heartbeats:
 
     @contextlib.contextmanager
     def naming_the_missing(self) -> Iterator[None]:
-        """Turn a failed exchange into a `SyncError` that names the rank whose fault it is."""
+        """Turn a failed exchange into a `SyncError` that names the rank whose fault it is.
+
+        Of any other error that ends this process alone, the others are told.
+        """
         try:
             yield
-        except RuntimeError as error:
-            if self._store is None or not is_lost_peer(error):
+        except (RunStopped, DivergedError):  # all end by it
+            self._ends = True
+            raise
+        except BaseException as error:
+            self._ends = True
+            if self._store is None:
                 raise
-            raise SyncError(self._verdict(reason_of(error))) from error
+            if is_lost_peer(error):
+                raise SyncError(self._verdict(reason_of(error))) from error
+            self._confess(error)
+            raise
 
     def close(self) -> None:
         """Leave: from now on this process may be silent."""
@@ -94,6 +112,10 @@ class Heartbeats:
     def _verdict(self, reason: str) -> str:
         """Return who is missing, as the first process to notice has found it."""
         try:
+            if self._store.check([_LOST]):
+                verdict = self._hear()
+                self._see_off(self._others)
+                return verdict
             silent, after = self._silent()
             behind = [r for r in self._others if _entered(after[r]) < self.entered]
             if silent:
@@ -105,14 +127,22 @@ class Heartbeats:
                 found = "an exchange between processes failed"
             self._store.compare_set(_LOST, "", f"{found} ({reason})")
             verdict = self._hear()
-            if self._rank == 0:
-                self._see_off([r for r in self._others if r not in silent and after[r] != "done"])
+            self._see_off([r for r in self._others if r not in silent])
             return verdict
         except RuntimeError:
             if self._heard is not None:
                 return self._heard
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             return f"rank 0 or the launcher died: nothing answers at {where} ({reason})"
+
+    def _confess(self, error: BaseException) -> None:
+        """Tell the others that this process ends by an error of its own."""
+        found = "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        said = "" if isinstance(error, KeyboardInterrupt) else f": {in_line(error)}"
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(_LOST, "", f"rank {self._rank} {found}{said}")
+            self._hear()
+            self._see_off(self._others)
 
     def _silent(self) -> tuple[list[int], dict[int, str]]:
         """Return who says nothing, and all last beats; where it is more than one, look longer."""
@@ -133,10 +163,13 @@ class Heartbeats:
         return self._heard
 
     def _see_off(self, living: list[int]) -> None:
-        """Keep the store, which may end with this process, until the others that live know."""
-        keys = [f"told/{rank}" for rank in living]
-        for _ in range(2 * _WATCH if keys else 0):
-            if self._store.check(keys):
+        """Keep the store, which may end with rank 0, until the others that live know."""
+        if self._rank:
+            return
+        for _ in range(2 * _WATCH):
+            beats = self._beats()
+            waited_for = [f"told/{r}" for r in living if beats[r] != "done"]
+            if not waited_for or self._store.check(waited_for):
                 return
             time.sleep(_BEAT_S)
 
@@ -193,6 +226,8 @@ class Heartbeats:
 
     def _end(self) -> None:
         """End a process whose main thread waits in an exchange that does not come back."""
+        if self._ends:
+            return
         found = self._heard or "rank 0 or the launcher died"
         print(f"error: {found}", file=sys.stderr, flush=True)
         os._exit(2)

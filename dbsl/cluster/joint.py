@@ -94,6 +94,7 @@ class JointCluster(Cluster):
             (report,) = reports
             wait_time_s = max(0.0, spent - report.time_s)
             own = replace(report, compute_time_s=report.time_s, wait_time_s=wait_time_s)
+            self.control.enter()
             done = exchange_reports(own, self.weights.vector.device)
             done = self.control.with_lines(done, own)
         refused = any(report.refused for report in done)

@@ -78,7 +78,7 @@ class Cluster(ABC):
         self.workers = tuple(workers)
         self.outgoing = weights.vector if outgoing is None else outgoing
         self.control = control
-        self._plans = SharedPlans(planner)
+        self._plans = SharedPlans(planner, control)
         self._rounds = epochs * rounds_per_epoch
         self._rounds_per_epoch = rounds_per_epoch
         self._clock = 0  # rounds of this process's workers that are over

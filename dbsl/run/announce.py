@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from dbsl.base.words import duration, plural
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
+from dbsl.plan.types import CurrentPlan
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.run import Run
 
@@ -68,7 +69,8 @@ def _on_link(run: Run) -> list[str]:
     config = run.config
     if config.link_gbps is None:
         return []
-    exchange_s = run.exchange(config.workers - 1, 0, config.node_rounds - 1)
+    at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
+    exchange_s = run.exchange(config.workers - 1, 0, config.node_rounds - 1, at_first)
     each = "each merge of all nodes" if config.node_rounds > 1 else "each round"
     return [
         f"emulated link of {config.link_gbps:g} Gbit/s: {each} takes {duration(exchange_s)} longer "

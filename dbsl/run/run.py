@@ -194,10 +194,15 @@ class Run:
                 fixed[epoch] = [CurrentPlan(plan, begun, samples - rest, left)]
         return fixed
 
-    def duration(self, worker: int, epoch: int, round_: int) -> float:
-        """Return the seconds that a simulated worker computes in a round."""
+    def duration(
+        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+    ) -> float:
+        """Return the seconds that a simulated worker computes in a round, by the plan in force.
+
+        The planner may decide when it is asked for that; a given `segment` is taken instead.
+        """
         turn = Round((worker,), epoch, round_)
-        steps = self.steps(self.planner.at(epoch, round_), turn)
+        steps = self.steps(segment or self.planner.at(epoch, round_), turn)
         samples = sum(len(part.indices) for step in steps for part in step.parts)
         planned = self.models[self.stage_at(epoch).resolution][worker].time(samples, len(steps))
         return (
@@ -213,8 +218,13 @@ class Run:
         state = sum(t.numel() for t in tensors if t.is_floating_point())
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad), state
 
-    def exchange(self, worker: int, epoch: int, round_: int) -> float:
+    def exchange(
+        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+    ) -> float:
         """Return the seconds that a simulated worker's round takes on the emulated link.
+
+        The planner may decide when it is asked for the plan in force; a given `segment` is taken
+        instead.
 
         Workers of one node share its link, and meet at no cost. The first node is where the server
         is, unless that has a process of its own.
@@ -228,8 +238,9 @@ class Run:
         parameters, state = self.numbers
         size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
         if config.sync == "step":
-            steps = len(self.steps(self.planner.at(epoch, round_), Round((worker,), epoch, round_)))
-            compute_s = self.duration(worker, epoch, round_) / max(steps, 1)
+            current = segment or self.planner.at(epoch, round_)
+            steps = len(self.steps(current, Round((worker,), epoch, round_)))
+            compute_s = self.duration(worker, epoch, round_, current) / max(steps, 1)
             return steps * link.joint_step_s(size, meeting, compute_s)
         if config.sync == "bsp" and config.min_workers is None:
             at_server = config.merge == "delta" or config.push == "gradients"

@@ -154,13 +154,15 @@ class Session:
         Where processes evaluate together, they are this process's part.
         """
         run = self.run
-        return evaluation_images(
+        yield from evaluation_images(
             run.data.evaluation if source is None else source,
             run.evaluation_transform,
             run.evaluation_batch,
             self.accelerator,
             self.shares_evaluation,
         )
+        if self.shares_evaluation:  # what they found is added up next
+            self.cluster.control.enter()
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

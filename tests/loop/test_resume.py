@@ -69,6 +69,20 @@ MODES = {
     "asp": {**ROUNDS, "sync": "asp", "slowdown": ("3:2.5",), "time_noise": 0.1},
     "balance": {**ROUNDS, "balance": "dynamic", "slowdown": ("3:3.0",)},
     "step": {**JOINT, "sync": "step"},
+    "link": {
+        "sync": "step",
+        "global_batch_size": 18,
+        "workers": 3,
+        "rounds_per_epoch": 2,
+        "balance": "dynamic",
+        "slowdown": ("0:3.0",),
+        "time_noise": 0.5,
+        "link_gbps": 1.0,
+        "resolutions": (16,),
+        "dropout": (0.1,),
+        "train_samples": 90,
+        "epochs": 5,
+    },
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
     "quorum": {
@@ -183,7 +197,14 @@ def test_killed_and_resumed_is_the_unbroken_run(
     settings["mixed_precision"] = precision
     folder = tmp_path / "run"
     with monkeypatch.context() as patches:
-        step = {"step": 7, "gradients": 20, "gradients-asp": 20, "ssp": 45, "asp": 60}.get(mode, 30)
+        step = {
+            "step": 7,
+            "link": 19,
+            "gradients": 20,
+            "gradients-asp": 20,
+            "ssp": 45,
+            "asp": 60,
+        }.get(mode, 30)
         killed(folder, patches, step, **settings)
     run(folder, **settings)
     assert fingerprint(folder)[0] == expected[0]
@@ -196,6 +217,7 @@ def test_killed_and_resumed_is_the_unbroken_run(
     [
         ("step", signal.SIGTERM, "no"),
         ("asp", signal.SIGINT, "bf16"),
+        ("link", signal.SIGTERM, "no"),
         *(
             pytest.param(mode, number, precision, marks=slow)
             for mode in ("bsp", "asp", "step", "gradients")
@@ -210,7 +232,11 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(
     expected = unbroken(mode, precision)
     settings = {**MODES[mode], "checkpoint_every": 0, "mixed_precision": precision}
     with monkeypatch.context() as patches:
-        at_step(patches, 9 if mode == "gradients" else 11, lambda: os.kill(os.getpid(), number))
+        at_step(
+            patches,
+            {"gradients": 9, "link": 14}.get(mode, 11),
+            lambda: os.kill(os.getpid(), number),
+        )
         with pytest.raises(SystemExit) as stopped, one_line_errors():
             run(tmp_path / "run", **settings)
     assert stopped.value.code == EXIT_STOPPED == 75

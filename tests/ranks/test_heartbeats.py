@@ -50,26 +50,55 @@ def test_a_death_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher, 
     assert said.count(f"error: rank {dies} died or fell silent") == 2
 
 
-def meeting_rank(rank, port):
+def meet_or_raise(error):
+    if error is not None:
+        raise error
+    dist.barrier()
+
+
+def meeting_rank(rank, port, error):
     """Meet twice, the second time without rank 2; rank 1 is late, and rank 0 has the store."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
     heartbeats = Heartbeats(rank, 3, 20.0)
     dist.barrier()
-    if rank == 2:
+    if rank == 2 and error is None:
         os._exit(1)
     if rank == 1:
         time.sleep(3.0)  # it computes, while rank 0 finds that one is missing
-    with pytest.raises(SyncError) as lost, heartbeats.naming_the_missing():
-        dist.barrier()
+    with pytest.raises((SyncError, OSError)) as ended, heartbeats.naming_the_missing():
+        meet_or_raise(error if rank == 2 else None)
+    time.sleep(4.0)  # trackers are told, say
+    heartbeats.close()
     del store
-    return str(lost.value)
+    return str(ended.value)
 
 
-def test_all_hear_who_died_before_the_one_that_has_the_store_ends(run_ranks):
-    first, second, _ = run_ranks(meeting_rank, free_port(), world_size=3)
-    assert first.startswith("rank 2 died or fell silent")
+@pytest.mark.parametrize("error", [None, OSError(5, "shard 3 is gone")], ids=["death", "error"])
+def test_all_hear_who_died_or_failed_before_the_one_that_has_the_store_ends(run_ranks, error):
+    first, second, third = run_ranks(meeting_rank, free_port(), error, world_size=3)
+    found = "failed: [Errno 5] shard 3 is gone" if error else "died or fell silent"
+    assert first.startswith(f"rank 2 {found}")
     assert second == first
+    assert third == (str(error) if error else None)
+
+
+def failing_rank(rank):
+    heartbeats = Heartbeats(rank, 3, 20.0, pairs_with_server(timedelta(seconds=20)))
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(MemoryError), heartbeats.naming_the_missing():
+            raise MemoryError("40 MB are missing")
+        heartbeats.close()
+        return "failed"
+    time.sleep(HANGS_S)  # in a collective of NCCL
+    return "never ended"
+
+
+def test_an_error_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher, capfd):
+    results = run_ranks(failing_rank, world_size=3, timeout_s=HANGS_S - 5)
+    assert results == [None, "failed", None]
+    assert capfd.readouterr().err.count("error: rank 1 failed: 40 MB are missing") == 2
 
 
 def test_ranks_that_leave_one_after_the_other_are_not_mourned(run_ranks, launcher):
