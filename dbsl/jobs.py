@@ -140,6 +140,9 @@ class _Runs:
             with self._lock:
                 if self._over.is_set() or self._stopping.reason:
                     return None
+                if is_finished(launch.folder):  # by another command since
+                    self._on_finished()
+                    return 0
                 print(f"run {number}/{self._total}: {launch.title}", flush=True)
                 device = slot % self._devices if self._devices > 1 else None
                 process = _start(launch, device, log=self._log)

@@ -16,12 +16,14 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
@@ -34,7 +36,10 @@ from dbsl.jobs import Launch, check_flags, is_finished, launch_all
 from dbsl.run.parse import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 
-_FREE = {"report_to"}  # settings that move no result
+# Settings that move no result: where figures and weights are kept, and how many.
+_FREE = {"report_to", "keep_checkpoints", "save_best", "checkpoint_every"}
+_LOCK = ".lock"  # of the folder of tables, while one of several commands writes there
+_LOCKED_WITHIN_S = 60.0
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -189,18 +194,12 @@ def _make(
 ) -> dict[str, list[Run]]:
     """Make the runs of arms, and return those that are finished.
 
-    Rows of the tables in `output` count as finished runs where arm, seed and settings agree.
+    Rows of the tables in `output` count as finished runs where arm, seed and settings agree. Those
+    of other settings are refused; of equal time they are what the baseline's time was before, and
+    make room for new ones.
     """
     recorded = read_runs(output, name)
-    for arm in arms:
-        if other := sum(run.settings != arm.hash for run in recorded.get(arm.name, ())):
-            print(f"{arm.name}: {plural(other, 'run')} in {output} not counted: other settings")
-    done = {
-        (arm.name, run.seed): run
-        for arm in arms
-        for run in recorded.get(arm.name, ())
-        if run.settings == arm.hash
-    }
+    done = _rows_of(arms, recorded)
     launches, folders = [], {}
     for seed in range(config.seeds):  # all arms with one seed before any with the next
         for arm in arms:
@@ -219,6 +218,8 @@ def _make(
         _check_settings(arm)
     for folder, (arm, _) in folders.items():
         _check_same(arm, folder)
+    if name == "arms":
+        _check_rows(arms, recorded, output)
     for folder, (arm, _) in folders.items():
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -228,16 +229,59 @@ def _make(
         for folder, (arm, seed) in folders.items():
             if (arm.name, seed) not in done and is_finished(folder):
                 done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
-        of_arms = {arm.name: [] for arm in arms}
-        for (own, _), run in sorted(done.items()):
-            of_arms[own].append(run)
-        if any(of_arms.values()):  # rows of arms that this command does not name stay
-            write_runs({**recorded, **of_arms}, output, name)
+        of_arms: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+        if done or output.exists():
+            with _only_writer(output):
+                now = read_runs(output, name)  # another command may have written since
+                done.update(_rows_of(arms, now) | done)
+                for (own, _), run in sorted(done.items()):
+                    of_arms[own].append(run)
+                if filled := {own: rows for own, rows in of_arms.items() if rows}:
+                    write_runs({**now, **filled}, output, name)  # rows of other arms stay
         return {own: [r for r in rows if r.seed < config.seeds] for own, rows in of_arms.items()}
 
     if not config.report_only:
         launch_all(launches, config.jobs, stopping, on_finished=finished)
     return finished()
+
+
+def _rows_of(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]]) -> dict[tuple[str, int], Run]:
+    """Return the rows that are runs of the arms as they are now, by arm and seed."""
+    return {
+        (arm.name, run.seed): run
+        for arm in arms
+        for run in rows.get(arm.name, ())
+        if run.settings == arm.hash
+    }
+
+
+def _check_rows(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]], output: Path) -> None:
+    """Refuse a table that has rows of the arms with other settings: new ones would replace them."""
+    for arm in arms:
+        other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]
+        if other:
+            which = "other settings" if other[0].settings else "settings that were not recorded"
+            raise ValueError(
+                f"output_dir must have no rows of arm {arm.name} with other settings, got "
+                f"{plural(len(other), 'row')} of {which} in {output}/arms_runs.csv; take another "
+                "output_dir, or remove them"
+            )
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing tables into a folder for a while."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK, timeout=_LOCKED_WITHIN_S)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"output_dir must be free to write, got {lock.lock_file} in use") from None
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held; FileLock copes with that
+        lock.release()
 
 
 def _names_in_trackers(group: str, arm: str, seed: int) -> dict[str, str]:
@@ -329,9 +373,13 @@ def _check_same(arm: Arm, folder: Path) -> None:
     for key in sorted({*now, *made} - _FREE):
         if not _is_same(made.get(key), now.get(key)):
             raise ValueError(
-                f"{key} of arm {arm.name} must be {made.get(key)} as in {note}, or runs_dir "
-                f"another, got {now.get(key)}"
+                f"{key} of arm {arm.name} must be {_shown(made.get(key))} as in {note}, or "
+                f"runs_dir another, got {_shown(now.get(key))}; without {folder} it is run anew"
             )
+
+
+def _shown(value: Any) -> Any:
+    return "unset" if value is None else value
 
 
 def _is_same(made: Any, value: Any) -> bool:

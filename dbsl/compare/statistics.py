@@ -20,6 +20,7 @@ from dbsl.base.lazy import lazy_import
 optimize, stats = lazy_import("scipy.optimize"), lazy_import("scipy.stats")
 
 CONFIDENCE = 0.95
+_SPREAD = 1e-5  # tables round accuracies to this; less of it is rounding
 MADE_ON = ("device", "precision", "torch", "timm")  # fields of summary.json
 
 
@@ -185,11 +186,15 @@ def paired(runs: Sequence[Run], baseline: Sequence[Run]) -> Interval | None:
     """Return the difference in accuracy to a baseline, seed by seed; None where no seed is in both.
 
     Arms with one seed share the split, the order and the initial weights, so that a pair differs
-    in less than two runs do.
+    in less than two runs do. Accuracies are whole numbers of images: differences that are all equal
+    have a spread that is too small to be told, and then no p.
     """
     others = {run.seed: run.accuracy for run in baseline}
     differences = [run.accuracy - others[run.seed] for run in runs if run.seed in others]
-    return interval(differences) if differences else None
+    if not differences:
+        return None
+    found = interval(differences)
+    return replace(found, half=math.nan, sd=math.nan, p=math.nan) if found.sd < _SPREAD else found
 
 
 def averaged(runs: Sequence[Run]) -> list[Run]:

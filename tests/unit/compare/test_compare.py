@@ -19,7 +19,7 @@ from dbsl.base.errors import one_line_errors
 from dbsl.base.flags import parse_flags
 from dbsl.compare import compare
 from dbsl.compare.plots import arms_figure
-from dbsl.compare.report import write_comparison
+from dbsl.compare.report import read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import (
     Run,
     averaged,
@@ -350,7 +350,7 @@ def test_a_runs_setting_is_an_arms_whatever_it_is_written_as(made, value, same):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--set", "lr=0.5"], "lr of arm large must be None as in .*large-s0.arm.yaml"),
+        (["--set", "lr=0.5"], "lr of arm large must be unset as in .*large-s0.arm.yaml"),
         (["--set", "large_batch_size=4"], "large_batch_size of arm large must be 8 as in"),
     ],
 )
@@ -398,10 +398,54 @@ def test_rows_of_another_machine_count_as_finished_runs_of_the_same_settings(arm
     compare.main([arms[0], "--seeds", "1", "--set", "eval_train=true", "--set", "dataset=digits"])
     assert "run 1" not in capfd.readouterr().out
     assert (tmp_path / "results/tiny/arms_runs.csv").read_text() == rows
-    compare.main([*arms, "--seeds", "1", "--set", "eval_train=true", "--set", "lr=0.05"])
-    printed = capfd.readouterr().out
-    assert "run 2/2" in printed  # other settings are other runs
-    assert "1 run in results/tiny not counted: other settings" in printed
+    # Another number of checkpoints makes no other result.
+    more = ["--set", "eval_train=true", "--set", "keep_checkpoints=2"]
+    compare.main([arms[0], "--seeds", "1", *more, "--report-only"])
+    assert (tmp_path / "results/tiny/arms_runs.csv").read_text() == rows
+
+
+@pytest.mark.parametrize("more", [[], ["--report-only"]])
+def test_rows_of_other_settings_are_neither_counted_nor_replaced(arms, tmp_path, more):
+    other = replace(run_of(0, 0.5), settings="another")
+    write_runs({"large": [other]}, tmp_path / "results/tiny")
+    before = (tmp_path / "results/tiny/arms_runs.csv").read_bytes()
+    refused = (
+        r"output_dir must have no rows of arm large with other settings, got 1 row of other "
+        r"settings in results/tiny/arms_runs.csv; take another output_dir, or remove them"
+    )
+    with pytest.raises(ValueError, match=refused):
+        compare.main([*arms, "--seeds", "1", *more])
+    assert (tmp_path / "results/tiny/arms_runs.csv").read_bytes() == before
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_path, monkeypatch):
+    """Two commands have one folder of tables: here the other one ends while this one trains."""
+    output = tmp_path / "results/tiny"
+    one, two = (compare._read_arm(Path(path), "", {}) for path in arms)
+
+    def launch_all(launches, jobs, stopping, on_finished):
+        assert [launch.title for launch in launches] == ["large, seed 0", "large, seed 1"]
+        own = replace(run_of(0, 0.4), settings=one.hash)
+        write_runs({"large": [own], "dual": [replace(own, settings=two.hash)]}, output)
+        on_finished()
+
+    monkeypatch.setattr(compare, "launch_all", launch_all)
+    compare.main([arms[0], "--seeds", "2"])
+    assert {arm: [run.seed for run in runs] for arm, runs in read_runs(output).items()} == {
+        "large": [0],
+        "dual": [0],
+    }
+    with open(output / "arms.csv", newline="") as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == ["large"]
+
+
+def test_differences_that_are_all_equal_have_no_p():
+    """Three seeds with one image more each would else be told with certainty."""
+    baseline = [run_of(seed, 0.5 + seed / 360) for seed in range(3)]
+    found = paired([run_of(r.seed, r.accuracy + 1 / 360) for r in baseline], baseline)
+    assert found.mean == pytest.approx(1 / 360)
+    assert all(math.isnan(each) for each in (found.half, found.p, found.detectable))
 
 
 @pytest.mark.parametrize(
@@ -479,20 +523,26 @@ def test_nothing_finished_is_refused(arms):
 
 @pytest.mark.usefixtures("forked")
 def test_rows_of_before_settings_were_recorded_stay_and_count_for_nothing(arms, tmp_path):
+    """Those of other arms are left alone, those of this arm would have to be removed."""
     folder = tmp_path / "results/tiny"
     folder.mkdir(parents=True)
     old = {"arm": "old", "seed": 0, "accuracy": "41.25", "loss": "1.9", "train_time_s": "7.5"}
     old |= {"total_time_s": "9.0", "workers": 4, "epochs": 2, "samples": 120}
     old |= {"device": "cpu", "precision": "no", "torch": "2.15.0", "timm": "1.0.31"}
-    rows = [old, old | {"arm": "large"}]
-    for name, content in (("runs", rows), ("curves", [])):
-        columns = old if name == "runs" else ["arm", "seed", "train_time_s", "accuracy"]
-        with open(folder / f"arms_{name}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(content)
+
+    def write(rows):
+        for name, content in (("runs", rows), ("curves", [])):
+            columns = old if name == "runs" else ["arm", "seed", "train_time_s", "accuracy"]
+            with open(folder / f"arms_{name}.csv", "w", newline="") as file:
+                writer = csv.DictWriter(file, columns)
+                writer.writeheader()
+                writer.writerows(content)
+
+    write([old, old | {"arm": "large"}])
+    with pytest.raises(ValueError, match="1 row of settings that were not recorded in"):
+        compare.main([arms[0], "--seeds", "1"])
+    write([old])
     compare.main([arms[0], "--seeds", "1"])
-    assert (tmp_path / "runs/tiny-large-s0/summary.json").exists()  # run, for all its old row
     with open(folder / "arms_runs.csv", newline="") as file:
         found = {row["arm"]: row for row in csv.DictReader(file)}
     assert found.keys() == {"old", "large"}

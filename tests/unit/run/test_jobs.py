@@ -157,3 +157,20 @@ def test_devices_are_dealt_out_of_those_that_a_scheduler_gave(monkeypatch, visib
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert seeing(1) == {"CUDA_VISIBLE_DEVICES": second}
+
+
+def test_a_run_that_another_command_has_finished_meanwhile_is_left_alone(make, tmp_path):
+    """Its folder has no checkpoint, as that of a run that came to nothing."""
+    runs = make("quick", "quick")
+    told = []
+
+    def other_ends():
+        told.append([run.folder.name for run in runs if is_finished(run.folder)])
+        if len(told) == 1:
+            runs[1].folder.mkdir()
+            (runs[1].folder / "summary.json").write_text("the other's")
+
+    with Stopping() as stopping:
+        launch_all(runs, 1, stopping, on_finished=other_ends)
+    assert (runs[1].folder / "summary.json").read_text() == "the other's"
+    assert told == [["0"], ["0", "1"]]
