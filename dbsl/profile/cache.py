@@ -99,8 +99,8 @@ class Profiler:
         """What to do, in words, about step times that are no good."""
         if self.file:
             return f"measure {self.file} again on a quiet machine (python -m dbsl.profile)"
-        longer = " --profile-seconds 30" if self._rough else ""
-        return f"--profile-refresh{longer} measures again (on a quiet machine)"
+        how = "--profile-refresh --profile-seconds 30" if self._rough else "the next run"
+        return f"{how} measures again (on a quiet machine)"
 
     def in_micro_batches(self, most: int | None) -> Profiler:
         """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
@@ -163,9 +163,14 @@ class Profiler:
     def profile(
         self, resolution: int, large_batch_size: int, held_out: Sequence[int] = ()
     ) -> StepProfile:
-        """Return the profile of a resolution, measured with batches up to `large_batch_size`."""
+        """Return the profile of a resolution, measured with batches up to `large_batch_size`.
+
+        Kept times that no line fits, of a busy machine perhaps, are measured again; the better ones
+        stay.
+        """
         known = self._known.get(resolution)
-        usable = known is not None and _covers(known, large_batch_size) and not held_out
+        covers = known is not None and _covers(known, large_batch_size) and not held_out
+        usable = covers and (not known.misses or self.file is not None)
         if self.file and not usable:
             raise ValueError(
                 f"profile must have {px(resolution, after=' with ')}batches up to "
@@ -190,6 +195,8 @@ class Profiler:
             seconds=self._seconds,
             held_out=held_out,
         )
+        if covers and known.largest_error < profile.largest_error:
+            profile = known
         self._known[resolution] = profile
         if not self._rough:
             try:

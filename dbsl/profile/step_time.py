@@ -38,6 +38,9 @@ from dbsl.profile.noise_probe import LossOf
 Example = Callable[[int, int], Batch]  # by batch size and resolution
 
 _LR = 1e-8  # while measuring: some optimizers refuse 0
+# Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
+# would not do: it is low as well where steps take one time whatever their batch.
+BAD_FIT = 0.20
 NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
 
 
@@ -73,6 +76,11 @@ class StepProfile:
     def time_model(self) -> TimeModel:
         """The fitted line of step times, and their floor."""
         return TimeModel(self.slope, self.intercept, self.floor)
+
+    @property
+    def misses(self) -> bool:
+        """Whether the line misses measured times so far that its predictions are not good."""
+        return self.largest_error > BAD_FIT
 
     def describe(self, limit_bytes: float | None = None, note: str = "") -> str:
         """Return the fit with a note in one line, and in another what fits into memory."""

@@ -17,14 +17,11 @@ from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
 from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.setup import Setup
-from dbsl.profile.step_time import NO_OPTIMIZER, StepProfile
+from dbsl.profile.step_time import BAD_FIT, NO_OPTIMIZER, StepProfile
 from dbsl.run.by_worker import for_workers
 from dbsl.run.config import RunConfig, takes_joint_steps
 
 _SAME_MACHINE = 0.10  # relative difference of step times up to which workers count as equal
-# Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
-# would not do: it is low as well where steps take one time whatever their batch.
-_BAD_FIT = 0.20
 _SECONDS, _SECONDS_OF_ONE = 30.0, 3.0  # to measure for; what one worker alone predicts is rough
 
 
@@ -189,10 +186,9 @@ def _on_bad_fit(profile: StepProfile, profiler: Profiler, accelerator: Accelerat
     """Return what to say of a line, here or in another process, that misses measured times."""
     own = torch.tensor([profile.largest_error], device=accelerator.device)
     worst = accelerator.gather(own).max().item()
-    if worst <= _BAD_FIT:
+    if worst <= BAD_FIT:
         return ""
-    good_here = profile.largest_error <= _BAD_FIT
-    where = f" in another process (largest error {worst:.1%})" if good_here else ""
+    where = "" if profile.misses else f" in another process (largest error {worst:.1%})"
     return f"; a bad fit{where}: predictions may be far off, {profiler.again}"
 
 

@@ -436,7 +436,7 @@ def test_profiles_are_measured_once_and_then_come_from_the_cache(profiler, capsy
 @pytest.mark.parametrize(
     ("options", "again"),
     [
-        ({}, "--profile-refresh measures again (on a quiet machine)"),
+        ({}, "the next run measures again (on a quiet machine)"),
         ({"rough": True}, "--profile-refresh --profile-seconds 30 measures again (on a"),
         ({"file": True}, "profile.json again on a quiet machine (python -m dbsl.profile)"),
     ],
@@ -452,11 +452,33 @@ def test_a_line_that_misses_its_times_is_told_with_what_to_do(
         assert (fit.largest_error > 0.2, fit.r_squared < 0.9) == (bad, True)
         path = tmp_path / "profile.json" if "file" in options else cache_file(profiler.setup)
         write_profiles(path, profiler.setup, {32: fit})
+        monkeypatch.setattr("dbsl.profile.cache.profile_steps", lambda *_, fit=fit, **__: fit)
         own = profiler(**options | ({"file": path} if "file" in options else {}))
         measured_models(config, own, [[64]], None, accelerator)
         (line,) = [row for row in capsys.readouterr().out.splitlines() if "R2" in row]
         assert ("; a bad fit: predictions may be far off, " in line) == bad
         assert (again in line) == bad
+
+
+@pytest.mark.parametrize("fresh", [1.1, 9.0])
+def test_kept_times_that_no_line_fits_are_measured_again_and_the_better_ones_stay(
+    profiler, monkeypatch, fresh
+):
+    """A machine that was busy for one first run must not spoil all later ones."""
+    sizes = (4, 8, 16, 32, 64)
+    kept, new = (
+        fit_profile(32, sizes, [1.0, t, 1.0, t, 1.0], [0.0] * 5, MEMORY) for t in (3.0, fresh)
+    )
+    write_profiles(cache_file(profiler.setup), profiler.setup, {32: kept})
+    counted = []
+    monkeypatch.setattr(
+        "dbsl.profile.cache.profile_steps", lambda *_, **__: counted.append(1) or new
+    )
+    better = min(kept, new, key=lambda each: each.largest_error)
+    assert kept.misses
+    assert profiler().profile(32, 64).times_s == better.times_s
+    assert profiler().profile(32, 64).times_s == better.times_s
+    assert len(counted) == (1 if not better.misses else 2)
 
 
 def test_rough_times_are_not_kept_and_good_ones_serve_in_their_place(profiler):
