@@ -292,6 +292,8 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
         (found.run_folder / best).unlink(missing_ok=True)
     if manifest is None:
         return
+    # Of a finished run that is made longer: until that ends it is not finished.
+    (found.run_folder / "summary.json").unlink(missing_ok=True)
     remove_incomplete(found.run_folder)
     for folder in set_aside_after(found.run_folder, manifest.sequence):
         accelerator.print(f"a later checkpoint is set aside: {folder}")

@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.base.words import duration, plural
+from dbsl.cluster.config import meets_at_server
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.plan.types import CurrentPlan
@@ -71,10 +72,23 @@ def _on_link(run: Run) -> list[str]:
         return []
     at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
     exchange_s = run.exchange(config.workers - 1, 0, config.node_rounds - 1, at_first)
-    each = "each merge of all nodes" if config.node_rounds > 1 else "each round"
+    link = f"emulated link of {config.link_gbps:g} Gbit/s"
+    meeting = set(run.worker_nodes if config.node_workers else range(config.workers))
+    if len(meeting) == 1:
+        whose = "all workers are on one node" if config.workers > 1 else "one worker"
+        return [f"{link}: {whose}, nothing goes over it"]
+    each = "each round"
+    if config.push == "gradients":
+        each = "each push of gradients"
+    elif config.node_rounds > 1:
+        each = "each merge of all nodes"
+    at_server = ""
+    if meets_at_server(config.sync, config.min_workers):
+        first = "the first node's workers" if config.node_workers else "worker 0"
+        at_server = f", but not for {first}: the server is there"
     return [
-        f"emulated link of {config.link_gbps:g} Gbit/s: {each} takes {duration(exchange_s)} longer "
-        "on the virtual clock than predicted above"
+        f"{link}: {each} takes {duration(exchange_s)} longer on the virtual clock than predicted "
+        f"above{at_server}"
     ]
 
 

@@ -303,6 +303,19 @@ def test_a_finished_run_without_a_checkpoint_is_not_made_longer_by_starting_agai
     assert files_of(tmp_path / "run") == before
 
 
+def test_a_finished_run_that_is_made_longer_is_not_finished_until_it_ends(tmp_path, monkeypatch):
+    run(tmp_path / "run", **ROUNDS)
+    with monkeypatch.context() as patches:
+        at_step(patches, 40, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(RunStopped):
+            run(tmp_path / "run", **ROUNDS, resume="auto", epochs=6)
+    assert not (tmp_path / "run/summary.json").exists()
+    with pytest.raises(ValueError, match=r"^epochs must be above the 4 that are complete, got 3$"):
+        run(tmp_path / "run", **ROUNDS, resume="auto")
+    run(tmp_path / "run", **ROUNDS, resume="auto", epochs=6)
+    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 6
+
+
 def test_only_so_many_checkpoints_are_kept_each_with_a_model_that_loads(tmp_path):
     run(tmp_path / "run", **ROUNDS, epochs=5, keep_checkpoints=3)
     folders = sorted((tmp_path / "run/checkpoints").iterdir())
