@@ -85,8 +85,9 @@ class EmulationConfig:
     disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
     # relative standard deviation of a simulated round's time
     time_noise: Annotated[float, Within(0)] = 0.0
-    # Gbit/s between simulated workers, in each direction; unset: exchanges take no time
-    link_gbps: Annotated[float | None, Within(0, open_low=True)] = None
+    # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
+    # time
+    link_gbps: Annotated[float | None, Within(1e-6)] = None
     link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
     # workers of each simulated node, in order, say 8,2: the link is the node's, and with
     # --node-rounds they merge by themselves; unset: one node, and a link for each worker

@@ -135,7 +135,9 @@ class _Builder:
         common["asks_place"] = config.min_workers is not None
         common["timeout_s"] = timeout_s = config.worker_timeout
         if self._job is not None:
-            common["admission"] = self._job.enter(timeout_s)
+            common["admission"] = admission = self._job.enter(timeout_s)
+            begins = admission.clock // self._run.rounds + 1
+            print(f"rank {self._rank} has joined, its share begins in epoch {begins}", flush=True)
         elif server is not None:
             common["door"] = Door(asdict(config), dist.get_world_size(), timeout_s)
         return through_server(weights, server, **common), stepper

@@ -83,6 +83,9 @@ def test_a_worker_that_is_killed_is_launched_again_and_trains_to_the_end(tmp_pat
     assert max(trained) == trained[-1] == SAMPLES
     assert sum(trained) + left_out == 40 * SAMPLES
     (joined,) = job.events("joined")
+    begins = f"rank 2 has joined, its share begins in epoch {joined['epoch'] + 1}"
+    assert begins in job.processes[0].stdout
+    assert begins in job.processes[2].stdout
     assert 2 in {e["worker"] for e in job.events("round") if e["epoch"] == 39}
     assert 1 < joined["epoch"] < 40
     summary = json.loads((job.folder / "summary.json").read_text())
