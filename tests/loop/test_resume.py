@@ -172,7 +172,7 @@ def misaligned(monkeypatch):
 
 
 KILLED = dict.fromkeys(MODES, "") | {"balance": "epochs-float32"}
-KILLED |= dict.fromkeys(("delta", "asp", "step", "gradients", "quorum", "nodes"), "in-rounds-bf16")
+KILLED |= dict.fromkeys(("asp", "step", "gradients", "quorum", "nodes"), "in-rounds-bf16")
 
 
 @pytest.mark.usefixtures("misaligned")

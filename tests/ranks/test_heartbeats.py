@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dbsl.base.errors import SyncError
 from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Heartbeats
-from tests.helpers import free_port
+from tests.helpers import free_port, slow
 
 HANGS_S = 30.0  # far beyond the test's own limit
 
@@ -42,7 +42,7 @@ def waiting_rank(rank, dies):
     return "never ended"
 
 
-@pytest.mark.parametrize("dies", [2, 0])
+@pytest.mark.parametrize("dies", [0, pytest.param(2, marks=slow)])
 def test_a_death_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher, dies, capfd):
     results = run_ranks(waiting_rank, dies, world_size=3, timeout_s=HANGS_S - 5)
     assert results == [None] * 3
@@ -74,7 +74,13 @@ def meeting_rank(rank, port, error):
     return str(ended.value)
 
 
-@pytest.mark.parametrize("error", [None, OSError(5, "shard 3 is gone")], ids=["death", "error"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(None, id="death"),
+        pytest.param(OSError(5, "shard 3 is gone"), id="error", marks=slow),
+    ],
+)
 def test_all_hear_who_died_or_failed_before_the_one_that_has_the_store_ends(run_ranks, error):
     first, second, third = run_ranks(meeting_rank, free_port(), error, world_size=3)
     found = "failed: [Errno 5] shard 3 is gone" if error else "died or fell silent"

@@ -123,7 +123,10 @@ def launch():
     del store
 
 
-@pytest.mark.parametrize(("sync", "wire"), [("asp", None), ("ssp", None), ("asp", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("sync", "wire"),
+    [("asp", torch.bfloat16), ("ssp", None), pytest.param("asp", None, marks=pytest.mark.slow)],
+)
 def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(launch, sync, wire):
     ready = mp.get_context("fork").Event()
     server = launch(first, 0, sync, 60, None, 0.05, wire)

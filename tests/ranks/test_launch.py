@@ -266,7 +266,7 @@ def coming_rank(rank, port, missing):
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     time.sleep(0.5 * rank)  # the last to end is another one than rank 0
     try:  # where all come, a busy machine has time
-        met = join_processes(3.0 if missing else 60, cpu=True)
+        met = join_processes(2.0 if missing else 60, cpu=True)
     except SyncError as error:
         return str(error)
     dist.barrier()  # rank 0 keeps the store until all have seen that all came, as a group does
@@ -277,7 +277,7 @@ def coming_rank(rank, port, missing):
 def test_processes_that_do_not_come_are_counted_in_one_line(run_ranks, missing):
     port = free_port()
     said = run_ranks(coming_rank, port, missing, world_size=3)
-    late = " within 3 s (--worker-timeout)"
+    late = " within 2 s (--worker-timeout)"
     found = {
         0: [True, True, True],
         1: [

@@ -287,7 +287,7 @@ def pausing_rank(rank, sync, pause, timeout_s):
     return [(loss.worker, loss.rounds, loss.samples, loss.reason) for loss in cluster.membership()]
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp"])
+@pytest.mark.parametrize("sync", ["asp", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_a_silent_worker_is_dropped_and_the_others_finish(run_ranks, sync):
     lost, *others = run_ranks(pausing_rank, sync, stop_for, 0.8, world_size=3)
     ((worker, rounds, samples, reason),) = lost
@@ -298,7 +298,7 @@ def test_a_silent_worker_is_dropped_and_the_others_finish(run_ranks, sync):
     assert "the server (rank 0) was lost" in others[1]  # it finds its connection closed
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp"])
+@pytest.mark.parametrize("sync", ["ssp", pytest.param("asp", marks=pytest.mark.slow)])
 def test_a_worker_that_computes_for_longer_than_the_timeout_is_not_dropped(run_ranks, sync):
     assert run_ranks(pausing_rank, sync, time.sleep, 0.8, world_size=3) == [[], [], []]
 
