@@ -174,7 +174,8 @@ def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen
     folder = launch.folder
     if holder := holder_of(folder):
         raise ValueError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
-    if folder.exists() and not any((folder / CHECKPOINTS).glob("*/*")):
+    begun = any((folder / CHECKPOINTS).glob("*/*")) or is_finished(folder)
+    if folder.exists() and not begun:
         shutil.rmtree(folder)  # it was ended before it had anything to go on from
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(SCRIPT), *launch.flags]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
 # Words of torch's about exchanges that failed.
-_EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket")
+_EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
 _joined = threading.Event()
 

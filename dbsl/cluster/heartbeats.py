@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from dbsl.base.errors import (
     DivergedError,
+    ReadError,
     RunStopped,
+    SaveError,
     SyncError,
     in_line,
     is_lost_peer,
@@ -87,20 +89,23 @@ class Heartbeats:
         """
         try:
             yield
-        except (RunStopped, DivergedError):  # all end by it
+        except (RunStopped, DivergedError, GeneratorExit):  # all end by it
             self._ends = True
             raise
         except BaseException as error:
             self._ends = True
-            if self._store is None:
+            leaves = isinstance(error, SystemExit) and not error.code
+            if self._store is None or leaves:
                 raise
-            if is_lost_peer(error):
+            # Data may be read, and saved, over connections of their own.
+            if is_lost_peer(error) and not isinstance(error, (ReadError, SaveError)):
                 raise SyncError(self._verdict(reason_of(error))) from error
             self._confess(error)
             raise
 
     def close(self) -> None:
         """Leave: from now on this process may be silent."""
+        self._ends = True
         self._closed.set()
         if self._store is not None:
             self._thread.join(STORE_PATIENCE.total_seconds())

@@ -1,6 +1,6 @@
 """Arms of a comparison side by side: runs them with several seeds, then tables and pictures.
 
-    python -m dbsl.compare configs/mini/*.yaml --seeds 3 --baseline all_large --jobs 2
+    python -m dbsl.compare configs/mine/*.yaml --seeds 3 --baseline all_large --jobs 2
 
 Every YAML is an arm, a config of train.py. A run that is finished is not run again and one that was
 stopped goes on, so that the same command takes up where it was left. The tables are written after
@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,8 @@ def _make(
                 done.update(_rows_of(arms, now) | done)
                 for (own, _), run in sorted(done.items()):
                     of_arms[own].append(run)
+                if name == "arms":
+                    _check_rows(arms, now, output)
                 if filled := {own: rows for own, rows in of_arms.items() if rows}:
                     write_runs({**now, **filled}, output, name)  # rows of other arms stay
         return {own: [r for r in rows if r.seed < config.seeds] for own, rows in of_arms.items()}
@@ -272,15 +274,16 @@ def _check_rows(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]], output: 
 def _only_writer(folder: Path) -> Iterator[None]:
     """Keep other commands from writing tables into a folder for a while."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / _LOCK, timeout=_LOCKED_WITHIN_S)
+    lock = FileLock(folder / _LOCK)
     try:
-        lock.acquire()
+        lock.acquire(_LOCKED_WITHIN_S)
     except Timeout:
         raise ValueError(f"output_dir must be free to write, got {lock.lock_file} in use") from None
     try:
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held; FileLock copes with that
+        with suppress(OSError):  # while it is held; FileLock copes with that
+            Path(lock.lock_file).unlink()
         lock.release()
 
 

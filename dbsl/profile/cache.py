@@ -170,7 +170,7 @@ class Profiler:
         """
         known = self._known.get(resolution)
         covers = known is not None and _covers(known, large_batch_size) and not held_out
-        usable = covers and (not known.misses or self.file is not None)
+        usable = covers and (not known.misses or self._rough or self.file is not None)
         if self.file and not usable:
             raise ValueError(
                 f"profile must have {px(resolution, after=' with ')}batches up to "

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dbsl.base.errors import SyncError
+from dbsl.base.errors import ReadError, SyncError
 from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Heartbeats
 from tests.helpers import free_port, slow
@@ -66,7 +66,7 @@ def meeting_rank(rank, port, error):
         os._exit(1)
     if rank == 1:
         time.sleep(3.0)  # it computes, while rank 0 finds that one is missing
-    with pytest.raises((SyncError, OSError)) as ended, heartbeats.naming_the_missing():
+    with pytest.raises((SyncError, ReadError)) as ended, heartbeats.naming_the_missing():
         meet_or_raise(error if rank == 2 else None)
     time.sleep(4.0)  # trackers are told, say
     heartbeats.close()
@@ -78,12 +78,14 @@ def meeting_rank(rank, port, error):
     "error",
     [
         pytest.param(None, id="death"),
-        pytest.param(OSError(5, "shard 3 is gone"), id="error", marks=slow),
+        pytest.param(
+            ReadError("shard 3 is gone (Connection reset by peer)"), id="error", marks=slow
+        ),
     ],
 )
 def test_all_hear_who_died_or_failed_before_the_one_that_has_the_store_ends(run_ranks, error):
     first, second, third = run_ranks(meeting_rank, free_port(), error, world_size=3)
-    found = "failed: [Errno 5] shard 3 is gone" if error else "died or fell silent"
+    found = "failed: shard 3 is gone (Connection reset by peer)" if error else "died or fell silent"
     assert first.startswith(f"rank 2 {found}")
     assert second == first
     assert third == (str(error) if error else None)
@@ -105,6 +107,19 @@ def test_an_error_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher,
     results = run_ranks(failing_rank, world_size=3, timeout_s=HANGS_S - 5)
     assert results == [None, "failed", None]
     assert capfd.readouterr().err.count("error: rank 1 failed: 40 MB are missing") == 2
+
+
+def test_a_process_that_has_left_is_not_ended_by_an_error_of_another(launcher, monkeypatch):
+    """It writes its summary, say."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    first, second = (Heartbeats(rank, 2, 20.0) for rank in range(2))
+    second._confess(OSError("late"))
+    first._end_soon()  # as its thread does when it has seen that
+    first.close()
+    time.sleep(3.6)
+    second.close()
+    assert not ended
 
 
 def test_ranks_that_leave_one_after_the_other_are_not_mourned(run_ranks, launcher):

@@ -440,6 +440,21 @@ def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_pat
         assert [row["arm"] for row in csv.DictReader(file)] == ["large"]
 
 
+def test_rows_of_other_settings_that_come_meanwhile_are_not_replaced(arms, tmp_path, monkeypatch):
+    output = tmp_path / "results/tiny"
+    theirs = [replace(run_of(seed, 0.4), settings="theirs") for seed in range(3)]
+
+    def launch_all(launches, jobs, stopping, on_finished):
+        write_runs({"large": theirs}, output)
+        on_finished()
+
+    monkeypatch.setattr(compare, "launch_all", launch_all)
+    with pytest.raises(ValueError, match="arm large with other settings, got 3 rows"):
+        compare.main([arms[0], "--seeds", "1"])
+    assert [run.settings for run in read_runs(output)["large"]] == ["theirs"] * 3
+    assert not (output / ".lock").exists()
+
+
 def test_differences_that_are_all_equal_have_no_p():
     """Three seeds with one image more each would else be told with certainty."""
     baseline = [run_of(seed, 0.5 + seed / 360) for seed in range(3)]
