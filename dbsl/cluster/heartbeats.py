@@ -117,20 +117,11 @@ class Heartbeats:
     def _verdict(self, reason: str) -> str:
         """Return who is missing, as the first process to notice has found it."""
         try:
-            if self._store.check([_LOST]):
-                verdict = self._hear()
-                self._see_off(self._others)
-                return verdict
-            silent, after = self._silent()
-            behind = [r for r in self._others if _entered(after[r]) < self.entered]
-            if silent:
-                found = f"{_ranks(silent)} died or fell silent"
-            elif behind:
-                fewest = min(_entered(after[r]) for r in behind)
-                found = f"{_ranks([r for r in behind if _entered(after[r]) == fewest])} hangs"
-            else:
-                found = "an exchange between processes failed"
-            self._store.compare_set(_LOST, "", f"{found} ({reason})")
+            silent: list[int] = []
+            if not self._store.check([_LOST]):
+                silent, after = self._silent()
+                found = self._found(silent, after)
+                self._store.compare_set(_LOST, "", f"{found} ({reason})")
             verdict = self._hear()
             self._see_off([r for r in self._others if r not in silent])
             return verdict
@@ -139,6 +130,16 @@ class Heartbeats:
                 return self._heard
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             return f"rank 0 or the launcher died: nothing answers at {where} ({reason})"
+
+    def _found(self, silent: list[int], beats: Mapping[int, str]) -> str:
+        """Return in words whose fault it is, by the last beats of the others."""
+        if silent:
+            return f"{_ranks(silent)} died or fell silent"
+        behind = [r for r in self._others if _entered(beats[r]) < self.entered]
+        if not behind:
+            return "an exchange between processes failed"
+        fewest = min(_entered(beats[r]) for r in behind)
+        return f"{_ranks([r for r in behind if _entered(beats[r]) == fewest])} hangs"
 
     def _confess(self, error: BaseException) -> None:
         """Tell the others that this process ends by an error of its own."""

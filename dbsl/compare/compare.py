@@ -16,21 +16,19 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.files import write_text
 from dbsl.base.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.base.words import plural
-from dbsl.compare.report import read_runs, write_comparison, write_runs
+from dbsl.compare.report import only_writer, read_runs, write_comparison, write_runs
 from dbsl.compare.statistics import Run, equal_time_epochs, read_run
 from dbsl.jobs import Launch, check_flags, is_finished, launch_all
 from dbsl.run.parse import config_to_yaml, read_settings, yaml_to_argv
@@ -38,8 +36,6 @@ from dbsl.run.stopping import Stopping
 
 # Settings that move no result: where figures and weights are kept, and how many.
 _FREE = {"report_to", "keep_checkpoints", "save_best", "checkpoint_every"}
-_LOCK = ".lock"  # of the folder of tables, while one of several commands writes there
-_LOCKED_WITHIN_S = 60.0
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -231,7 +227,7 @@ def _make(
                 done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
         of_arms: dict[str, list[Run]] = {arm.name: [] for arm in arms}
         if done or output.exists():
-            with _only_writer(output):
+            with only_writer(output):
                 now = read_runs(output, name)  # another command may have written since
                 done.update(_rows_of(arms, now) | done)
                 for (own, _), run in sorted(done.items()):
@@ -268,23 +264,6 @@ def _check_rows(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]], output: 
                 f"{plural(len(other), 'row')} of {which} in {output}/arms_runs.csv; take another "
                 "output_dir, or remove them"
             )
-
-
-@contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Keep other commands from writing tables into a folder for a while."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(_LOCKED_WITHIN_S)
-    except Timeout:
-        raise ValueError(f"output_dir must be free to write, got {lock.lock_file} in use") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # while it is held; FileLock copes with that
-            Path(lock.lock_file).unlink()
-        lock.release()
 
 
 def _names_in_trackers(group: str, arm: str, seed: int) -> dict[str, str]:

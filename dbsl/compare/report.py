@@ -5,15 +5,20 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dbsl.base.files import write_table
 from dbsl.base.words import short_loss
 from dbsl.compare.statistics import MADE_ON, Run, averaged, table
 
+_LOCK = ".lock"  # of the folder, while one of several commands writes there
+_LOCKED_WITHIN_S = 60.0
 _OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
 
 
@@ -85,6 +90,27 @@ def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"without *: not told from 0; with {seeds} seeds a difference of {least:.1f} to {most:.1f} "
         "points, by arm, would be found in four of five such comparisons"
     ]
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing tables into a folder for a while.
+
+    Raises:
+        ValueError: If one is still writing after a minute.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(_LOCKED_WITHIN_S)
+    except Timeout:
+        raise ValueError(f"output_dir must be free to write, got {lock.lock_file} in use") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # while it is held; FileLock copes with that
+            Path(lock.lock_file).unlink()
+        lock.release()
 
 
 def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arms") -> None:
