@@ -235,7 +235,10 @@ def _make(
                 if name == "arms":
                     _check_rows(arms, now, output)
                 if filled := {own: rows for own, rows in of_arms.items() if rows}:
-                    write_runs({**now, **filled}, output, name)  # rows of other arms stay
+                    rows = now | filled  # rows of other arms stay
+                    # In one order, whichever run ends first.
+                    order = dict.fromkeys((*recorded, *of_arms, *rows))
+                    write_runs({arm: rows[arm] for arm in order if arm in rows}, output, name)
         return {own: [r for r in rows if r.seed < config.seeds] for own, rows in of_arms.items()}
 
     if not config.report_only:
