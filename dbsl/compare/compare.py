@@ -45,7 +45,8 @@ class CompareConfig:  # every field is a flag, its comment the help
 
     # YAML files, configs of train.py; each is an arm
     arms: tuple[str, ...] = field(metadata=POSITIONAL)
-    seeds: int = 3  # runs of each arm, with seeds 0, 1, ...
+    seeds: int = 3  # runs of each arm, with seeds first_seed, first_seed + 1, ...
+    first_seed: int = 0  # tune with other seeds than are reported: 100
     baseline: str | None = None  # arm that the others are compared with; unset: the first
     # accuracy whose time is reported, in (0, 1]; unset: a point below the baseline's last epoch
     target: float | None = None
@@ -64,6 +65,7 @@ class CompareConfig:  # every field is a flag, its comment the help
 
     def __post_init__(self) -> None:
         in_range("seeds", self.seeds, 1)
+        in_range("first_seed", self.first_seed, 0)
         in_range("jobs", self.jobs, 1)
         if self.target is not None:
             in_range("target", self.target, 0, 1, open_low=True)
@@ -87,6 +89,11 @@ class CompareConfig:  # every field is a flag, its comment the help
         names = [name + end for name in names for end, _ in _variations(self.vary)]
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
+
+    @property
+    def seed_range(self) -> range:
+        """The seeds of each arm's runs."""
+        return range(self.first_seed, self.first_seed + self.seeds)
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ def _make(
     recorded = read_runs(output, name)
     done = _rows_of(arms, recorded)
     launches, folders = [], {}
-    for seed in range(config.seeds):  # all arms with one seed before any with the next
+    for seed in config.seed_range:  # all arms with one seed before any with the next
         for arm in arms:
             if (arm.name, seed) in done:
                 continue
@@ -239,7 +246,7 @@ def _make(
                     # In one order, whichever run ends first.
                     order = dict.fromkeys((*recorded, *of_arms, *rows))
                     write_runs({arm: rows[arm] for arm in order if arm in rows}, output, name)
-        return {own: [r for r in rows if r.seed < config.seeds] for own, rows in of_arms.items()}
+        return {own: [r for r in rows if r.seed in config.seed_range] for own, rows in of_arms.items()}
 
     if not config.report_only:
         launch_all(launches, config.jobs, stopping, on_finished=finished)
