@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 
 timm = lazy_import("timm")
@@ -36,11 +37,11 @@ def init_head(model: nn.Module, scale: float | None, bias: float | None) -> None
     """Scale a timm model's classifier, and set its bias; None: leave it.
 
     Raises:
-        ValueError: If it has no classifier with a bias.
+        SettingError: If it has no classifier with a bias.
     """
     head = model.get_classifier()
     if getattr(head, "bias", None) is None:
-        raise ValueError(
+        raise SettingError(
             "head_init_scale and head_init_bias must go with a model whose classifier has weights "
             f"and a bias, got {type(head).__name__}"
         )
@@ -52,13 +53,13 @@ def init_head(model: nn.Module, scale: float | None, bias: float | None) -> None
 
 
 def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless images of each resolution are whole patches of the model's."""
+    """Raise ``SettingError`` unless images of each resolution are whole patches of the model's."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if patch is None or not model.created_with:
         return
     for resolution in resolutions:
         if any(resolution % side for side in patch):
-            raise ValueError(
+            raise SettingError(
                 f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
                 f"got {resolution}"
             )

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from dbsl.base.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped
+from dbsl.base.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped, SettingError
 from dbsl.run.config import CHECKPOINTS
 from dbsl.run.folder import holder_of
 from dbsl.run.parse import parse_config
@@ -50,7 +50,7 @@ def check_flags(flags: Sequence[str]) -> None:
     """Read flags as train.py does, and train nothing.
 
     Raises:
-        ValueError: If train.py would refuse them.
+        SettingError: If train.py would refuse them.
     """
     parse_config(_script().Config, flags)
 
@@ -74,7 +74,7 @@ def launch_all(
 
     Raises:
         RunStopped: If this process was asked to stop, or a run was; all have saved by then.
-        ValueError: If a run failed; those under way are stopped first, and can go on.
+        SettingError: If a run failed; those under way are stopped first, and can go on.
     """
     waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
     runs = _Runs(len(launches), jobs, stopping, on_finished)
@@ -88,7 +88,7 @@ def launch_all(
     if runs.failed:
         launch, status = runs.failed[0]
         where = f"{launch.folder}.log" if jobs > 1 else "above"
-        raise ValueError(
+        raise SettingError(
             f"every run must end well, got status {status} of {launch.folder} (see {where}); "
             "the same command goes on"
         )
@@ -173,7 +173,7 @@ def seeing(device: int) -> dict[str, str]:
 def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen:
     folder = launch.folder
     if holder := holder_of(folder):
-        raise ValueError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
+        raise SettingError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
     begun = any((folder / CHECKPOINTS).glob("*/*")) or is_finished(folder)
     if folder.exists() and not begun:
         shutil.rmtree(folder)  # it was ended before it had anything to go on from

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbsl.base.bounds import Within
+from dbsl.base.errors import SettingError
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class BceConfig:
 
 
 def check_bce(config: BceConfig) -> None:
-    """Raise ``ValueError`` if a setting of binary cross-entropy is given without it."""
+    """Raise ``SettingError`` if a setting of binary cross-entropy is given without it."""
     given = {"bce_sum": config.bce_sum, "bce_target_thresh": config.bce_target_thresh is not None}
     for name, is_given in given.items():
         if is_given and not config.bce_loss:
-            raise ValueError(f"bce_loss must be given with {name}, got {name} alone")
+            raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
 
 
 def first_loss(config: object, classes: int) -> float:

@@ -21,6 +21,7 @@ from dbsl.architecture import (
     shrink_stem,
     transformer_args,
 )
+from dbsl.base.errors import SettingError
 from dbsl.base.files import put_in_place
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
@@ -68,7 +69,7 @@ def build_model(
         settings: More arguments of the model.
 
     Raises:
-        ValueError: If timm has no model of that name, it does not take the settings, or its weights
+        SettingError: If timm has no such model, it does not take the settings, or its weights
             cannot be read.
     """
     settings = dict(settings or {})
@@ -76,7 +77,9 @@ def build_model(
     if not named_source and not timm.is_model(name):
         close = timm.list_models(f"{name[:8]}*")[:5]
         hint = f" (some names: {', '.join(close)})" if close else ""
-        raise ValueError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
+        raise SettingError(
+            f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
+        )
     with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
         small_stem = named_source and _has_small_stem(name)
         # The mark tells the classifier's dropout modules from all others.
@@ -120,7 +123,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     those that timm has for the architecture.
 
     Raises:
-        ValueError: If the file cannot be read, or weights but for the classifier and the stem are
+        SettingError: If the file cannot be read, or weights but for the classifier and the stem are
             missing, unknown or of another shape.
     """
     try:
@@ -129,7 +132,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
         state = adapt(state, model) if adapt else state
     except Exception as error:  # whatever torch and safetensors raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
+        raise SettingError(
             f"initial_checkpoint must be a file of weights, got {file} ({reason})"
         ) from None
     own, config = model.state_dict(), model.pretrained_cfg
@@ -140,7 +143,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     unlike += [name for name in state if name not in own]
     bad = [name for name in unlike if not name.startswith(may_be_new or ("\0",))]
     if bad:
-        raise ValueError(
+        raise SettingError(
             f"initial_checkpoint must have the weights of the model, got {file}, which differs in "
             f"{len(bad)} of them, such as {bad[0]}"
         )
@@ -190,7 +193,7 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
             if not answers and isinstance(error, OSError):
                 reason = "the hub cannot be reached and its cache does not have them"
             setting = "model must name" if ":" in name else "pretrained must go with a model of"
-            raise ValueError(
+            raise SettingError(
                 f"{setting} weights that can be read, got {name!r} ({reason[:300]})"
             ) from None
 
@@ -263,7 +266,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     evaluation with the best accuracy.
 
     Raises:
-        ValueError: If the folder has no model that this function can read.
+        SettingError: If the folder has no model that this function can read.
     """
     folder, name = Path(folder), EMA if ema else BEST if best else FINAL
     config = read_model_config(folder)
@@ -274,7 +277,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
             shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{name}.safetensors"))
     except (OSError, KeyError) as error:
-        raise ValueError(f"folder must hold {name}.safetensors, got {folder} ({error})") from None
+        raise SettingError(f"folder must hold {name}.safetensors, got {folder} ({error})") from None
     return model.eval()
 
 
@@ -286,7 +289,7 @@ def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module
         pretrained: Load timm's weights.
 
     Raises:
-        ValueError: If the weights cannot be read.
+        SettingError: If the weights cannot be read.
     """
     with _reading_weights(name, pretrained):
         small_stem = ":" in name and _has_small_stem(name)
@@ -306,21 +309,23 @@ def load_own_weights(model: nn.Module, folder: Path) -> None:
     """Give a model of one's own the weights that a run of it has saved.
 
     Raises:
-        ValueError: If they are not there, or another model's.
+        SettingError: If they are not there, or another model's.
     """
     path = folder / "model.safetensors"
     try:
         model.load_state_dict(load_file(path))
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"resume must have weights of the model, got {path} ({reason})") from None
+        raise SettingError(
+            f"resume must have weights of the model, got {path} ({reason})"
+        ) from None
 
 
 def read_model_config(folder: str | Path) -> dict[str, Any]:
     """Return what timm knows of the model in a folder: architecture, classes, preprocessing.
 
     Raises:
-        ValueError: If there is no such model.
+        SettingError: If there is no such model.
     """
     path = Path(folder) / "config.json"
     needed = ("architecture", "num_classes", "label_names", "pretrained_cfg")
@@ -328,9 +333,11 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         missing = [name for name in needed if name not in config]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"folder must hold config.json, got {folder} ({error})") from None
+        raise SettingError(f"folder must hold config.json, got {folder} ({error})") from None
     if missing:
-        raise ValueError(f"folder must hold a model's config.json, got {path} without {missing[0]}")
+        raise SettingError(
+            f"folder must hold a model's config.json, got {path} without {missing[0]}"
+        )
     return config
 
 
@@ -359,7 +366,7 @@ def _create(
                 raise
             given = ", ".join(f"{key}={value}" for key, value in settings.items())
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(
+            raise SettingError(
                 f"model must take the settings that are given, got {name} with {given} ({reason})"
             ) from None
     model.created_with, model.settings = model_args, dict(settings)

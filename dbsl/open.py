@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
-from dbsl.base.errors import NothingLeft, SyncError, join_the_others
+from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
 from dbsl.checkpoint.changes import check_joining, without_effect
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
@@ -209,7 +209,7 @@ def _joined(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[S
     join_the_others()
     try:
         if config.resume is None:
-            raise ValueError("resume must be auto to join a running job, got unset")
+            raise SettingError("resume must be auto to join a running job, got unset")
         folder = run_folder_of(config.resume, config.output_dir)
         precision = job.settings["mixed_precision"]
         accelerator = start_joining_accelerator(job.rank, job.processes, precision)
@@ -217,7 +217,7 @@ def _joined(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[S
         config = replace(config, mixed_precision=precision, cpu_threads=threads)
         run = opening.prepare(config, accelerator)
         check_joining(job.settings, run.config)
-    except ValueError as error:  # every process of a launch meets it, and this one is alone
+    except SettingError as error:  # every process of a launch meets it, and this one is alone
         raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
     with opening.stopping:
         try:
@@ -253,7 +253,7 @@ def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
             last = newest(run_folder, with_model=True)
             folder = last[0] if last else run_folder  # a finished run may have no checkpoint
         if not (folder / MODEL_FILE).exists():
-            raise ValueError(
+            raise SettingError(
                 "resume must name a run that is finished or has a checkpoint of an epoch's end, or "
                 f"such a checkpoint, with eval_only, got {config.resume}"
             )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dbsl.base.bounds import Within
+from dbsl.base.errors import SettingError
 from dbsl.base.kwargs import parse_kwargs
 
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
@@ -57,18 +58,18 @@ class OptimizerConfig:
 
 
 def check_optimizer(name: str, settings: dict[str, Any] | None = None) -> None:
-    """Raise ``ValueError`` unless timm has an optimizer of that name that takes these settings."""
+    """Refuse an optimizer that timm does not have, or settings that it does not take."""
     from timm.optim import get_optimizer_info, list_optimizers  # slow to import, as timm is
 
     if name not in list_optimizers():
-        raise ValueError(
+        raise SettingError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
     if settings:
         info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
         for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
             if key in settings and not known:
-                raise ValueError(
+                raise SettingError(
                     f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
                     f"with {name}"
                 )
@@ -77,7 +78,7 @@ def check_optimizer(name: str, settings: dict[str, Any] | None = None) -> None:
         except Exception as error:  # any optimizer's own checks
             given = ", ".join(f"{key}={value}" for key, value in settings.items())
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(
+            raise SettingError(
                 f"optimizer must take the settings that are given, got {name} with {given} "
                 f"({reason})"
             ) from None
@@ -131,11 +132,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     """Load an optimizer's state, but not the settings that a run's config has.
 
     Raises:
-        ValueError: If it is the state of other parameters.
+        SettingError: If it is the state of other parameters.
     """
     current = optimizer.state_dict()["param_groups"]
     if len(current) != len(saved["param_groups"]):
-        raise ValueError(
+        raise SettingError(
             f"optimizer must have {len(current)} groups of parameters, "
             f"got {len(saved['param_groups'])}"
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from dbsl.base.errors import one_line_errors
+from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.base.lazy import lazy_import
 from dbsl.data.crops import upright
 from dbsl.model import load_model, read_model_config
@@ -55,7 +55,7 @@ def predict(
         ema: Use the averaged weights.
 
     Raises:
-        ValueError: If the folder has no such model.
+        SettingError: If the folder has no such model.
     """
     config = read_model_config(run)
     there = torch.accelerator.is_available()
@@ -96,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     names = read_model_config(arguments.run)["label_names"]
     if not 1 <= arguments.top <= len(names):
-        raise ValueError(f"top must be in [1, {len(names)}], the classes, got {arguments.top}")
+        raise SettingError(f"top must be in [1, {len(names)}], the classes, got {arguments.top}")
     if arguments.best and arguments.ema:
-        raise ValueError("best must not be given with ema, got both")
+        raise SettingError("best must not be given with ema, got both")
     files, status = image_files(arguments.images), 0
     for file, found in predict(arguments.run, files, best=arguments.best, ema=arguments.ema):
         if isinstance(found, str):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from dbsl.base.errors import SettingError
+
 
 @dataclass(frozen=True)
 class Within:
@@ -19,7 +21,7 @@ class Within:
     open_high: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Raise ``ValueError`` naming setting, bound and value unless the value lies within.
+        """Raise ``SettingError`` naming setting, bound and value unless the value lies within.
 
         No bound lets infinity pass.
         """
@@ -28,13 +30,13 @@ class Within:
         if above and below and math.isfinite(value):  # NaN is neither above nor below
             return
         if math.isinf(value):
-            raise ValueError(f"{name} must be finite, got {value:g}")
+            raise SettingError(f"{name} must be finite, got {value:g}")
         if self.high == float("inf"):
             bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
         else:
             ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
             bound = f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
-        raise ValueError(f"{name} must be {bound}, got {value:g}")
+        raise SettingError(f"{name} must be {bound}, got {value:g}")
 
 
 def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
@@ -43,7 +45,7 @@ def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ``ValueError`` for the first field of a dataclass outside the bounds of its type."""
+    """Raise ``SettingError`` for the first field of a dataclass outside the bounds of its type."""
     for name, bound in _bounds(type(config)):
         value = getattr(config, name)
         for number in value if isinstance(value, (tuple, list)) else (value,):

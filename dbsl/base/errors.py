@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
 # Words of torch's about exchanges that failed.
@@ -26,6 +24,13 @@ _joined = threading.Event()
 EXIT_DIVERGED = 3
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
 EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
+
+
+class SettingError(ValueError):
+    """What was given cannot be used; the message names the setting, its bound and its value.
+
+    It ends a process with that one line. Any other `ValueError` is a fault and shows its traceback.
+    """
 
 
 class SyncError(RuntimeError):
@@ -48,7 +53,7 @@ class DivergedError(RuntimeError):
     """The run came to its end, but its weights are of no use."""
 
 
-_OWN = (ValueError, SyncError, SaveError, ReadError, DivergedError)
+_OWN = (SettingError, SyncError, SaveError, ReadError, DivergedError)
 
 
 class RunStopped(Exception):
@@ -57,14 +62,13 @@ class RunStopped(Exception):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with one line and a status where this project has something to say.
+    """End the process with one line and a status for the errors that this module defines.
 
-    Status 2: it refused what it was given, a process was lost, data could not be read, or a
-    checkpoint could not be written. Status 3: the run diverged. Status 75: the run was asked to
-    stop, and can be resumed. Status 130: Ctrl-C outside of training, or twice in it. An error
-    raised by any other code keeps its traceback: that is a fault, not bad input. Either way a
-    process among several ends at once: it would else wait for the others on its way out, and they
-    for it.
+    Status 2: a setting was refused (`SettingError`), a process was lost, data could not be read, or
+    a checkpoint could not be written. Status 3: the run diverged. Status 75: the run was asked to
+    stop, and can be resumed. Status 130: Ctrl-C outside of training, or twice in it. Any other
+    error is a fault: it keeps its traceback, and the status is 1. A process among several ends at
+    once either way. On its way out it would otherwise wait for the others, and they for it.
     """
     try:
         yield
@@ -82,19 +86,20 @@ def one_line_errors() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
-        elif one_of_several() and is_lost_peer(error) and _raised_in(dist.__path__[0], error):
+        elif one_of_several() and is_lost_peer(error) and _raised_in_exchange(error):
             # While a run starts nobody watches the others; from then on the cluster names the rank.
             error = SyncError(f"another process died or fell silent: {reason_of(error)}")
-        elif not isinstance(error, _OWN) or not _raised_here(error):
+        elif not isinstance(error, _OWN):
             if one_of_several():
+                print(f"rank {os.environ.get('RANK', '?')}:", file=sys.stderr)
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
             raise
         # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
         # disk is reported by each rank.
-        own = not isinstance(error, ValueError)
-        _say(f"error: {error}", own or os.environ.get("LOCAL_RANK", "0") == "0")
+        of_all = isinstance(error, SettingError)
+        _say(f"error: {error}", not of_all or os.environ.get("LOCAL_RANK", "0") == "0")
         status = EXIT_DIVERGED if isinstance(error, DivergedError) else 2
         if one_of_several():
             sys.stdout.flush()
@@ -141,7 +146,9 @@ def in_line(error: BaseException) -> str:
 
 def one_of_several() -> bool:
     """Whether other processes train with this one; a launcher may also have started it alone."""
-    return _joined.is_set() or (dist.is_initialized() and dist.get_world_size() > 1)
+    dist = sys.modules.get("torch.distributed")  # plans and their command load no torch
+    joined = dist is not None and dist.is_initialized() and dist.get_world_size() > 1
+    return _joined.is_set() or joined
 
 
 def join_the_others() -> None:
@@ -149,14 +156,7 @@ def join_the_others() -> None:
     _joined.set()
 
 
-def _raised_here(error: BaseException) -> bool:
-    package = Path(__file__).resolve().parent.parent
-    return _raised_in(package, error) or _last_file(error) == package.parent / "train.py"
-
-
-def _raised_in(folder: str | Path, error: BaseException) -> bool:
-    return Path(folder).resolve() in _last_file(error).parents
-
-
-def _last_file(error: BaseException) -> Path:
-    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+def _raised_in_exchange(error: BaseException) -> bool:
+    """Whether the last frame of an error is torch's code for exchanges."""
+    place = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return Path(sys.modules["torch.distributed"].__path__[0]).resolve() in place.parents

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from dbsl.base.errors import SettingError
+
 T = TypeVar("T")
 
 # Metadata of a field of texts, which keep their commas.
@@ -41,12 +43,12 @@ def build(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build the dataclass `cls` from the fields that flags set.
 
     Raises:
-        ValueError: If a field without a default is missing, or from its own ``__post_init__``.
+        SettingError: If a field without a default is missing, or from its own ``__post_init__``.
     """
     for field in dataclasses.fields(cls):
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in values:
-            raise ValueError(f"{_flag(field.name)} must be given")
+            raise SettingError(f"{_flag(field.name)} must be given")
     return cls(**values)
 
 
@@ -63,7 +65,7 @@ def read_flags(
     are no fields, by name, with their help.
 
     Raises:
-        ValueError: If a flag is unknown or its value has the wrong type.
+        SettingError: If a flag is unknown or its value has the wrong type.
         SystemExit: After help.
     """
     files = files or {}
@@ -102,9 +104,9 @@ def read_flags(
     for name in (token[2:].partition("=")[0] for token in rest if token.startswith("--")):
         near = difflib.get_close_matches(name, [_flag(known)[2:] for known in fields], 1)
         such = f", such as --{near[0]}" if near else ""
-        raise ValueError(f"flag must be one that --help lists{such}, got --{name}")
+        raise SettingError(f"flag must be one that --help lists{such}, got --{name}")
     if rest and not positional:
-        raise ValueError(f"values must come behind a flag that takes them, got {rest[0][1:]!r}")
+        raise SettingError(f"values must come behind a flag that takes them, got {rest[0][1:]!r}")
     found = vars(given) | ({positional: rest} if positional else {})
     return {name: _value(name, fields[name], hints[name], v) for name, v in found.items()}
 
@@ -139,7 +141,7 @@ def kinds_in_words(cls: type) -> dict[str, str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        raise SettingError(message.removeprefix("argument "))
 
 
 def _add(
@@ -174,7 +176,7 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: bool | str | l
         return _read(hint, text)
     except (KeyError, ValueError):
         shown = repr(text) if values else "nothing"
-        raise ValueError(f"{_flag(name)} must be {_described(hint)[0]}, got {shown}") from None
+        raise SettingError(f"{_flag(name)} must be {_described(hint)[0]}, got {shown}") from None
 
 
 def _is_list(hint: Any) -> bool:

@@ -6,20 +6,22 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
+from dbsl.base.errors import SettingError
+
 
 def parse_kwargs(setting: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of ``name=value`` texts; values are Python's literals, or else texts.
 
     Raises:
-        ValueError: If one is no such pair, or a name stands twice.
+        SettingError: If one is no such pair, or a name stands twice.
     """
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise ValueError(f"{setting} must be of the form name=value, got {pair!r}")
+            raise SettingError(f"{setting} must be of the form name=value, got {pair!r}")
         if name in found:
-            raise ValueError(f"{setting} must name each argument once, got {name} twice")
+            raise SettingError(f"{setting} must name each argument once, got {name} twice")
         try:
             found[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

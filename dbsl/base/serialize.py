@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
+
 _PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
 
@@ -53,7 +55,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """Return the state that `pack` was given, its tensors in host memory.
 
     Raises:
-        ValueError: If the tree is none that `pack` makes.
+        SettingError: If the tree is none that `pack` makes.
     """
     if isinstance(tree, list):
         return [unpack(item, tensors) for item in tree]
@@ -61,7 +63,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return tree
     if set(tree) == {_TENSOR}:
         if tree[_TENSOR] not in tensors:
-            raise ValueError(f"state must name tensors that are there, got {tree[_TENSOR]!r}")
+            raise SettingError(f"state must name tensors that are there, got {tree[_TENSOR]!r}")
         return tensors[tree[_TENSOR]]
     try:
         if set(tree) == {_TUPLE}:
@@ -69,7 +71,7 @@ def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
         if set(tree) == {_PAIRS}:
             return {unpack(k, tensors): unpack(v, tensors) for k, v in tree[_PAIRS]}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"state must be a tree as it was packed ({error})") from None
+        raise SettingError(f"state must be a tree as it was packed ({error})") from None
     return {key: unpack(item, tensors) for key, item in tree.items()}
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from dbsl.base.errors import SettingError
 from dbsl.base.flags import read_flags
 from dbsl.base.words import as_given
 from dbsl.checkpoint.manifest import Manifest
@@ -66,7 +67,7 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
     """Say what has changed since the checkpoint; refuse what changes the mathematics.
 
     Raises:
-        ValueError: If a setting that weights depend on has changed and `allow_config_change` is
+        SettingError: If a setting that weights depend on has changed and `allow_config_change` is
             not given.
     """
     before = found.manifest.config
@@ -89,7 +90,7 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
             say(f"changed since the checkpoint: {_change(name, old, new)}{why}")
     if mathematics and not config.allow_config_change:
         listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
-        raise ValueError(
+        raise SettingError(
             f"allow_config_change must be given for a change of what is trained, got {listed}"
         )
 
@@ -104,7 +105,7 @@ def without_effect(run_folder: Path, given: RunConfig) -> str:
 
 
 def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
-    """Raise ``ValueError`` unless a process that joins a running job trains as the job does.
+    """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
 
     Args:
         job: The settings that the job trains with.
@@ -117,13 +118,13 @@ def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
         if name not in _FREE
     ]
     if listed:
-        raise ValueError(f"settings must be those of the job, got {', '.join(listed)}")
+        raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")
 
 
 def check_length(manifest: Manifest, epochs: int) -> None:
-    """Raise ``ValueError`` if a run is to have no more epochs than it has trained."""
+    """Raise ``SettingError`` if a run is to have no more epochs than it has trained."""
     if epochs <= manifest.epoch:
-        raise ValueError(
+        raise SettingError(
             f"epochs must be above the {manifest.epoch} that are complete, got {epochs}"
         )
 
@@ -182,14 +183,14 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
             at_epoch_end=MODEL_FILE in manifest.files,
         )
     if under_way and config.epochs < under_way.stop:
-        raise ValueError(
+        raise SettingError(
             f"epochs must be at least {under_way.stop}, as many as workers may have begun, "
             f"got {config.epochs}"
         )
     advice = advice_inside(before)
     if under_way and orders:
         name = orders[0]
-        raise ValueError(
+        raise SettingError(
             f"{name} must stay {as_given(before[name])} inside an epoch, "
             f"got {as_given(getattr(config, name))}: it draws the order of its samples; {advice}"
         )
@@ -203,7 +204,7 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
         if longer[:epochs] == old:
             given = ",".join(map(str, kept))
             advice += f", or give --lr-milestones {given} --allow-config-change"
-    raise ValueError(
+    raise SettingError(
         f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
         f"got {new[epoch]} px: {advice}"
     )

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from dbsl.base.errors import RunStopped
+from dbsl.base.errors import RunStopped, SettingError
 from dbsl.base.serialize import pack
 from dbsl.checkpoint.manifest import CheckpointError
 from dbsl.checkpoint.on_disk import prune, reading_checkpoint
@@ -83,7 +83,7 @@ class Checkpointer:
         Raises:
             RunStopped: If it was stopped; everything is saved.
             SaveError: If a checkpoint could not be written.
-            ValueError: If too many rounds were not finite.
+            SettingError: If too many rounds were not finite.
         """
         self._writer.raise_failure()
         self._check_refused()
@@ -133,7 +133,7 @@ class Checkpointer:
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
             self._writer.wait()
-            raise ValueError(
+            raise SettingError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
                 f"weights were not finite (a lower learning rate may help), got {most}; "
                 f"{self._writer.good()}"

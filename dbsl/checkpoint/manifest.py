@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 
 FORMAT = 1
@@ -26,7 +27,7 @@ NEEDED_SETTINGS = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(SettingError):
     """A checkpoint that is incomplete, damaged, or does not fit."""
 
 

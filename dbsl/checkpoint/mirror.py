@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from dbsl.base.cores import lower_priority
-from dbsl.base.errors import RunStopped, in_line
+from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
 from dbsl.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from dbsl.checkpoint.on_disk import (
@@ -257,7 +257,7 @@ def open_mirror(
         accelerator: Tells the main process.
 
     Raises:
-        ValueError: On every process, if the URL cannot be written, or has another run or newer
+        SettingError: On every process, if the URL cannot be written, or has another run or newer
             checkpoints than this one.
     """
     kept: dict[str, Any] = {}
@@ -272,10 +272,10 @@ def open_mirror(
         try:
             passed_over = kept.get("passed_over", 0) if kept.get("mirror") == url else 0
             bucket = _claim(url, own, config, found, passed_over)
-        except ValueError as reason:
+        except SettingError as reason:
             error = str(reason)
     if error := share_text(error, accelerator):
-        raise ValueError(error)
+        raise SettingError(error)
     return Mirror(folder, accelerator, own, bucket)
 
 
@@ -292,12 +292,12 @@ def _claim(
     strange = [n for n in names if not n.startswith(".")] if LISTING not in names else []
     if (others and not begun_again) or (strange and not there):
         what = f"another run (--resume {url} goes on with it)" if others else strange[0]
-        raise ValueError(f"mirror must be empty or have this run, got {url}, which has {what}")
+        raise SettingError(f"mirror must be empty or have this run, got {url}, which has {what}")
     sequence = max(passed_over, found.manifest.sequence if found and found.manifest else 0)
     by_name = config.resume is not None and Path(config.resume).parent.name == CHECKPOINTS
     newest = next(iter(there), None)
     if newest and there[newest].sequence > sequence and not by_name:
-        raise ValueError(
+        raise SettingError(
             f"mirror must not be ahead of the run folder, got {newest} at {url}: go on from there "
             f"with --resume {url}, or from here with --resume and a checkpoint's folder"
         )

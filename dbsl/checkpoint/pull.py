@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from dbsl.base.errors import SettingError
 from dbsl.checkpoint.manifest import MANIFEST
 from dbsl.checkpoint.mirror import NEEDED, remember_mirror
 from dbsl.cluster.collectives import share_text
@@ -34,7 +35,7 @@ def pulled(config: RunConfig, accelerator: Accelerator) -> RunConfig:
     """Bring a run that is at a URL into a new folder; return the config that goes on in there.
 
     Raises:
-        ValueError: On every process, if the URL cannot be read or has no whole checkpoint, or the
+        SettingError: On every process, if the URL cannot be read or has no whole checkpoint, or the
             folder is there already.
     """
     url = url_to_pull(config.resume, config.output_dir, config.mirror)
@@ -44,10 +45,10 @@ def pulled(config: RunConfig, accelerator: Accelerator) -> RunConfig:
     if accelerator.is_main_process:
         try:
             path = _pull(url, config, accelerator.print)
-        except ValueError as reason:
+        except SettingError as reason:
             error = str(reason)
     if error := share_text(error, accelerator):
-        raise ValueError(error)
+        raise SettingError(error)
     if not (path := share_text(path, accelerator)):
         return config  # auto, at the first start
     path = remember(RUN_FOLDER, path)  # restarted processes go on in there
@@ -58,12 +59,12 @@ def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
     """Return the folder that a run was pulled into; "": there is nothing to be pulled yet."""
     path = Path(config.output_dir or default_folder(config))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"output_dir must be a new folder, got {path}, which exists")
+        raise SettingError(f"output_dir must be a new folder, got {path}, which exists")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-")
     except OSError as error:
-        raise ValueError(
+        raise SettingError(
             f"output_dir must be a folder that can be written, got {path} ({error})"
         ) from error
     setting = "mirror" if config.resume == "auto" else "resume"
@@ -86,7 +87,7 @@ def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
             say(f"pulled {name} of {url} into {path}")
             return str(path)
     if setting == "resume":
-        raise ValueError(f"resume must be a URL with a complete checkpoint, got {url}")
+        raise SettingError(f"resume must be a URL with a complete checkpoint, got {url}")
     return ""
 
 

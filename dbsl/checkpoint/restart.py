@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.node_server import mean_of_nodes
@@ -57,7 +58,7 @@ def plan_restart(
         of_nodes: The mean of nodes that have merged apart from each other (`apart`).
 
     Raises:
-        ValueError: If what is left of the epoch cannot be told.
+        SettingError: If what is left of the epoch cannot be told.
     """
     if before["sync"] == "step":
         return _joint_restart(state, optimizers, run, before, samples)
@@ -92,7 +93,7 @@ def plan_restart(
         return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
     if of_nodes is not None and server.get("outer") is not None:
         stay, got = _changed(run, before)
-        raise ValueError(f"{stay} with merge delta until all nodes have merged, {got}")
+        raise SettingError(f"{stay} with merge delta until all nodes have merged, {got}")
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
@@ -261,7 +262,7 @@ def _check_inside_epoch(
     """
     config, advice = run.config, advice_inside(before)
     if samples != len(run.data.train):
-        raise ValueError(
+        raise SettingError(
             f"training images must stay {samples} inside an epoch, got {len(run.data.train)}: "
             f"{advice}"
         )
@@ -273,7 +274,7 @@ def _check_inside_epoch(
         names += ["push", "drop_last"]
     for name in names:
         if before[name] != (now := getattr(config, name)):
-            raise ValueError(
+            raise SettingError(
                 f"{name} must stay {as_given(before[name])} inside an epoch, got {as_given(now)}: "
                 f"{advice}"
             )
@@ -282,7 +283,7 @@ def _check_inside_epoch(
     for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
         old = state["planner"]["current"][resolution]["global_batch_size"]
         if (new := run.plans[resolution].global_batch_size) != old:
-            raise ValueError(
+            raise SettingError(
                 f"global_batch_size must stay {old}"
                 f"{px(resolution, ' at ')} inside an epoch, got {new}: {advice}"
             )
@@ -296,12 +297,12 @@ def _check_whole_steps(
         shares = enumerate(segment.plan.workers)
         if any(share.samples and worker not in workers for worker, share in shares):
             stay, got = _changed(run, before)
-            raise ValueError(
+            raise SettingError(
                 f"{stay} with push gradients until all have pushed the same batches, and those "
                 f"that a lost worker has left out are over, {got}"
             )
     if run.config.push_every != before["push_every"] and inside_epoch:
-        raise ValueError(
+        raise SettingError(
             f"push_every must stay {before['push_every']} inside an epoch, "
             f"got {run.config.push_every}"
         )

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import link_or_copy
 from dbsl.base.words import as_given
 from dbsl.checkpoint.changes import (
@@ -95,7 +96,7 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     """Return what a run goes on from, the same on every process; None: it is a new run.
 
     Raises:
-        ValueError: On every process, if the checkpoint that was named is not whole, or a run has
+        SettingError: On every process, if the checkpoint that was named is not whole, or a run has
             none.
     """
     if config.resume is None:
@@ -107,7 +108,7 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     if accelerator.is_main_process:
         try:
             name = _choose(Path(config.resume), run_folder, accelerator)
-        except ValueError as reason:
+        except SettingError as reason:
             error = str(reason)
     error = share_text(error or "", accelerator)
     if error:
@@ -133,22 +134,22 @@ def is_finished(found: Found, config: RunConfig) -> bool:
     """Whether the run has come to its end, and is not to go on for more epochs.
 
     Raises:
-        ValueError: If it is to go on, and there is no checkpoint to go on from, or if it is longer
-            than it is to be.
+        SettingError: If there is no checkpoint to resume from, or it has more epochs than are
+            asked for.
     """
     path = found.run_folder / "summary.json"
     trained = 0
     with suppress(OSError, ValueError, KeyError, TypeError):
         trained = int(json.loads(path.read_text(encoding="utf-8"))["epochs"])
     if trained > config.epochs:
-        raise ValueError(
+        raise SettingError(
             f"epochs must be at least {trained}, which the finished run in {found.run_folder} has "
             f"trained, got {config.epochs}"
         )
     if trained == config.epochs:
         return True
     if found.folder is None and path.exists():  # it has ended: it must not be overwritten
-        raise ValueError(
+        raise SettingError(
             "keep_checkpoints must be at least 1 in a run that is to be made longer, got a "
             f"finished run without a checkpoint in {found.run_folder}"
         )
@@ -208,14 +209,14 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
 
     Raises:
         CheckpointError: If it is not whole or does not fit the run.
-        ValueError: If a setting has changed that must not.
+        SettingError: If a setting has changed that must not.
     """
     if found.folder is None:
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
     manifest, classes = found.manifest, run.data.num_classes
     if manifest.classes not in (None, classes):
-        raise ValueError(
+        raise SettingError(
             f"dataset must have the classes that the run began with, got {manifest.classes} "
             f"classes in the checkpoint, {classes} in the data"
         )
@@ -235,7 +236,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
             try:
                 restart = plan_restart(state, optimizers, run, before, samples, of_nodes)
-            except ValueError as error:
+            except SettingError as error:
                 refused = error
         if accelerator.is_main_process:
             log = state["log"]
@@ -256,7 +257,7 @@ def _check_state(found: Found, run: Run) -> None:
     if more or optimizer_class(old) is not optimizer_class(new):
         name = "opt_kwargs" if more else "optimizer"
         before, now = map(as_given, changed[name])
-        raise ValueError(f"{name} must stay {before}, whose state the run has, got {now}")
+        raise SettingError(f"{name} must stay {before}, whose state the run has, got {now}")
     name = next((name for name in ("model", "model_kwargs", "gp") if name in changed), None)
     if name is None:
         return
@@ -267,7 +268,7 @@ def _check_state(found: Found, run: Run) -> None:
             weights = state["cluster"]["server"]["weights"]
     if len(weights) != vector_length(run.model):
         before, now = map(as_given, changed[name])
-        raise ValueError(f"{name} must stay {before}, whose weights the run has, got {now}")
+        raise SettingError(f"{name} must stay {before}, whose weights the run has, got {now}")
 
 
 def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:

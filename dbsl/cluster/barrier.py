@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import FusedSum
 from dbsl.cluster.messages import SERVER_RANK
@@ -121,7 +122,7 @@ class BarrierCluster(Cluster):
         self._waited_s = state["waited_s"]
         if self._pulled is not None:
             if state.get("pulled") is None:
-                raise ValueError("wire must be as it was when the checkpoint was made, got bf16")
+                raise SettingError("wire must be as it was when the checkpoint was made, got bf16")
             self._pulled.copy_(state["pulled"])
         if self.server is not None:
             self.server.load_state_dict(state["server"])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SyncError
+from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.heartbeats import Pulse
 from dbsl.cluster.joining import Door
 from dbsl.cluster.membership import lose_worker, too_few_without
@@ -238,7 +238,7 @@ class Conversing(Cluster):
             report = with_lines(report, rows)
         if is_change:
             if not peer.has_pulled:
-                raise ValueError("a change of weights must follow a pull")
+                raise SettingError("a change of weights must follow a pull")
             finite = peer.narrow.receive(peer.buffer, plus=peer.pulled, check=True)
         else:
             transfer = peer.whole if self._sends_changes else peer.narrow

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from dbsl.base.errors import NothingLeft, SyncError
+from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster.launch import connect_store, restarts
 from dbsl.cluster.messages import SERVER_RANK
 
@@ -287,7 +287,7 @@ class Door:
             try:
                 self._taken_in[rank] = number  # it may be lost as soon as it is admitted
                 self._host.admit(rank, pair)
-            except ValueError as reason:
+            except SettingError as reason:
                 store.set(f"refused/{rank}/{number}", str(reason))
                 pair.send([greeting(-1, 0)], 1, 0).wait(timedelta(seconds=_GRACE_S))
 

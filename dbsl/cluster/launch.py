@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dbsl.base.errors import SyncError, reason_of
+from dbsl.base.errors import SettingError, SyncError, reason_of
 
 STORE_PATIENCE = timedelta(seconds=20)
 _CONNECT_S = 2.0  # for a connection that is to be there at once
@@ -149,11 +149,11 @@ def chosen_backend() -> str | None:
     With ``gloo`` several processes may share one GPU, which NCCL refuses; it is slower.
 
     Raises:
-        ValueError: If it names another one.
+        SettingError: If it names another one.
     """
     name = os.environ.get("DBSL_BACKEND", "")
     if name not in ("", "gloo"):
-        raise ValueError(f"DBSL_BACKEND must be gloo or unset, got {name!r}")
+        raise SettingError(f"DBSL_BACKEND must be gloo or unset, got {name!r}")
     # Accelerate takes a named backend for a group that exists, also where no launcher is.
     return name if name and "LOCAL_RANK" in os.environ else None
 

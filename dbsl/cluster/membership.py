@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
@@ -28,7 +29,7 @@ def lose_worker(server: Server, planner: Planner, worker: int, last: int) -> int
     """Go on without a worker; return the samples that nobody trains on because of it.
 
     Raises:
-        ValueError: If there is no plan without it; the run cannot go on.
+        SettingError: If there is no plan without it; the run cannot go on.
     """
     members = members_of(server, last)
     server.drop(worker)
@@ -41,7 +42,7 @@ def join_worker(server: Server, planner: Planner, worker: int, last: int) -> int
     At `last` the run has nothing left for it, and all is as it was.
 
     Raises:
-        ValueError: If there is no plan with it; then all is as it was.
+        SettingError: If there is no plan with it; then all is as it was.
     """
     clock = planner.join(worker, members_of(server, last))
     if clock < last:
@@ -61,13 +62,13 @@ def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> Non
     """Begin a run without workers that may join later.
 
     Raises:
-        ValueError: If there is no plan without them, or nobody is left.
+        SettingError: If there is no plan without them, or nobody is left.
     """
     left = server.active - set(workers)
     if not left:
-        raise ValueError("a run must begin with a worker, got none")
+        raise SettingError("a run must begin with a worker, got none")
     planner.leave_out(workers)
     server.active = left
     if server.shortage() is not None:
         least, there = server.quorum.min_workers, plural(len(left), "worker")
-        raise ValueError(f"min_workers must be at most the {there} of the start, got {least}")
+        raise SettingError(f"min_workers must be at most the {there} of the start, got {least}")

@@ -13,6 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import CurrentPlan, Plan, WorkerPlan
 
@@ -52,15 +53,15 @@ def decode(row: Tensor) -> RoundReport:
     """Return the report that `encode` was given.
 
     Raises:
-        ValueError: If the row is none such.
+        SettingError: If the row is none such.
     """
     if row.shape != (len(_FIELDS),) or row.dtype != torch.float64:
-        raise ValueError(
+        raise SettingError(
             f"report must be float64 [{len(_FIELDS)}], got {row.dtype} {list(row.shape)}"
         )
     counts = [v for f, v in zip(_FIELDS, row.tolist(), strict=True) if f.type != "float"]
     if not all(value.is_integer() and abs(value) <= 2**53 for value in counts):
-        raise ValueError(f"report must have whole numbers up to 2**53, got {counts}")
+        raise SettingError(f"report must have whole numbers up to 2**53, got {counts}")
     values = zip(_FIELDS, row.tolist(), strict=True)
     return RoundReport(*(_KINDS[field.type](value) for field, value in values))
 
@@ -74,10 +75,10 @@ def line_rows(report: RoundReport) -> Tensor:
     """Return room for the step lines that follow a report, float64 [lines, fields].
 
     Raises:
-        ValueError: If there are more of them than steps.
+        SettingError: If there are more of them than steps.
     """
     if not 0 <= report.logged <= report.steps:
-        raise ValueError(
+        raise SettingError(
             f"report must have at most a line for each of {report.steps} steps, got {report.logged}"
         )
     return torch.zeros(report.logged, len(StepLine._fields), dtype=torch.float64)
@@ -87,16 +88,16 @@ def with_lines(report: RoundReport, rows: Tensor) -> RoundReport:
     """Return a report with the step lines that came behind it, as `encode_lines` made them.
 
     Raises:
-        ValueError: If they are no such lines, or another worker's.
+        SettingError: If they are no such lines, or another worker's.
     """
     lines = []
     for row in rows.tolist():
         whole = row[:_WHOLE]
         if not all(value.is_integer() and 0 <= value <= 2**53 for value in whole):
-            raise ValueError(f"step line must begin with whole numbers, got {whole}")
+            raise SettingError(f"step line must begin with whole numbers, got {whole}")
         line = StepLine(*map(int, whole), *row[_WHOLE:])
         if line.worker != report.worker:
-            raise ValueError(f"step line must be of worker {report.worker}, got {line.worker}")
+            raise SettingError(f"step line must be of worker {report.worker}, got {line.worker}")
         lines.append(line)
     return replace(report, logged=0, lines=tuple(lines))
 
@@ -117,11 +118,11 @@ def message_kind(head: Tensor) -> Kind:
     """Return a message's kind.
 
     Raises:
-        ValueError: If there is none such.
+        SettingError: If there is none such.
     """
     kind = float(head[0])
     if kind not in tuple(Kind):
-        raise ValueError(f"message must be of a known kind, got {kind:g}")
+        raise SettingError(f"message must be of a known kind, got {kind:g}")
     return Kind(int(kind))
 
 
@@ -129,28 +130,30 @@ def message_numbers(head: Tensor, epochs: int) -> tuple[int, int]:
     """Return the epoch and the round that a question about the plan names.
 
     Raises:
-        ValueError: If the run has no such epoch or round.
+        SettingError: If the run has no such epoch or round.
     """
     epoch, round_ = (float(value) for value in head[1:3])
     if not (epoch.is_integer() and 0 <= epoch < epochs and round_.is_integer() and round_ >= 0):
-        raise ValueError(f"message must name an epoch below {epochs}, got {epoch:g}, {round_:g}")
+        raise SettingError(f"message must name an epoch below {epochs}, got {epoch:g}, {round_:g}")
     return int(epoch), int(round_)
 
 
 def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> None:
-    """Raise ``ValueError`` unless a report is of the worker's next round and of finite numbers."""
+    """Refuse a report that is not of the worker's next round or not of finite numbers."""
     if (report.worker, report.epoch, report.round) != (worker, epoch, round_):
-        raise ValueError(
+        raise SettingError(
             f"report must be of worker {worker}, epoch {epoch}, round {round_}, got worker "
             f"{report.worker}, epoch {report.epoch}, round {report.round}"
         )
     if not 0 < report.merge_weight <= 1:
-        raise ValueError(f"report must have a merge weight in (0, 1], got {report.merge_weight:g}")
+        raise SettingError(
+            f"report must have a merge weight in (0, 1], got {report.merge_weight:g}"
+        )
     numbers = (report.time_s, report.compute_time_s, report.wait_time_s, report.learning_rate)
     if not all(math.isfinite(value) and value >= 0 for value in numbers):
-        raise ValueError(f"report must have finite times and learning rate, got {numbers}")
+        raise SettingError(f"report must have finite times and learning rate, got {numbers}")
     if min(report.samples, report.steps, report.local_batch_size) < 0:
-        raise ValueError("report must have counts of at least 0")
+        raise SettingError("report must have counts of at least 0")
 
 
 def answer(*, stop: bool = False, announced: tuple[int, int] = NOTHING_ANNOUNCED) -> Tensor:
@@ -195,10 +198,10 @@ def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
     """Return the segment that `encode_plan` was given; what is the run's is taken from `like`.
 
     Raises:
-        ValueError: If the rows are no plan of as many workers.
+        SettingError: If the rows are no plan of as many workers.
     """
     if rows.shape != (1 + len(like.workers), len(_PLAN_FIELDS)) or not rows.isfinite().all():
-        raise ValueError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
+        raise SettingError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
     first_round, start = (int(value) for value in rows[0, :2].tolist())
     workers = tuple(
         WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))

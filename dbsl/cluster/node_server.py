@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.server import Server
 from dbsl.plan.turns import Restart, RoundReport, nodes_meet
@@ -73,7 +74,7 @@ class NodeServer(Server):
         self._counted = dict(nodes["counted"])
         for vector in (*self._held.values(), *(s for s, _ in self._sums.values())):
             if vector.shape != self._weights.shape:
-                raise ValueError(f"nodes must have {self._weights.shape}, got {vector.shape}")
+                raise SettingError(f"nodes must have {self._weights.shape}, got {vector.shape}")
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.global_weights import GlobalWeights, merge_one
 from dbsl.cluster.outer import OuterOptimizer
@@ -65,7 +66,7 @@ class Server(GlobalWeights):
         quorum: Quorum | None = None,
     ) -> None:
         if rule in _AT_BARRIER and staleness != 0:
-            raise ValueError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
+            raise SettingError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
         assert (rule == "delta") == (outer is not None)
         super().__init__(weights)
         self.rule: Merge = rule
@@ -261,7 +262,7 @@ class Server(GlobalWeights):
         if state["sum"] is not None:
             self._sum = state["sum"].to(self._weights.device)
             if self._sum.shape != self._weights.shape:
-                raise ValueError(f"sum must be {self._weights.shape}, got {self._sum.shape}")
+                raise SettingError(f"sum must be {self._weights.shape}, got {self._sum.shape}")
         (self._sum_weight,) = as_numbers([state["sum_weight"]], 1)
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
@@ -342,7 +343,7 @@ class Server(GlobalWeights):
         factors = torch.tensor([factor for _, factor in ordered], device=current.device)
         merged = self._own(current, torch.stack([weights for weights, _ in ordered]), factors)
         if merged.shape != current.shape:
-            raise ValueError(
+            raise SettingError(
                 f"a merge rule must return weights [{len(current)}], got {list(merged.shape)}"
             )
         return merged

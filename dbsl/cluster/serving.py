@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.conversing import Conversing
 from dbsl.cluster.joining import NOTHING_LEFT, greeting
@@ -98,17 +99,17 @@ class ServingCluster(Conversing):
         """Go on with one more worker, whose process has this connection (in a thread of the door).
 
         Raises:
-            ValueError: If there is nothing for it to do, or no plan with it.
+            SettingError: If there is nothing for it to do, or no plan with it.
         """
         worker = self._worker_of(rank)
         with self._changed:
             if self._stopping or self._interrupted or self._failure:
-                raise ValueError("the job is stopping")
+                raise SettingError("the job is stopping")
             if worker in self.server.active:
-                raise ValueError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
+                raise SettingError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
             clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
             if clock >= self._rounds:
-                raise ValueError(f"{NOTHING_LEFT}: others have begun the last epoch")
+                raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
             epoch = clock // self._rounds_per_epoch
             self._membership.append(JoinedWorker(rank, worker, clock, epoch))
             thread = self._thread_for(rank, pair, greeting(clock, self._announced[0]))

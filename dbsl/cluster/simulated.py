@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dbsl.base.errors import SyncError
+from dbsl.base.errors import SettingError, SyncError
 from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.membership import Change, join_worker, lose_worker, too_few_without
 from dbsl.cluster.protocol import Cluster
@@ -110,7 +110,7 @@ class SimulatedCluster(Cluster):
             server.release(self._pulled.pop(worker))
         try:
             samples = lose_worker(server, self._plans.planner, worker, self._rounds)
-        except ValueError as error:
+        except SettingError as error:
             raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
         self._membership.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
@@ -118,7 +118,7 @@ class SimulatedCluster(Cluster):
         """Go on with one more worker, unless it is there or the run has nothing left for it.
 
         Raises:
-            ValueError: If there is no plan with it; then all is as it was.
+            SettingError: If there is no plan with it; then all is as it was.
         """
         if worker in self.server.active:
             return
@@ -212,7 +212,7 @@ class SimulatedCluster(Cluster):
         times = as_numbers([time_s for time_s, _ in queue], len(queue))
         inside = as_counts([worker for _, worker in queue], len(queue), workers - 1)
         if not set(inside) <= self._pulled.keys() & self._durations.keys() & self._waits.keys():
-            raise ValueError(f"state must have what the workers {inside} have pulled")
+            raise SettingError(f"state must have what the workers {inside} have pulled")
         self._queue = list(zip(times, inside, strict=True))
 
     def restart(self, start: Restart) -> None:

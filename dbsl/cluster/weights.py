@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dbsl.base.errors import SettingError
+
 # Numbers. Kernels read tensors whose address is a multiple of 16 bytes faster, and compiled ones
 # (Inductor) take parameters to be aligned without checking; the bits of sums depend on it, too.
 ALIGNMENT = 64
@@ -31,7 +33,7 @@ class FlatWeights:
         tensors = list(_floating_tensors(model))
         kinds = {(t.dtype, t.device) for t in tensors}
         if len(kinds) != 1:
-            raise ValueError(
+            raise SettingError(
                 f"model must have one dtype and one device, got {sorted(map(str, kinds))}"
             )
         dtype, device = kinds.pop()

@@ -25,6 +25,7 @@ import yaml
 
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.base.words import plural
@@ -71,24 +72,24 @@ class CompareConfig:  # every field is a flag, its comment the help
             in_range("target", self.target, 0, 1, open_low=True)
         names = [Path(arm).stem for arm in self.arms]
         if not names or len(set(names)) < len(names):
-            raise ValueError(
+            raise SettingError(
                 f"arms must be one or more YAML files with names of their own, "
                 f"got {', '.join(names) or 'none'}"
             )
         for option in ("set", "vary"):
             for setting in getattr(self, option):
                 if "=" not in setting:
-                    raise ValueError(f"{option} must be of the form name=value, got {setting}")
+                    raise SettingError(f"{option} must be of the form name=value, got {setting}")
         given = [name for name, _ in _pairs((*self.set, *self.vary))]
         if twice := [name for name in given if given.count(name) > 1]:
-            raise ValueError(f"set and vary must give a setting once, got {twice[0]} twice")
+            raise SettingError(f"set and vary must give a setting once, got {twice[0]} twice")
         for name, value in _pairs(self.vary):
             values = value.split(",")
             if not all(values) or len(set(values)) < len(values):
-                raise ValueError(f"vary must have values that differ, got {name}={value}")
+                raise SettingError(f"vary must have values that differ, got {name}={value}")
         names = [name + end for name in names for end, _ in _variations(self.vary)]
         if self.baseline is not None and self.baseline not in names:
-            raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
+            raise SettingError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
 
     @property
     def seed_range(self) -> range:
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not config.equal_time:
             return
         if not runs[baseline]:
-            raise ValueError(f"equal_time must have a finished run of {baseline}, got none")
+            raise SettingError(f"equal_time must have a finished run of {baseline}, got none")
         scaled = [
             arm.with_epochs(
                 equal_time_epochs(runs[arm.name], runs[baseline]), runs[arm.name][0].epochs
@@ -246,7 +247,9 @@ def _make(
                     # In one order, whichever run ends first.
                     order = dict.fromkeys((*recorded, *of_arms, *rows))
                     write_runs({arm: rows[arm] for arm in order if arm in rows}, output, name)
-        return {own: [r for r in rows if r.seed in config.seed_range] for own, rows in of_arms.items()}
+        return {
+            own: [r for r in rows if r.seed in config.seed_range] for own, rows in of_arms.items()
+        }
 
     if not config.report_only:
         launch_all(launches, config.jobs, stopping, on_finished=finished)
@@ -269,7 +272,7 @@ def _check_rows(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]], output: 
         other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]
         if other:
             which = "other settings" if other[0].settings else "settings that were not recorded"
-            raise ValueError(
+            raise SettingError(
                 f"output_dir must have no rows of arm {arm.name} with other settings, got "
                 f"{plural(len(other), 'row')} of {which} in {output}/arms_runs.csv; take another "
                 "output_dir, or remove them"
@@ -327,7 +330,7 @@ def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
     settings = read_settings(path)
     for name in _OWN:
         if name in settings or name in shared:
-            raise ValueError(f"an arm must leave {name} to the comparison, got it in {path}")
+            raise SettingError(f"an arm must leave {name} to the comparison, got it in {path}")
     own = path.stem + end
     named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
     is_path = given != "digits" and Path(given).expanduser().exists()
@@ -344,8 +347,8 @@ def _check_settings(arm: Arm) -> None:
     """Refuse an arm that train.py would refuse: no run begins before all arms are right."""
     try:
         check_flags(("--config", str(arm.path), *yaml_to_argv(arm.extra)))
-    except ValueError as error:
-        raise ValueError(f"{error} (arm {arm.name})") from None
+    except SettingError as error:
+        raise SettingError(f"{error} (arm {arm.name})") from None
 
 
 def _note_of(folder: Path) -> Path:
@@ -359,12 +362,12 @@ def _check_same(arm: Arm, folder: Path) -> None:
     if not folder.exists():
         return
     if not note.exists():
-        raise ValueError(f"runs_dir must have runs of comparisons alone, got {folder}")
+        raise SettingError(f"runs_dir must have runs of comparisons alone, got {folder}")
     made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
     now = {name: value for name, value in arm.settings.items() if value is not None}
     for key in sorted({*now, *made} - _FREE):
         if not _is_same(made.get(key), now.get(key)):
-            raise ValueError(
+            raise SettingError(
                 f"{key} of arm {arm.name} must be {_shown(made.get(key))} as in {note}, or "
                 f"runs_dir another, got {_shown(now.get(key))}; without {folder} it is run anew"
             )

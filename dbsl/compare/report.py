@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_table
 from dbsl.base.words import short_loss
 from dbsl.compare.statistics import MADE_ON, Run, averaged, table
@@ -35,7 +36,7 @@ def write_comparison(
     Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
 
     Raises:
-        ValueError: If no run is finished.
+        SettingError: If no run is finished.
     """
     from dbsl.compare.plots import draw_arms  # slow to import
 
@@ -46,7 +47,7 @@ def write_comparison(
             shown[f"{arm}{_OF_AVERAGE}"] = of_average
     rows = table(shown, baseline, target)
     if not rows:
-        raise ValueError("arms must have a finished run at least, got none")
+        raise SettingError("arms must have a finished run at least, got none")
     folder.mkdir(parents=True, exist_ok=True)
     made = {"date": date.today().isoformat(), "command": command}
     arms = [
@@ -97,14 +98,16 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Keep other commands from writing tables into a folder for a while.
 
     Raises:
-        ValueError: If one is still writing after a minute.
+        SettingError: If one is still writing after a minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(_LOCKED_WITHIN_S)
     except Timeout:
-        raise ValueError(f"output_dir must be free to write, got {lock.lock_file} in use") from None
+        raise SettingError(
+            f"output_dir must be free to write, got {lock.lock_file} in use"
+        ) from None
     try:
         yield
     finally:
@@ -145,7 +148,7 @@ def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
     """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm.
 
     Raises:
-        ValueError: If a table cannot be read.
+        SettingError: If a table cannot be read.
     """
     singles, curves = folder / f"{name}_runs.csv", defaultdict(list)
     if not singles.exists():
@@ -180,7 +183,9 @@ def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
             )
             found.setdefault(row["arm"], []).append(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"output_dir must have readable tables, got {singles} ({error})") from None
+        raise SettingError(
+            f"output_dir must have readable tables, got {singles} ({error})"
+        ) from None
     return found
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 
 optimize, stats = lazy_import("scipy.optimize"), lazy_import("scipy.stats")
@@ -105,7 +106,7 @@ def read_run(folder: Path) -> Run:
     """Return a finished run from its folder.
 
     Raises:
-        ValueError: If it is not finished, or a file cannot be read.
+        SettingError: If it is not finished, or a file cannot be read.
     """
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -130,17 +131,17 @@ def read_run(folder: Path) -> Run:
             train_loss=summary.get("train_loss"),
         )
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"run must be finished and readable, got {folder} ({error})") from None
+        raise SettingError(f"run must be finished and readable, got {folder} ({error})") from None
 
 
 def interval(values: Sequence[float]) -> Interval:
     """Return mean, standard deviation and 95 % t-interval of independent values.
 
     Raises:
-        ValueError: If there are none.
+        SettingError: If there are none.
     """
     if not values:
-        raise ValueError("values must be one or more, got none")
+        raise SettingError("values must be one or more, got none")
     if len(values) < 2:
         return Interval(values[0], math.nan, math.nan, 1)
     freedom, mean, sd = len(values) - 1, fmean(values), stdev(values)

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import sample_seeds, stream_seed
 from dbsl.data.streams import GlobalStreams
@@ -47,23 +48,23 @@ class Pipeline:
     train_interpolation: TrainInterpolation | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for the first field that timm cannot take."""
+        """Raise ``SettingError`` for the first field that timm cannot take."""
         for name in ("scale", "ratio"):
             values = getattr(self, name)
             if values is not None and (len(values) != 2 or values[0] > values[1]):
-                raise ValueError(f"{name} must be two values, ascending, got {_join(values)}")
+                raise SettingError(f"{name} must be two values, ascending, got {_join(values)}")
         jitter = self.color_jitter
         if jitter is not None and len(jitter) not in (1, 3, 4):
-            raise ValueError(
+            raise SettingError(
                 "color_jitter must be one value, or one each for brightness, contrast, "
                 f"saturation and, if it is to change, hue, got {len(jitter)} values"
             )
         if jitter is not None and len(jitter) == 4 and jitter[3] > 0.5:
-            raise ValueError(f"color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}")
+            raise SettingError(f"color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}")
         for name in ("color_jitter", "color_jitter_prob"):
             value = getattr(self, name)
             if value is not None and self.aa is not None and "3a" not in self.aa:
-                raise ValueError(
+                raise SettingError(
                     f"{name} must be left out with aa {self.aa}, which takes its place, "
                     f"got {_join(value) if name == 'color_jitter' else value}"
                 )
@@ -73,15 +74,15 @@ class Pipeline:
                 _built(self, 32, (0.5, 0.5, 0.5), True)
             except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
                 reason = " ".join(str(error).split())[:200]
-                raise ValueError(
+                raise SettingError(
                     "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4, "
                     f"v0, original or 3a, got {self.aa!r}{f' ({reason})' if reason else ''}"
                 ) from None
 
     def check_resolution(self, resolution: int) -> None:
-        """Raise ``ValueError`` if timm's blur, 23 pixels wide, is wider than the images."""
+        """Raise ``SettingError`` if timm's blur, 23 pixels wide, is wider than the images."""
         if self.gaussian_blur_prob and resolution < _LEAST_BLURRED:
-            raise ValueError(
+            raise SettingError(
                 f"gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
                 f"got {self.gaussian_blur_prob:g} at {resolution} px"
             )
@@ -132,7 +133,7 @@ def image_seeds(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> lis
 
 
 def _check_sections(policy: str) -> None:
-    """Raise ``ValueError`` for the first section of a policy that timm would pass over in silence.
+    """Refuse the first section of a policy that timm would pass over in silence.
 
     It does so where a section has no digit, and takes any other name of transforms for its default.
     What else is wrong with a section, timm says itself.
@@ -142,9 +143,9 @@ def _check_sections(policy: str) -> None:
         if name == "rand" and section.startswith("t"):
             if section[1:] not in _RAND_TRANSFORMS:
                 known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
-                raise ValueError(f"transforms must be one of {known}, got section {section!r}")
+                raise SettingError(f"transforms must be one of {known}, got section {section!r}")
         elif not any(character.isdecimal() for character in section):
-            raise ValueError(f"a section must be a name and a number, got section {section!r}")
+            raise SettingError(f"a section must be a name and a number, got section {section!r}")
 
 
 @functools.lru_cache(maxsize=16)

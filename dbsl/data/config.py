@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated
 
 from dbsl.base.bounds import Within
+from dbsl.base.errors import SettingError
 from dbsl.data.augment import CropMode, EraseMode, Erasing, Pipeline, TrainInterpolation
 from dbsl.data.mixing import MixupMode
 from dbsl.data.transforms import Augment, Interpolation
@@ -102,33 +103,35 @@ class ImageConfig:
 
 
 def check_mixing(config: DataConfig) -> None:
-    """Raise ``ValueError`` unless the area of CutMix has two ends."""
+    """Raise ``SettingError`` unless the area of CutMix has two ends."""
     ends = config.cutmix_minmax
     if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
         shown = ",".join(f"{end:g}" for end in ends)
-        raise ValueError(f"cutmix_minmax must be two values, ascending, got {shown}")
+        raise SettingError(f"cutmix_minmax must be two values, ascending, got {shown}")
 
 
 def check_images(config: ImageConfig) -> None:
-    """Raise ``ValueError`` for the first setting of augmentation that does not fit the others."""
+    """Raise ``SettingError`` for the first setting of augmentation that does not fit the others."""
     pipeline = config.pipeline
     given = next((name for name, value in vars(pipeline).items() if value is not None), None)
     if given and config.augment not in (None, "timm"):
-        raise ValueError(
+        raise SettingError(
             f"{given} must go with augment timm, whose setting it is, got augment {config.augment}"
         )
     pipeline.check()
     if config.cache_gib is None and config.shuffle_block != SHUFFLE_BLOCK:
-        raise ValueError(f"shuffle_block must go with cache_gib, got {config.shuffle_block} alone")
+        raise SettingError(
+            f"shuffle_block must go with cache_gib, got {config.shuffle_block} alone"
+        )
     if config.reprob and config.augment == "none":
-        raise ValueError(f"reprob must be 0 with augment none, got {config.reprob:g}")
+        raise SettingError(f"reprob must be 0 with augment none, got {config.reprob:g}")
     if not config.reprob and (config.remode != "const" or config.recount != 1):
         name = "remode" if config.remode != "const" else "recount"
-        raise ValueError(f"{name} must go with reprob, got {getattr(config, name)} with reprob 0")
+        raise SettingError(f"{name} must go with reprob, got {getattr(config, name)} with reprob 0")
     for name in ("mean", "std"):
         values = getattr(config, name)
         if values is not None and len(values) not in (1, 3):
-            raise ValueError(f"{name} must be 1 or 3 values, got {len(values)}")
+            raise SettingError(f"{name} must be 1 or 3 values, got {len(values)}")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from dbsl.base.cores import cores_of_process
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import generator
 from dbsl.data.augment import Erasing, Pipeline
@@ -204,7 +205,7 @@ def load_data(
         shuffle_block: Images that are then shuffled together.
 
     Raises:
-        ValueError: If the dataset, a column, a label or a number of samples is not to be had.
+        SettingError: If the dataset, a column, a label or a number of samples is not to be had.
     """
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -301,7 +302,7 @@ def _hold_out(
 ) -> tuple[ImageSplit, ImageSplit]:
     """Cut a stratified share, rounded up, off train; return both."""
     if len(train) < 2:
-        raise ValueError(f"dataset must have 2 images or more to hold some out, got {len(train)}")
+        raise SettingError(f"dataset must have 2 images or more to hold some out, got {len(train)}")
     size = min(math.ceil(round(share * len(train), 6)), len(train) - 1)
     held_out = stratified_subset(train.labels, size, rng)
     return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)
@@ -313,7 +314,7 @@ def _subset(
     if size is None:
         return split
     if not 1 <= size <= len(split):
-        raise ValueError(f"{setting} must be in [1, {len(split)}], got {size}")
+        raise SettingError(f"{setting} must be in [1, {len(split)}], got {size}")
     return split.select(stratified_subset(split.labels, size, rng))
 
 

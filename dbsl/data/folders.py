@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 
 datasets = lazy_import("datasets")
@@ -33,7 +34,7 @@ def read_class_folders(
     ``test/`` of a competition does. The splits as deep as `train` are then read by themselves.
 
     Raises:
-        ValueError: If the training images do not lie in two class folders or more.
+        SettingError: If the training images do not lie in two class folders or more.
     """
     path = Path(dataset).expanduser()
     depth = {name: len(_files(table.select([0]))[0].parts) for name, table in tables.items()}
@@ -43,7 +44,7 @@ def read_class_folders(
         found = datasets.load_dataset(str(path), data_files={n: patterns[n] for n in labelled})
         tables = tables | {name: table.with_format(None) for name, table in found.items()}
     if "label" not in tables[train].features or None in tables[train].unique("label"):
-        raise ValueError(
+        raise SettingError(
             f"dataset must have a folder of images for each of two classes or more, or {_TABLE}; "
             f"got {_place(_files(tables[train]))}{hint_on_tables(dataset)}"
         )

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from dbsl.base.errors import ReadError
+from dbsl.base.errors import ReadError, SettingError
 from dbsl.base.files import put_in_place
 from dbsl.base.lazy import lazy_import
 
@@ -136,7 +136,7 @@ class GroupCache:
                 self._write(path, write)
                 return path
             except Exception as error:  # libraries that read from anywhere raise anything
-                refused = type(error) is ValueError  # not pyarrow's, which is a kind of it
+                refused = isinstance(error, SettingError)  # not pyarrow's, which is a kind of it
                 if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
                 if pause is None:

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.data.crops import cut, upright
 from dbsl.data.loader_processes import end_with_parent, process_context, start_server
@@ -183,11 +184,11 @@ class ImageLoader(ImageSource):
 
 
 def check_bad(bad: Mapping[int, str], most: int, split: ImageSplit) -> None:
-    """Raise ``ValueError`` if more images of a split are bad than may be."""
+    """Raise ``SettingError`` if more images of a split are bad than may be."""
     if len(bad) > most:
         row, reason = next(reversed(bad.items()))
         rows = ", ".join(map(str, sorted(bad)[:20])) + (", ..." if len(bad) > 20 else "")
-        raise ValueError(
+        raise SettingError(
             f"max_bad_images must be at least the images that cannot be decoded, got {most} and "
             f"{len(bad)} such in split {split.name!r} so far (rows {rows}; "
             f"{split.describe_bad(row, reason)})"
@@ -200,10 +201,10 @@ def _without_gaps(
     """Return what was decoded of a batch; a single image is repeated, for the sake of batch norm.
 
     Raises:
-        ValueError: If there is none.
+        SettingError: If there is none.
     """
     if not len(samples):
-        raise ValueError(f"a batch must have an image that can be decoded, got {len(wanted)} bad")
+        raise SettingError(f"a batch must have an image that can be decoded, got {len(wanted)} bad")
     if len(samples) == 1 < len(wanted):
         return samples.repeat(2), images.repeat(2, 1, 1, 1)
     return samples, images
@@ -266,7 +267,7 @@ class ImageSplit:
         roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
         place = os.path.abspath(path.rpartition("::")[2].removeprefix("file://"))
         if not any(place.startswith(os.path.join(os.path.abspath(r), "")) for r in roots):
-            raise ValueError(f"path must lie inside the dataset's folder, got {path}")
+            raise SettingError(f"path must lie inside the dataset's folder, got {path}")
 
     def __getitem__(self, request: _Request) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
         """Return a whole batch: images, uint8 [b, 3, R, R], which they are, int64 [b], the others.

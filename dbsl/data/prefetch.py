@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dbsl.base.errors import ReadError
+from dbsl.base.errors import ReadError, SettingError
 from dbsl.data.group_cache import GroupCache
 from dbsl.data.sharded import ShardedSplit
 
@@ -29,7 +29,7 @@ class Prefetch:
         ahead: Batches that may be waited for before the first of them is through.
 
     Raises:
-        ValueError: If the process may not hold what it needs at a time.
+        SettingError: If the process may not hold what it needs at a time.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Prefetch:
         self._cache.release(*(self._split.names[place] for place in held), holder=self)
 
     def _check_room(self, batches: int, ahead: int) -> None:
-        """Raise ``ValueError`` unless what batches need at a time may be held."""
+        """Raise ``SettingError`` unless what batches need at a time may be held."""
         change = np.zeros(batches + ahead + 2, np.int64)
         np.add.at(change, self._first[self._queue], self._split.weights[self._queue])
         np.add.at(change, self._last[self._queue] + ahead + 1, -self._split.weights[self._queue])
@@ -168,10 +168,10 @@ class Prefetch:
             self._cache.release(*(split.names[place] for place in new), holder=self)
 
 
-def too_small(needed: int, cache: GroupCache, why: str = "") -> ValueError:
+def too_small(needed: int, cache: GroupCache, why: str = "") -> SettingError:
     """Return what to say of a cache in which a process may hold less than it needs, bytes."""
     least, given = needed * cache.processes / 2**30, cache.limit / 2**30
     digits = 2 - int(np.floor(np.log10(least)))
     least = np.ceil(least * 10.0**digits) / 10.0**digits  # rounded up: it is enough
     shares = f", a part for each of {cache.processes} processes" if cache.processes > 1 else ""
-    return ValueError(f"cache_gib must be at least {least:.3g}{why}{shares}, got {given:.3g}")
+    return SettingError(f"cache_gib must be at least {least:.3g}{why}{shares}, got {given:.3g}")

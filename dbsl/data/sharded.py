@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.data.images import ImageSplit
 
@@ -120,4 +121,4 @@ class ShardedSplit(ImageSplit):
     def _check_path(self, value: object) -> None:
         """Refuse an image that lies elsewhere: what a shard names may be any file, or a URL."""
         if not isinstance(value, Mapping) or value.get("bytes") is None:
-            raise ValueError("its bytes must lie in the shard")
+            raise SettingError("its bytes must lie in the shard")

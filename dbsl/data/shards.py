@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.data.sharded import ShardedSplit
@@ -100,18 +101,18 @@ def open_shards(
         keep: Returns the file of a name, written by a function unless it is there.
 
     Raises:
-        ValueError: If there are no such shards.
+        SettingError: If there are no such shards.
     """
     try:
         files = _find_files(dataset)
         train_name = next(iter(files)) if len(files) == 1 else "train"
         if train_name not in files:
-            raise ValueError(f"there is no split 'train', but {', '.join(files)}")
+            raise SettingError(f"there is no split 'train', but {', '.join(files)}")
         wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
         features = {name: _read_features(files[name][0]) for name in dict.fromkeys(wanted)}
     except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ValueError(
+        raise SettingError(
             "dataset must be parquet shards with cache_gib (a folder, a file, a URL or a hub id "
             f"that can be reached), got {dataset!r} ({reason or type(error).__name__})"
         ) from error
@@ -166,7 +167,7 @@ def _find_files(dataset: str) -> dict[str, list[tuple[str, str]]]:
         files |= {str(name): [s for s in shards if ".parquet" in Path(s[0]).suffixes]}
     files = {name: shards for name, shards in files.items() if shards}
     if not files:
-        raise ValueError("it has no parquet files")
+        raise SettingError("it has no parquet files")
     return files
 
 
@@ -218,7 +219,7 @@ def _read_one(
     with _opened(*file) as shard:
         missing = {image_column, label_column} - {*shard.schema_arrow.names}
         if missing:
-            raise ValueError(
+            raise SettingError(
                 f"dataset must have the columns {image_column!r} and {label_column!r} in all "
                 f"shards, got {file[0]} without {missing.pop()!r}"
             )

@@ -81,7 +81,7 @@ class StreamLoader(ImageLoader):
         )
 
     def check_room(self, batch: int, in_order: int = 0) -> None:
-        """Raise ``ValueError`` if the cache is too small for an epoch.
+        """Raise ``SettingError`` if the cache is too small for an epoch.
 
         Args:
             batch: Images of a batch in an epoch's order, at most.

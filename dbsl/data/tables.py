@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.data.folders import hint_on_tables, is_image_folder, listed, read_class_folders
@@ -33,7 +34,7 @@ def open_labelled(
     tables = _open_tables(dataset)
     train_name = next(iter(tables)) if len(tables) == 1 else "train"
     if train_name not in tables:
-        raise ValueError(f"dataset must have a split 'train' or only one, got {list(tables)}")
+        raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
     if is_image_folder(dataset, tables):
         tables = read_class_folders(dataset, tables, train_name)
     image_column, label_column = choose_columns(
@@ -54,7 +55,7 @@ def choose_columns(
 ) -> tuple[str, str]:
     """Return the columns of the images and of the labels."""
     if not any(isinstance(feature, datasets.Image) for feature in features.values()):
-        raise ValueError(
+        raise SettingError(
             f"dataset must have a column of images, got columns {_columns(features)}"
             f"{hint_on_tables(dataset)}"
         )
@@ -81,7 +82,7 @@ def label_splits(
     """
     values = _read_labels(tables[train_name], label_column)
     if values is None:
-        raise ValueError(
+        raise SettingError(
             f"label_column must have a label in every row, got {label_column!r} with null or -1 "
             f"in split {train_name!r}"
         )
@@ -103,7 +104,7 @@ def label_splits(
             logger.warning("split %r of %r has no training class and is left out", name, dataset)
             continue
         if tables[name].features[label_column] != feature:
-            raise ValueError(
+            raise SettingError(
                 f"label_column must be of one type in all splits, got {label_column!r}, whose type "
                 f"or classes in split {name!r} are not those in {train_name!r}"
             )
@@ -121,7 +122,7 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
         if not path.exists() and (kind == "file" or not HUB_ID.fullmatch(dataset)):
             raise FileNotFoundError(f"the {kind} does not exist")
         if kind == "folder" and path.is_file():  # `datasets` would take it for a hub id
-            raise ValueError("it is a file whose name does not end in .parquet")
+            raise SettingError("it is a file whose name does not end in .parquet")
         if kind == "file":
             found = datasets.load_dataset("parquet", data_files=str(path))
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
@@ -135,10 +136,10 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
             found = {"train": found}
         tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
         if not tables:
-            raise ValueError("it has no rows")
+            raise SettingError("it has no rows")
     except Exception as error:  # no network, no such name, a broken file: datasets raises all kinds
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ValueError(
+        raise SettingError(
             "dataset must be 'digits', a folder, a parquet file or a hub id that can be reached, "
             f"got {dataset!r} ({reason})"
         ) from error
@@ -168,7 +169,7 @@ def _check_saved(folder: Path) -> None:
         state = json.loads((split / "state.json").read_text(encoding="utf-8"))
         for file in [split / entry["filename"] for entry in state["_data_files"]]:
             if not os.path.abspath(file).startswith(inside):
-                raise ValueError(f"its data files must lie inside the folder, got {file}")
+                raise SettingError(f"its data files must lie inside the folder, got {file}")
 
 
 def _digits() -> datasets.Dataset:
@@ -189,7 +190,7 @@ def _choose_image_column(features: datasets.Features, chosen: str | None) -> str
     if chosen is None and len(images) == 1:
         return images[0]
     if chosen not in images:
-        raise ValueError(f"image_column must be one of {images}, got {chosen!r}")
+        raise SettingError(f"image_column must be one of {images}, got {chosen!r}")
     return chosen
 
 
@@ -201,7 +202,7 @@ def _choose_label_column(features: datasets.Features, chosen: str | None) -> str
         elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
             sizes[name] = 0
     if not sizes:
-        raise ValueError(
+        raise SettingError(
             f"dataset must have a column of labels, whole numbers or text, got columns "
             f"{_columns(features)}"
         )
@@ -213,7 +214,7 @@ def _choose_label_column(features: datasets.Features, chosen: str | None) -> str
         chosen = next((name for name in _LABEL_COLUMNS if name in sizes), None)
     if chosen not in sizes:
         kind = f" of {features[chosen].dtype}" if chosen in features else ""
-        raise ValueError(f"label_column must be one of {list(sizes)}, got {chosen!r}{kind}")
+        raise SettingError(f"label_column must be one of {list(sizes)}, got {chosen!r}{kind}")
     return chosen
 
 
@@ -239,7 +240,7 @@ def encode_labels(values: np.ndarray, classes: np.ndarray, split: str) -> np.nda
     labels = np.searchsorted(classes, values).clip(max=len(classes) - 1)
     unknown = values[classes[labels] != values]
     if len(unknown):
-        raise ValueError(
+        raise SettingError(
             f"labels of split {split!r} must be among the {len(classes)} classes of the training "
             f"split, got {unknown.tolist()[0]!r}"
         )

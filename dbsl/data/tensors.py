@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dbsl.base.errors import SettingError
 from dbsl.data.sources import Batch
 from dbsl.data.transforms import to_device
 from dbsl.plan.stages import NO_SIDE
@@ -53,7 +54,7 @@ class TensorData:
         name: Name of the data, in the settings and the run folder.
 
     Raises:
-        ValueError: If a dataset is empty, or a sample is not of the shape and type of the first.
+        SettingError: If a dataset is empty, or a sample is not of the shape and type of the first.
     """
 
     train: Any
@@ -66,7 +67,7 @@ class TensorData:
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+            raise SettingError(f"num_classes must be at least 2, got {self.num_classes}")
         first = None
         for split in ("train", "evaluation"):
             samples = getattr(self, split)
@@ -102,23 +103,23 @@ def _read(
             sample, label = dataset[number]
             label = int(label)
         except (TypeError, ValueError) as error:
-            raise ValueError(
+            raise SettingError(
                 f"{split} must give a pair of a tensor and a whole number for each sample, "
                 f"got sample {number}, which is none ({error})"
             ) from None
         if not isinstance(sample, Tensor):
-            raise ValueError(
+            raise SettingError(
                 f"{split} must have tensors for inputs, got {type(sample).__name__} "
                 f"in sample {number}"
             )
         first = sample if first is None else first
         if (sample.shape, sample.dtype) != (first.shape, first.dtype):
-            raise ValueError(
+            raise SettingError(
                 f"{split} must have inputs of one shape and type, {_kind(first)} as the first, "
                 f"got {_kind(sample)} in sample {number}"
             )
         if not 0 <= label < classes:
-            raise ValueError(
+            raise SettingError(
                 f"{split} must have labels in [0, {classes}), got {label} in sample {number}"
             )
         inputs.append(sample)
@@ -132,7 +133,7 @@ def _length(dataset: Any, split: str) -> int:
     except TypeError:
         length = 0
     if not length:
-        raise ValueError(
+        raise SettingError(
             f"{split} must be a map-style dataset with samples, got {type(dataset).__name__} "
             "without any"
         )

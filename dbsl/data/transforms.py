@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from dbsl.base.errors import SettingError
 from dbsl.base.seeds import sample_uniforms, stream_seed
 from dbsl.data.augment import Erasing, Pipeline, image_seeds
 from dbsl.data.crops import DRAWS, centre_boxes, random_boxes, whole_boxes
@@ -78,9 +79,9 @@ class Transform:
 
     def __post_init__(self) -> None:
         if self.resolution < 1:
-            raise ValueError(f"resolution must be at least 1, got {self.resolution}")
+            raise SettingError(f"resolution must be at least 1, got {self.resolution}")
         if self.augment not in get_args(Augment):
-            raise ValueError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
+            raise SettingError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
         if self.augment == "timm":
             self.pipeline.check_resolution(self.resolution)
 

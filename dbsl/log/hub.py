@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from dbsl.base.errors import in_line
+from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
@@ -47,7 +47,7 @@ def check_hub(config: RunConfig, accelerator: Accelerator) -> None:
     """Make the repository that a run will be pushed to, unless it is there, before any training.
 
     Raises:
-        ValueError: On every process, if it is not this user's to write to, or the hub cannot be
+        SettingError: On every process, if it is not this user's to write to, or the hub cannot be
             reached.
     """
     repo_id, error = config.push_to_hub, ""
@@ -59,7 +59,7 @@ def check_hub(config: RunConfig, accelerator: Accelerator) -> None:
             user = hub.whoami()
             own = [user["name"], *(group["name"] for group in user.get("orgs", ()))]
             if "/" in repo_id and repo_id.partition("/")[0] not in own:
-                raise ValueError(f"this user writes to {', '.join(own)}")
+                raise SettingError(f"this user writes to {', '.join(own)}")
             hub.create_repo(repo_id, exist_ok=True)
         except Exception as reason:  # network, hub or name: many types
             error = (
@@ -67,14 +67,14 @@ def check_hub(config: RunConfig, accelerator: Accelerator) -> None:
                 f"({in_line(reason)})"
             )
     if error := share_text(error, accelerator):
-        raise ValueError(error)
+        raise SettingError(error)
 
 
 def push_run(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
     """Upload a finished run's model, card, settings and figures, if it is to be pushed.
 
     Raises:
-        ValueError: On the main process, if it fails; the folder is as it was.
+        SettingError: On the main process, if it fails; the folder is as it was.
     """
     repo_id = config.push_to_hub
     if repo_id is None or not accelerator.is_main_process:
@@ -87,7 +87,7 @@ def push_run(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
             commit_message=f"Run {folder.name}",
         )
     except Exception as reason:
-        raise ValueError(
+        raise SettingError(
             f"push_to_hub failed for {repo_id} ({in_line(reason)}); the run is whole in {folder}; "
             f"to try again: --resume {folder} --push-to-hub {repo_id}"
         ) from reason

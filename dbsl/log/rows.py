@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
 from dbsl.plan.turns import RoundReport, StepLine
@@ -31,7 +32,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     behind it tells of: no weights came of it, and its samples were trained on again.
 
     Raises:
-        ValueError: If another line is not JSON; the message names it.
+        SettingError: If another line is not JSON; the message names it.
     """
     records = []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -41,7 +42,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise ValueError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
+            raise SettingError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
     records = _without_undone(records)
     return [in_code(record) for record in records] if first_epoch(records) else records
 

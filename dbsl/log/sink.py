@@ -25,7 +25,7 @@ class Sink:
         keep_bytes: Bytes of metrics.jsonl to go on behind.
 
     Raises:
-        ValueError: If the file is shorter than that.
+        SettingError: If the file is shorter than that.
     """
 
     def __init__(self, folder: Path, keep_bytes: int = 0) -> None:

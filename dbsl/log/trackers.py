@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.tracking import filter_trackers, get_available_trackers
 from accelerate.utils import LoggerType
 
+from dbsl.base.errors import SettingError
 from dbsl.log.charts import THOUSANDTHS
 from dbsl.log.workspace import how_to, make_first_view
 
@@ -24,7 +25,7 @@ PROJECT = "dbsl"
 
 
 def check_tracker(report_to: str) -> None:
-    """Raise ``ValueError`` unless it names installed trackers of Accelerate's, or ``none``."""
+    """Raise ``SettingError`` unless it names installed trackers of Accelerate's, or ``none``."""
     tracker_names(report_to)
 
 
@@ -32,7 +33,7 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
     """Return the trackers that a setting names, each once; of ``all`` those that are installed.
 
     Raises:
-        ValueError: If it names one that Accelerate does not know, or that is not installed.
+        SettingError: If it names one that Accelerate does not know, or that is not installed.
     """
     installed = tuple(map(str, get_available_trackers()))
     known = sorted({*map(str, LoggerType)} - {"all"})
@@ -41,12 +42,12 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
         return installed if names == ("all",) else ()
     for name in names:
         if name not in known:
-            raise ValueError(
+            raise SettingError(
                 f"report_to must be none, all or trackers ({', '.join(known)}) with commas "
                 f"between, got {name!r}"
             )
         if name not in installed:
-            raise ValueError(
+            raise SettingError(
                 f"report_to must name an installed tracker, got {name!r} (pip install {name})"
             )
     return names

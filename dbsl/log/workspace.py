@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from dbsl.base.errors import one_line_errors
+from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.log.charts import OVERLAID
 from dbsl.log.rows import STEPS, WORKERS
 
@@ -25,9 +25,9 @@ def main() -> None:
     """Make the view of the project that the command line names, and print its address."""
     names = sys.argv[1:]
     if len(names) != 1 or [bool(part) for part in names[0].split("/")] != [True, True]:
-        raise ValueError(f"the project must be given as ENTITY/PROJECT, got {' '.join(names)!r}")
+        raise SettingError(f"the project must be given as ENTITY/PROJECT, got {' '.join(names)!r}")
     if not is_installed():
-        raise ValueError("wandb-workspaces must be installed (pip install wandb-workspaces)")
+        raise SettingError("wandb-workspaces must be installed (pip install wandb-workspaces)")
     print(view(*names[0].split("/")).save().url)
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from dbsl.base.errors import SettingError
 from dbsl.base.flags import parse_flags
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         floors = floors * len(slopes) if len(floors) == 1 else floors
         for name, values in (("intercept", arguments.intercept), ("floor", floors)):
             if len(values) != len(slopes):
-                raise ValueError(
+                raise SettingError(
                     f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
                 )
         plan = plan_dual_batch(
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             factor=arguments.update_factor,
             rounding=arguments.rounding,
         )
-    except ValueError as error:
+    except SettingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if arguments.json:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from dbsl.base.bounds import Within
+from dbsl.base.errors import SettingError
 from dbsl.plan.follow import Balance
 from dbsl.plan.stages import LrScaling, LrSchedule, ResetMomentum, Schedule
 from dbsl.plan.types import Rounding, UpdateFactor
@@ -152,12 +153,12 @@ class StageConfig:
 
 
 def check_curve(config: StageConfig) -> None:
-    """Raise ``ValueError`` unless the learning rate ends below its peak, and after warm-up."""
+    """Raise ``SettingError`` unless the learning rate ends below its peak, and after warm-up."""
     if config.lr is not None and config.min_lr > config.lr:
-        raise ValueError(f"min_lr must be at most lr ({config.lr:g}), got {config.min_lr:g}")
+        raise SettingError(f"min_lr must be at most lr ({config.lr:g}), got {config.min_lr:g}")
     left = config.epochs - (config.warmup_epochs or 0)
     if config.cooldown_epochs and config.cooldown_epochs >= left:
-        raise ValueError(
+        raise SettingError(
             f"cooldown_epochs must be below the {left:g} epochs after the warm-up, "
             f"got {config.cooldown_epochs:g}"
         )

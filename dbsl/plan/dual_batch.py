@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
 from dbsl.plan.solve import (
     SmallBatch,
@@ -97,7 +98,7 @@ def plan_dual_batch(
         least: Samples that each worker has in a round at least, however slow it is.
 
     Raises:
-        ValueError: If a setting is outside its bound; the message names both.
+        SettingError: If a setting is outside its bound; the message names both.
         NoPlanError: If the time model leaves no small batch.
     """
     machines = Machines.of(workers, large_batch_size, time_model)
@@ -185,22 +186,22 @@ def count_workers(
     samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
 
     Raises:
-        ValueError: If a count does not match the processes or the other count.
+        SettingError: If a count does not match the processes or the other count.
     """
     if processes == 1:
         if dedicated_server:
-            raise ValueError("dedicated_server must have at least 2 processes, got 1")
+            raise SettingError("dedicated_server must have at least 2 processes, got 1")
         unlike = says_unlike(small_ratio, small_workers, local_batch_sizes)
         total = workers if workers is not None else 4 if unlike else 1
     else:
         total = processes - dedicated_server
         if workers not in (None, total):
             what = "processes less the dedicated server" if dedicated_server else "processes"
-            raise ValueError(f"workers must equal the number of {what} ({total}), got {workers}")
+            raise SettingError(f"workers must equal the number of {what} ({total}), got {workers}")
     if small_workers is None:
         small_workers = max(1, round_half_up(small_ratio * total)) if small_ratio > 0 else 0
     if small_workers > total:
-        raise ValueError(
+        raise SettingError(
             f"small_workers must be at most the workers ({total}), got {small_workers}"
         )
     return total, small_workers
@@ -248,19 +249,19 @@ def plan_with_fallback(
 
 def _check_counts(samples: int, workers: int, small_workers: int, rounds: int) -> None:
     if samples < workers:
-        raise ValueError(
+        raise SettingError(
             f"samples must be at least the number of workers ({workers}), got {samples}"
         )
     if not 0 <= small_workers <= workers:
-        raise ValueError(f"small_workers must be in [0, workers={workers}], got {small_workers}")
+        raise SettingError(f"small_workers must be in [0, workers={workers}], got {small_workers}")
     if rounds < 1:
-        raise ValueError(f"rounds_per_epoch must be at least 1, got {rounds}")
+        raise SettingError(f"rounds_per_epoch must be at least 1, got {rounds}")
 
 
 def _check_one_given(**goals: float | None) -> None:
     given = [name for name, value in goals.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(
+        raise SettingError(
             f"time_ratio, small_batch_size and small_share must not be given together: the others "
             f"follow from one, got {' and '.join(given)}"
         )

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 
 
@@ -81,19 +82,19 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
     """Return factors by worker from ``("0:2.0", "3:1.5")``.
 
     Raises:
-        ValueError: If a value is none such, a worker does not exist or a factor is below 1.
+        SettingError: If a value is none such, a worker does not exist or a factor is below 1.
     """
     factors: dict[int, float] = {}
     for value in values:
         worker, _, factor = str(value).partition(":")
         if not worker.isdecimal() or not _is_number(factor):
-            raise ValueError(
+            raise SettingError(
                 f"slowdown must be worker:factor (in YAML in quotes), such as 0:2.0, got {value}"
             )
         if int(worker) >= workers:
-            raise ValueError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
+            raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
         if not 1 <= float(factor) < math.inf:
-            raise ValueError(
+            raise SettingError(
                 f"slowdown must be a factor of at least 1, got {factor} for worker {worker}"
             )
         factors[int(worker)] = float(factor)
@@ -104,7 +105,7 @@ def parse_disturb(value: str) -> Disturbance:
     """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, such as ``0.1:4-20``.
 
     Raises:
-        ValueError: If the value is none such or a number is out of its range.
+        SettingError: If the value is none such or a number is out of its range.
     """
     probability, _, rest = value.partition(":")
     epochs, _, factor = rest.partition(":")
@@ -112,18 +113,18 @@ def parse_disturb(value: str) -> Disturbance:
     longest, factor = longest or shortest, factor or "2"
     numeric = _is_number(probability) and _is_number(factor)
     if not (numeric and shortest.isdecimal() and longest.isdecimal()):
-        raise ValueError(
+        raise SettingError(
             "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3, "
             f"got {value}"
         )
     found = Disturbance(float(probability), int(shortest), int(longest), float(factor))
     if not (0 <= found.probability <= 1 and 1 <= found.shortest <= found.longest):
-        raise ValueError(
+        raise SettingError(
             "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
             f"got {value}"
         )
     if not 1 <= found.factor < math.inf:
-        raise ValueError(f"disturb must have a factor of at least 1, got {factor}")
+        raise SettingError(f"disturb must have a factor of at least 1, got {factor}")
     return found
 
 

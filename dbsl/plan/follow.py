@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts
 from dbsl.plan.members import Members
 from dbsl.plan.speeds import SpeedEstimate, predicted_time_s, proportional_parts
@@ -168,7 +169,7 @@ class Planner:
         """Plan without workers that are not there when the run begins.
 
         Raises:
-            ValueError: If there is no plan without them.
+            SettingError: If there is no plan without them.
         """
         active = self._active - set(workers)
         self._plan_for(active, self._plans_of(active))
@@ -187,10 +188,10 @@ class Planner:
             has changed.
 
         Raises:
-            ValueError: If there is no plan with it; then nothing has changed.
+            SettingError: If there is no plan with it; then nothing has changed.
         """
         if not 0 <= worker < len(self._speeds) or worker in members.active:
-            raise ValueError(
+            raise SettingError(
                 f"a worker that joins must be one of {len(self._speeds)} and not there, "
                 f"got worker {worker}"
             )
@@ -222,7 +223,7 @@ class Planner:
             its part of the rounds that it had not pushed and that keep their plan.
 
         Raises:
-            ValueError: If there is no plan without it.
+            SettingError: If there is no plan without it.
         """
         left, clock = members.without(worker), members.clocks[worker]
         others = self._plans_of(left.active)
@@ -274,7 +275,7 @@ class Planner:
         if current.keys() != self.current.keys() or any(
             len(plan.workers) != len(self._speeds) for plan in plans
         ):
-            raise ValueError(f"plans must be of {len(self._speeds)} workers at each resolution")
+            raise SettingError(f"plans must be of {len(self._speeds)} workers at each resolution")
         self.current, self.fixed, self._segments = current, fixed, segments
         asked = state.get("asked", {})  # older checkpoints have none of these three
         self._asked = {e: int(asked.get(e, rows[-1].first_round)) for e, rows in segments.items()}
@@ -301,7 +302,7 @@ class Planner:
         """Return each resolution's plan for these workers and the planned time models."""
         try:
             plans = {r: self._without(r, active) for r in self.current}
-        except ValueError:
+        except SettingError:
             for resolution in self.current:  # what makes plans remembers for whom
                 self._without(resolution, self._active)
             raise
@@ -331,7 +332,7 @@ class Planner:
                 return self._proportional(resolution, plan)
             models = self.estimates(resolution)
             candidate = self._replan(resolution, models)
-        except ValueError:  # the estimates leave no plan
+        except SettingError:  # the estimates leave no plan
             return plan
         now, then = (predicted_time_s(p, models) for p in (plan, candidate))
         band = DEAD_BAND

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.dual_batch import merge_weights
 from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
 from dbsl.plan.sampler import steps_of_epoch
@@ -39,7 +40,7 @@ def plan_steps(
         least: Least samples of a part, unless it is empty.
 
     Raises:
-        ValueError: If sizes and workers do not match, a size is below `least` or the samples do
+        SettingError: If sizes and workers do not match, a size is below `least` or the samples do
             not make one global batch.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
@@ -76,14 +77,14 @@ def plan_steps(
 
 def _check_sizes(sizes: np.ndarray, workers: int, samples: int, least: int) -> None:
     if len(sizes) != workers:
-        raise ValueError(
+        raise SettingError(
             f"local_batch_sizes must have one value per worker ({workers}), got {len(sizes)} values"
         )
     if sizes.min() < least:
         why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
-        raise ValueError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
+        raise SettingError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
     if sizes.sum() > samples:
-        raise ValueError(
+        raise SettingError(
             f"local_batch_sizes must sum to at most the {samples} training samples, "
             f"got {sizes.sum()} in all"
         )
@@ -92,7 +93,7 @@ def _check_sizes(sizes: np.ndarray, workers: int, samples: int, least: int) -> N
 def check_parts(
     samples: int, global_batch_size: int, workers: int, *, least: int, drop_last: bool
 ) -> None:
-    """Raise ``ValueError`` if a worker may have no samples in a joint step.
+    """Raise ``SettingError`` if a worker may have no samples in a joint step.
 
     Batch norm over all workers is an exchange inside the forward pass, which each must take.
 
@@ -105,7 +106,7 @@ def check_parts(
     """
     size = samples // steps_of_epoch(samples, global_batch_size)
     if not drop_last and size < workers * least:
-        raise ValueError(
+        raise SettingError(
             f"drop_last must be true with sync_batch_norm where a joint step has {size} samples "
             f"for {workers} workers, which need {least} each, got false"
         )

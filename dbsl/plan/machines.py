@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.plan.types import NoPlanError, TimeModel
 
@@ -34,19 +35,19 @@ class Machines:
         """Return the machines of `workers` workers from one value for all, or one for each.
 
         Raises:
-            ValueError: If a number of values is neither, or a batch size is below 1.
+            SettingError: If a number of values is neither, or a batch size is below 1.
         """
         if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
+            raise SettingError(f"workers must be at least 1, got {workers}")
         models = [time_model] if isinstance(time_model, TimeModel) else list(time_model)
         limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
         for name, count in (("large_batch_size", len(limits)), ("slope", len(models))):
             if count not in (1, workers):
-                raise ValueError(
+                raise SettingError(
                     f"{name} must have 1 value or one per worker ({workers}), got {count}"
                 )
         if limits.min() < 1:
-            raise ValueError(f"large_batch_size must be at least 1, got {limits.min()}")
+            raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
         return Machines(
             slopes=np.broadcast_to([m.slope for m in models], workers),
             intercepts=np.broadcast_to([m.intercept for m in models], workers),

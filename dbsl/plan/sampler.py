@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 from dbsl.plan.blocks import Blocks
 from dbsl.plan.split import split_batch
@@ -100,7 +101,7 @@ class EpochSampler:
         # A worker that was lost has none.
         smallest = self._shares[self._shares > 0].min(initial=self._shares.max())
         if smallest < rounds and not (start or first_round or left):
-            raise ValueError(
+            raise SettingError(
                 f"rounds must be at most the smallest share ({smallest}), got {rounds}"
             )
         self._left, self._repeats, self._blocks = tuple(left), repeats, blocks

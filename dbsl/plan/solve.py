@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.machines import Machines, largest_remainder
 from dbsl.plan.split import bounded_split
 from dbsl.plan.types import NoPlanError, TimeModel
@@ -62,18 +63,18 @@ class SmallBatch:
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
         if small_share is not None:
             if large_part == 0:
-                raise ValueError("small_share must leave some workers large, got only small ones")
+                raise SettingError("small_share must leave some workers large, got only small ones")
             if not 0 < small_share < 1 - large_part:
-                raise ValueError(
+                raise SettingError(
                     f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers "
                     f"would take in large batches), got {small_share:g}"
                 )
             return (1 - small_share) / large_part
         ratio = DEFAULT_TIME_RATIO if time_ratio is None else time_ratio
         if not (math.isfinite(ratio) and ratio > 1):
-            raise ValueError(f"time_ratio must be above 1, got {ratio}")
+            raise SettingError(f"time_ratio must be above 1, got {ratio}")
         if ratio * large_part >= 1:
-            raise ValueError(
+            raise SettingError(
                 f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
                 f"all samples), got {ratio}{self._nearest(self.min_batch_size)}"
             )
@@ -127,7 +128,7 @@ class SmallBatch:
         large = to_integer(large_part)
         rest = samples - large * (workers - small_workers)
         if rest < small_workers:
-            raise ValueError(
+            raise SettingError(
                 f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
                 f"{self._nearest(self.min_batch_size)}"
             )
@@ -222,7 +223,7 @@ def fit_rounds(
         )
     if shares.min() < rounds or (sizes > shares // rounds).any():
         slowest = int(shares.argmin())
-        raise ValueError(
+        raise SettingError(
             f"samples must leave each worker at least one per round ({rounds} a worker and epoch), "
             f"got {samples} over {len(shares)} workers, {shares[slowest]} for worker {slowest}"
         )
@@ -243,7 +244,7 @@ def batch_sizes(
     if small_workers:
         highest = int(limits[:small_workers].max())
         if not 1 <= batch <= highest:
-            raise ValueError(
+            raise SettingError(
                 f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
             )
         sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
@@ -262,9 +263,9 @@ def check_fits(
     """Refuse batches above what an equal worker has in a round; a solved one is then no plan."""
     checks = []
     if small_workers < len(shares):
-        checks.append(("large_batch_size", large, shares[-1], ValueError))
+        checks.append(("large_batch_size", large, shares[-1], SettingError))
     if small_workers:
-        kind = ValueError if given else NoPlanError
+        kind = SettingError if given else NoPlanError
         checks.append(("small_batch_size", small, shares[small_workers - 1], kind))
     for name, batch, share, kind in checks:
         limit = int(share) // rounds

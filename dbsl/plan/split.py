@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.plan.machines import Machines, largest_remainder
 
@@ -82,7 +83,7 @@ def balanced_sizes(
     T is at least the highest of them with any sizes.
 
     Raises:
-        ValueError: If the workers cannot hold the global batch, or are more than its samples.
+        SettingError: If the workers cannot hold the global batch, or are more than its samples.
     """
     slopes, intercepts = machines.slopes, machines.intercepts
     workers = len(slopes)
@@ -127,9 +128,9 @@ def balanced_sizes(
 def check_global_batch(
     global_batch_size: int, workers: int, limits: np.ndarray, least: int = 1
 ) -> None:
-    """Raise ``ValueError`` unless each worker can have `least` samples of the global batch."""
+    """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
     if not least * workers <= global_batch_size <= int(limits.sum()):
-        raise ValueError(
+        raise SettingError(
             f"global_batch_size must be in [{least * workers}, {limits.sum()}], {least} a worker "
             f"up to what all workers hold, got {global_batch_size}"
         )

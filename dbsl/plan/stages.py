@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dbsl.base.errors import SettingError
+
 Schedule = Literal["cyclic", "progressive", "fixed"]
 LrSchedule = Literal["step", "cosine", "poly"]
 LrScaling = Literal["none", "sqrt", "linear"]
@@ -88,7 +90,7 @@ def make_stages(
         gamma: Factor on the stages' learning rate at each milestone.
 
     Raises:
-        ValueError: If an argument is outside its bound; the message names both.
+        SettingError: If an argument is outside its bound; the message names both.
     """
     bounds = [0, *milestones, epochs]
     _check_schedule(bounds, resolutions, dropout)
@@ -123,13 +125,13 @@ def _check_schedule(
     check_resolutions(resolutions)
     _, *milestones, epochs = bounds
     if epochs < 1:
-        raise ValueError(f"epochs must be at least 1, got {epochs}")
+        raise SettingError(f"epochs must be at least 1, got {epochs}")
     if any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(
+        raise SettingError(
             f"lr_milestones must ascend inside (0, epochs={epochs}), got {_join(milestones)}"
         )
     if len(dropout) not in (1, len(resolutions)):
-        raise ValueError(
+        raise SettingError(
             f"dropout must have 1 value or one per resolution ({len(resolutions)}), "
             f"got {len(dropout)} values"
         )
@@ -152,16 +154,16 @@ def unused_resolutions(
 
 
 def check_resolutions(resolutions: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless the resolutions are one or more positive, ascending sides.
+    """Raise ``SettingError`` unless the resolutions are one or more positive, ascending sides.
 
     `NO_SIDE` alone passes, too: whoever loads images refuses it.
     """
     if tuple(resolutions) == (NO_SIDE,):
         return
     if not resolutions:
-        raise ValueError("resolutions must name at least one image side in pixels, got none")
+        raise SettingError("resolutions must name at least one image side in pixels, got none")
     if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):
-        raise ValueError(f"resolutions must be positive and ascend, got {_join(resolutions)}")
+        raise SettingError(f"resolutions must be positive and ascend, got {_join(resolutions)}")
 
 
 def stage_at(stages: Sequence[Stage], epoch: int) -> Stage:

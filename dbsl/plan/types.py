@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts, as_numbers
 
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
 
 
-class NoPlanError(ValueError):
+class NoPlanError(SettingError):
     """The settings are sound, but the time model admits no plan under them."""
 
 
@@ -33,11 +34,11 @@ class TimeModel:
         for name in ("slope", "intercept", "floor"):
             value = getattr(self, name)
             if not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number of seconds, got {value}")
+                raise SettingError(f"{name} must be a finite number of seconds, got {value}")
         if self.floor < 0:
-            raise ValueError(f"floor must be at least 0 seconds per step, got {self.floor}")
+            raise SettingError(f"floor must be at least 0 seconds per step, got {self.floor}")
         if self.slope <= 0:
-            raise ValueError(f"slope must be above 0 seconds per sample, got {self.slope}")
+            raise SettingError(f"slope must be above 0 seconds per sample, got {self.slope}")
 
     def sample_time(self, local_batch_size: float) -> float:
         """Return seconds per sample in full batches, ``a + b/x`` (the bracket of eq. 3)."""

@@ -12,6 +12,7 @@ import torch
 
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
+from dbsl.base.errors import SettingError
 from dbsl.base.flags import parse_flags
 from dbsl.model import build_model
 from dbsl.optimizer import ClipMode, check_optimizer
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     profile.memory.largest_batch(arguments.memory_limit * GIB)
         if arguments.output:
             write_profiles(arguments.output, setup, profiles)
-    except (ValueError, OSError) as error:
+    except (SettingError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if arguments.json:

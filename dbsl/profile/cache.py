@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.words import px
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
@@ -60,7 +61,7 @@ class Profiler:
             state.
 
     Raises:
-        ValueError: If the file is of another device or setup, or is no profile.
+        SettingError: If the file is of another device or setup, or is no profile.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Profiler:
                 largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
             memory = profile_memory(step, batch_sizes_to_measure(largest))
         if memory is None:
-            raise ValueError(
+            raise SettingError(
                 f"{re.sub('[ -]', '_', what)}_size must be given, got auto, but batch sizes "
                 "made no measurable difference to memory here"
             )
@@ -172,7 +173,7 @@ class Profiler:
         covers = known is not None and _covers(known, large_batch_size) and not held_out
         usable = covers and (not known.misses or self._rough or self.file is not None)
         if self.file and not usable:
-            raise ValueError(
+            raise SettingError(
                 f"profile must have {px(resolution, after=' with ')}batches up to "
                 f"{large_batch_size}, got {_contents(self._known)} in {self.file}"
             )
@@ -261,13 +262,13 @@ def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']}")
+            raise SettingError(f"format {content['format']}")
         found = content["setup"]
         profiles = {int(r): _profile(row) for r, row in content["profiles"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if not strict:
             return {}
-        raise ValueError(
+        raise SettingError(
             "profile must be a file that python -m dbsl.profile --output wrote, "
             f"got {path} ({error})"
         ) from None
@@ -275,7 +276,7 @@ def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
         ours, theirs = getattr(setup, field.name), found.get(field.name)
         if ours != theirs:
             if strict:
-                raise ValueError(
+                raise SettingError(
                     f"profile must be of this run's {field.name} {ours!r}, got {theirs!r} in {path}"
                 )
             return {}

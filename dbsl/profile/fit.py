@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.types import TimeModel
 
 TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
@@ -31,11 +32,11 @@ def fit_time_model(
         errors: Standard errors of the times, relative to them.
 
     Raises:
-        ValueError: If a time is not a finite number above 0.
+        SettingError: If a time is not a finite number above 0.
     """
     x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
     if not (np.isfinite(t) & (t > 0)).all():
-        raise ValueError(f"step times must be finite and above 0 s, got {list(times_s)}")
+        raise SettingError(f"step times must be finite and above 0 s, got {list(times_s)}")
 
     def off(model: TimeModel) -> float:
         return max(abs(model.time(size, 1) / time_s - 1) for size, time_s in zip(x, t, strict=True))

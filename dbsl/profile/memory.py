@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from dbsl.base.cores import local_processes
+from dbsl.base.errors import SettingError
 
 GIB = 2**30
 CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # shares of the capacity; past the host's, it kills
@@ -57,7 +58,7 @@ class MemoryModel:
         """Return the largest batch that fits into the capacity, or into a lower limit.
 
         Raises:
-            ValueError: If not even one sample fits.
+            SettingError: If not even one sample fits.
         """
         capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
         room = capacity * (1 - self.margin) - self.reserve_bytes - self.fixed_bytes
@@ -65,7 +66,7 @@ class MemoryModel:
         if batch < 1:
             need = (self.fixed_bytes + self.reserve_bytes + self.sample_bytes) / (1 - self.margin)
             name = "memory_limit" if capacity == limit_bytes else "memory"
-            raise ValueError(
+            raise SettingError(
                 f"{name} must be at least {need / GIB:.2f} GiB for a batch of one sample "
                 f"({self.margin:.0%} stay free), got {capacity / GIB:.2f} GiB"
             )
@@ -75,7 +76,7 @@ class MemoryModel:
         """Return the largest batch that fits, 0 if not even one sample does."""
         try:
             return self.largest_batch(limit_bytes)
-        except ValueError:
+        except SettingError:
             return 0
 
     def describe(self, limit_bytes: float | None = None) -> str:
@@ -83,7 +84,7 @@ class MemoryModel:
         capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
         try:
             fits = f"batches up to {self.largest_batch(limit_bytes)} fit"
-        except ValueError:
+        except SettingError:
             fits = "no batch fits"
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
@@ -184,7 +185,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
     For devices whose allocator reports what it lacks; host memory would be overcommitted.
 
     Raises:
-        ValueError: If not even one sample fits.
+        SettingError: If not even one sample fits.
     """
     while True:
         try:
@@ -195,7 +196,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
                 raise
             if batch == 1:
                 reason = str(error).strip().partition("\n")[0]
-                raise ValueError(
+                raise SettingError(
                     f"memory must hold a batch of one sample, got less ({reason})"
                 ) from None
         # Not in the except block: the error there still holds the failed step's tensors.

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.plan.turns import RoundReport
 from dbsl.plan.types import Plan
@@ -69,12 +70,12 @@ def separate(squares: Squares, samples: int) -> tuple[float, float]:
         samples: Training samples, N, that batches are drawn from without replacement.
 
     Raises:
-        ValueError: If there is one batch size alone.
+        SettingError: If there is one batch size alone.
     """
     inverse = np.array([1 / batch for batch, _ in squares])
     values = np.array([square for _, square in squares])
     if np.ptp(inverse) == 0:
-        raise ValueError(f"squares must be of two batch sizes or more, got {list(squares)}")
+        raise SettingError(f"squares must be of two batch sizes or more, got {list(squares)}")
     centred = inverse - inverse.mean()
     trace = float(centred @ values / (centred @ centred))
     return float(values.mean() - trace * (inverse.mean() - 1 / samples)), trace

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.compiling import compile_in_place
@@ -64,13 +65,13 @@ class StepProfile:
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or len(self.batch_sizes) != len(self.times_s):
-            raise ValueError(
+            raise SettingError(
                 f"times_s must have one time per batch size ({len(self.batch_sizes)}), "
                 f"got {len(self.times_s)}"
             )
         for value in self.times_s:
             if not (np.isfinite(value) and value > 0):
-                raise ValueError(f"times_s must be finite and above 0 s, got {value}")
+                raise SettingError(f"times_s must be finite and above 0 s, got {value}")
 
     @property
     def time_model(self) -> TimeModel:

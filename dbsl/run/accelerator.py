@@ -19,6 +19,7 @@ from accelerate.utils import (
     reduce,
 )
 
+from dbsl.base.errors import SettingError
 from dbsl.cluster.launch import chosen_backend, join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
@@ -52,7 +53,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
         timeout_s: Longest wait for another process.
 
     Raises:
-        ValueError: If the launcher was asked for what is not done here.
+        SettingError: If the launcher was asked for what is not done here.
         SyncError: If not all processes have come in time.
     """
     check_launcher()
@@ -143,7 +144,7 @@ def launched_precision() -> Literal["bf16", "fp16"] | None:
 
 
 def check_launcher() -> None:
-    """Raise ``ValueError`` where `accelerate launch` was asked for what is not done here.
+    """Raise ``SettingError`` where `accelerate launch` was asked for what is not done here.
 
     Its answers reach a process by the environment. One that nobody reads would be overridden
     without a word.
@@ -162,7 +163,7 @@ def check_launcher() -> None:
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8":
         found.append(("mixed_precision fp8", "use bf16 or fp16"))
     for what, way in found:
-        raise ValueError(
+        raise SettingError(
             f"accelerate launch must not ask for {what} (see accelerate config): {way}"
         )
 

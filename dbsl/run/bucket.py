@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from dbsl.base.errors import in_line
+from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import describe
 from dbsl.base.lazy import lazy_import
 from dbsl.run.config import CHECKPOINTS, is_url
@@ -168,7 +168,7 @@ def refusing(setting: str, url: str, use: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
+        raise SettingError(
             f"{setting} must be a URL that can be {use}, got {url} ({in_line(error)})"
         ) from error
 
@@ -186,7 +186,7 @@ def pull_config(url: str, setting: str, to: Path) -> Path | None:
     """Download the config.yaml of a URL's newest checkpoint; None: there is no checkpoint.
 
     Raises:
-        ValueError: If the URL cannot be read.
+        SettingError: If the URL cannot be read.
     """
     name = f"{RUN}/config.yaml"
     with refusing(setting, url, "read"):

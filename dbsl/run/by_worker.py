@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from dbsl.base.errors import SettingError
+
 T = TypeVar("T")
 
 
@@ -17,12 +19,12 @@ def for_workers(
     workers of the first resolution, then of the second).
 
     Raises:
-        ValueError: If the number of values is none of these.
+        SettingError: If the number of values is none of these.
     """
     rows = len(resolutions)
     values = [None] if values is None else list(values)
     if len(values) not in (1, rows, rows * workers):
-        raise ValueError(
+        raise SettingError(
             f"{name} must have 1 value, one per resolution ({rows}) or one per resolution and "
             f"worker ({rows * workers}), got {len(values)} values"
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from accelerate import Accelerator
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
 from dbsl.run.config import RunConfig, takes_joint_steps
@@ -14,37 +15,37 @@ from dbsl.run.workers import Workers
 
 
 def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
-    """Raise ``ValueError`` for a setting that goes with another number of processes."""
+    """Raise ``SettingError`` for a setting that goes with another number of processes."""
     processes = accelerator.num_processes
     if config.time_noise and processes > 1:
-        raise ValueError(
+        raise SettingError(
             f"time_noise must be 0 with several processes, whose times are real, "
             f"got {config.time_noise:g}"
         )
     if config.link_gbps is not None and processes > 1:
-        raise ValueError(
+        raise SettingError(
             "link_gbps must be unset with several processes, whose network is real, "
             f"got {config.link_gbps:g}"
         )
     grace_s = config.grace_seconds
     if processes > 1 and grace_s is not None and grace_s >= config.worker_timeout:
-        raise ValueError(
+        raise SettingError(
             f"grace_seconds must be below the worker_timeout of {config.worker_timeout:g} s, after "
             f"which a silent worker counts as lost, got {grace_s:g}"
         )
     if config.wire != "float32" and processes == 1:
-        raise ValueError(
+        raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
         )
     if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
-        raise ValueError(
+        raise SettingError(
             f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
             f"true in {processes} processes on {accelerator.device.type}"
         )
 
 
 def check_nodes(config: RunConfig, workers: int, nodes: Sequence[int]) -> None:
-    """Raise ``ValueError`` for nodes that the workers are not on, or that do not meet.
+    """Raise ``SettingError`` for nodes that the workers are not on, or that do not meet.
 
     Args:
         config: The run's settings.
@@ -55,39 +56,39 @@ def check_nodes(config: RunConfig, workers: int, nodes: Sequence[int]) -> None:
     if sizes is not None:
         given = ", ".join(map(str, sizes))
         if len(nodes) > 1:
-            raise ValueError(
+            raise SettingError(
                 "node_workers must be unset with several processes, whose launcher says on which "
                 f"node each is, got {given}"
             )
         if sum(sizes) != workers:
-            raise ValueError(f"node_workers must add up to the {workers} workers, got {given}")
+            raise SettingError(f"node_workers must add up to the {workers} workers, got {given}")
     elif every > 1 and len(nodes) == 1:
-        raise ValueError(f"node_workers must be given with node_rounds {every} in one process")
+        raise SettingError(f"node_workers must be given with node_rounds {every} in one process")
     there = len(sizes) if sizes else len(set(nodes[-workers:]))
     if every > 1 and there == 1:
-        raise ValueError(
+        raise SettingError(
             f"node_rounds must be 1 on one node, whose workers merge after every round, got {every}"
         )
 
 
 def check_micro_batches(known: Workers, least: int) -> None:
-    """Raise ``ValueError`` for micro-batches smaller than `least` samples."""
+    """Raise ``SettingError`` for micro-batches smaller than `least` samples."""
     sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
     if sizes and min(sizes) < least:
-        raise ValueError(
+        raise SettingError(
             f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
             f"of a single sample, got {min(sizes)}"
         )
 
 
 def check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
-    """Raise ``ValueError`` unless each worker can have `least` samples in each round."""
+    """Raise ``SettingError`` unless each worker can have `least` samples in each round."""
     samples = len(data.train)
     rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
     needed = config.workers * rounds * least
     if samples < needed:
         why = ", whose batch norm needs 2 at a time" if least > 1 else ""
-        raise ValueError(
+        raise SettingError(
             f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
             f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
             f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
@@ -95,7 +96,7 @@ def check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
 
 
 def check_room(run: Run) -> None:
-    """Raise ``ValueError`` unless the images that are read at once have room in the cache."""
+    """Raise ``SettingError`` unless the images that are read at once have room in the cache."""
     config, data = run.config, run.data
     if config.cache_gib is None:
         return

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.architecture import join_batch_norm
-from dbsl.base.errors import one_of_several
+from dbsl.base.errors import SettingError, one_of_several
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clipping import Clip, make_clip
 from dbsl.cluster.clock import ComputeClock
@@ -54,7 +54,7 @@ def connect(
 
     Raises:
         NothingLeft: If the running job has no round left for this process.
-        ValueError: If there is a merge rule of one's own, and weights are not merged as they are.
+        SettingError: If there is a merge rule of one's own, and weights are not merged as they are.
     """
     if merge is not None:
         _check_merge(run.config)
@@ -234,16 +234,16 @@ class _Builder:
 
 
 def _check_merge(config: RunConfig) -> None:
-    """Raise ``ValueError`` where a merge rule of one's own would not be asked."""
+    """Raise ``SettingError`` where a merge rule of one's own would not be asked."""
     for name, fits in (("sync", "step"), ("push", "gradients")):
         if getattr(config, name) == fits:
-            raise ValueError(
+            raise SettingError(
                 f"{name} must not be {fits} with a merge rule of one's own, since no weights are "
                 f"merged, got {fits}"
             )
     for name, must in (("merge", None), ("wire", "float32"), ("node_rounds", 1)):
         if getattr(config, name) != must:
-            raise ValueError(
+            raise SettingError(
                 f"{name} must be {must or 'unset'} with a merge rule of one's own, "
                 f"got {getattr(config, name)}"
             )

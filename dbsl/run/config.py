@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from dbsl.base.bounds import Within, check_bounds
+from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given
 from dbsl.cluster.config import SyncConfig
 from dbsl.data.config import DataConfig, check_images, check_mixing
@@ -91,7 +92,7 @@ class RunConfig(
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
-            raise ValueError(
+            raise SettingError(
                 f"warmup_epochs must be at most the {self.epochs} epochs of the run, "
                 f"got {self.warmup_epochs:g}"
             )
@@ -110,39 +111,39 @@ def is_url(text: str | None) -> bool:
 
 
 def _check_together(config: RunConfig) -> None:
-    """Raise ``ValueError`` for the first setting that does not go with another."""
+    """Raise ``SettingError`` for the first setting that does not go with another."""
     for holds, name, must, where in _rules(config):
         value = getattr(config, name)
         if holds and value not in (must, None):
-            raise ValueError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
+            raise SettingError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
     if config.batch_evidence is not None and config.large_batch_size != "auto":
-        raise ValueError(
+        raise SettingError(
             f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
         )
     if config.micro_batch_size is not None and config.large_batch_size == "auto":
-        raise ValueError(
+        raise SettingError(
             "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "
             "got auto"
         )
     if config.micro_batch_size is not None and config.sync_batch_norm:
-        raise ValueError(
+        raise SettingError(
             "sync_batch_norm must be false with micro_batch_size, where processes differ in how "
             "many they take, got true"
         )
     if (config.slope is None) != (config.intercept is None):
         given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
-        raise ValueError(f"{other} must be given with {given}, got {given} alone")
+        raise SettingError(f"{other} must be given with {given}, got {given} alone")
     if config.floor is not None and config.slope is None:
-        raise ValueError("slope must be given with floor, got floor alone")
+        raise SettingError("slope must be given with floor, got floor alone")
     if config.clip_mode != "norm" and config.clip_grad is None:
-        raise ValueError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
+        raise SettingError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
     _check_rounds(config)
     _check_pushes(config)
     _check_places(config)
 
 
 def _check_rounds(config: RunConfig) -> None:
-    """Raise ``ValueError`` for a setting of when workers meet that does not go with another."""
+    """Raise ``SettingError`` for a setting of when workers meet that does not go with another."""
     if config.sync != "bsp" and config.min_workers is not None:
         why = "where nobody waits for all"
         if config.sync == "step":
@@ -150,66 +151,66 @@ def _check_rounds(config: RunConfig) -> None:
                 "whose gradients meet in a collective of all processes (sync bsp with push "
                 "gradients takes the same steps through the server)"
             )
-        raise ValueError(
+        raise SettingError(
             f"min_workers must be unset with sync {config.sync}, {why}, got {config.min_workers}"
         )
     if config.node_rounds > config.rounds_per_epoch:
-        raise ValueError(
+        raise SettingError(
             f"node_rounds must be at most the {config.rounds_per_epoch} rounds_per_epoch, since "
             f"all nodes merge at an epoch's end, got {config.node_rounds}"
         )
     if (config.min_workers is None) != (config.grace_seconds is None):
         given, other = ("min_workers", "grace_seconds")[:: 1 if config.min_workers else -1]
         value = getattr(config, given)
-        raise ValueError(f"{other} must be given with {given}, got {given} {value:g} alone")
+        raise SettingError(f"{other} must be given with {given}, got {given} {value:g} alone")
     parts = (config.balance_every or 0) % config.rounds_per_epoch
     if parts and config.sync in ("ssp", "asp"):
-        raise ValueError(
+        raise SettingError(
             f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
             f"{config.sync}, got {config.balance_every}"
         )
 
 
 def _check_pushes(config: RunConfig) -> None:
-    """Raise ``ValueError`` for a setting of what is merged that does not go with another."""
+    """Raise ``SettingError`` for a setting of what is merged that does not go with another."""
     rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
     if config.push == "gradients" and config.merge == "delta":
-        raise ValueError("merge must not be delta with push gradients, got delta")
+        raise SettingError("merge must not be delta with push gradients, got delta")
     if config.merge is not None and config.merge not in rules:
-        raise ValueError(
+        raise SettingError(
             f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
         )
     if config.push == "gradients" and config.mixed_precision == "fp16":
-        raise ValueError(
+        raise SettingError(
             "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
             "loss scale each worker would choose for itself"
         )
     in_parts = config.push == "gradients" and config.sync != "bsp"
     if in_parts and config.optimizer not in _STEP_IN_PARTS:
-        raise ValueError(
+        raise SettingError(
             f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
             f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
         )
 
 
 def _check_places(config: RunConfig) -> None:
-    """Raise ``ValueError`` for a place to read from or write to that does not go with another."""
+    """Raise ``SettingError`` for a place to read from or write to that does not go with another."""
     if config.eval_only and config.output_dir and config.resume != "auto":
-        raise ValueError(f"output_dir must be left out with eval_only, got {config.output_dir}")
+        raise SettingError(f"output_dir must be left out with eval_only, got {config.output_dir}")
     for name in ("mirror", "resume"):
         if is_url(url := getattr(config, name)) and urlsplit(url).password is not None:
-            raise ValueError(f"{name} must have no password in it, which fsspec has settings for")
+            raise SettingError(f"{name} must have no password in it, which fsspec has settings for")
     if config.mirror not in (None, "none") and not is_url(config.mirror):
-        raise ValueError(
+        raise SettingError(
             f"mirror must be a URL such as s3://bucket/runs/x, or none, got {config.mirror}"
         )
     if is_url(config.resume) and (config.eval_only or config.plan_only):
         what = "eval_only" if config.eval_only else "plan_only"
-        raise ValueError(f"resume must be a run folder with {what}, got {config.resume}")
+        raise SettingError(f"resume must be a run folder with {what}, got {config.resume}")
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
-    """Raise ``ValueError`` for a setting that would change nothing in a run that begins.
+    """Raise ``SettingError`` for a setting that would change nothing in a run that begins.
 
     A run that goes on may have been begun with it.
     """
@@ -221,11 +222,11 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     ):
         value = getattr(config, name)
         if not holds and value != getattr(RunConfig, name):
-            raise ValueError(f"{name} must be left out {where}, got {value:g}")
+            raise SettingError(f"{name} must be left out {where}, got {value:g}")
     workers = config.workers if processes == 1 else processes - config.dedicated_server
     name = "small_ratio" if config.small_workers is None else "small_workers"
     if workers == 1 and getattr(config, name):
-        raise ValueError(
+        raise SettingError(
             f"{name} must be 0 with one worker, beside which none is large (see "
             f"large_batch_size), got {getattr(config, name):g}"
         )
@@ -233,14 +234,14 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
         return
     where = f"with lr_schedule {config.lr_schedule}"
     if config.lr_gamma != RunConfig.lr_gamma:
-        raise ValueError(
+        raise SettingError(
             f"lr_gamma must be left out {where}, which does not fall at milestones, "
             f"got {config.lr_gamma:g}"
         )
     climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
     given = config.lr_milestones and "lr_milestones" not in config.resolved
     if given and not climbs and config.reset_momentum != "stage":
-        raise ValueError(
+        raise SettingError(
             f"lr_milestones must be left out {where}, unless resolutions climb between them "
             f"(schedule cyclic) or reset_momentum is stage, got {as_given(config.lr_milestones)}"
         )
@@ -314,7 +315,7 @@ def parse_interval(value: int | str) -> Interval:
     """Return the interval of ``2`` (epochs) or ``10m`` (minutes).
 
     Raises:
-        ValueError: If it is neither.
+        SettingError: If it is neither.
     """
     text = str(value).strip()
     if text.isdecimal():
@@ -324,7 +325,7 @@ def parse_interval(value: int | str) -> Interval:
     except ValueError:
         minutes = math.nan
     if not 0 < minutes < math.inf:
-        raise ValueError(
+        raise SettingError(
             f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"
         )
     return Interval(minutes=minutes)

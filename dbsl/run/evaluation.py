@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.architecture import check_patches
+from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
 from dbsl.data.dataset import load_configured
 from dbsl.data.sources import Source, TrainingData
@@ -105,20 +106,20 @@ def prepare_evaluation(
         folder: Run folder or checkpoint with the weights; None: those of `config.model`.
 
     Raises:
-        ValueError: If there are no weights, or data and model tell other classes apart.
+        SettingError: If there are no weights, or data and model tell other classes apart.
     """
     if own.model is not None and folder is None:
-        raise ValueError("resume must name the run whose weights are evaluated, got none")
+        raise SettingError("resume must name the run whose weights are evaluated, got none")
     if folder is not None:
         trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
         if own.model is None and config.model != (trained or config.model):
-            raise ValueError(
+            raise SettingError(
                 f"model must be left out with resume and eval_only, got {config.model} and the "
                 f"run's {trained}"
             )
     name = config.model if folder is None else f"local-dir:{folder}"
     if ":" not in name and not config.pretrained:
-        raise ValueError(
+        raise SettingError(
             "model must have weights with eval_only (local-dir:FOLDER, hf-hub:USER/NAME, "
             f"--pretrained, or a run's by --resume), got {name}"
         )
@@ -137,7 +138,7 @@ def prepare_evaluation(
         side = config.resolutions[-1] if config.resolutions else trained_at
         check_patches(model, (side,))
         if model.num_classes != data.num_classes:
-            raise ValueError(
+            raise SettingError(
                 f"dataset must have the {model.num_classes} classes of {name} with eval_only, got "
                 f"{data.num_classes}"
             )
@@ -153,7 +154,7 @@ def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: A
     The same classes may be spelled otherwise, as ImageNet's are.
 
     Raises:
-        ValueError: If they are the same names in another order.
+        SettingError: If they are the same names in another order.
     """
     trained = model.pretrained_cfg.get("label_names")
     given = getattr(data, "class_names", ())  # data of one's own may have none
@@ -164,7 +165,7 @@ def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: A
         return
     first = unlike[0]
     if {*trained} == {*given}:
-        raise ValueError(
+        raise SettingError(
             f"dataset must have the classes of {name} in their order with eval_only, got "
             f"{given[first]!r} as class {first}, which is {trained[first]!r} there"
         )

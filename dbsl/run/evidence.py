@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
+from dbsl.base.errors import SettingError
 from dbsl.cluster.collectives import share_text
 from dbsl.run.config import RunConfig
 
@@ -23,18 +24,18 @@ def useful_batch_size(config: RunConfig, accelerator: Accelerator) -> int:
     it for all.
 
     Raises:
-        ValueError: On every process, if the folder says nothing of this dataset and model.
+        SettingError: On every process, if the folder says nothing of this dataset and model.
     """
     found = ""
     if accelerator.is_main_process:
         try:
             batch, source = find_evidence(config)
             found = f"{batch} {source}"
-        except ValueError as error:
+        except SettingError as error:
             found = f"error {error}"
     first, _, rest = share_text(found, accelerator).partition(" ")
     if first == "error":
-        raise ValueError(rest)
+        raise SettingError(rest)
     accelerator.print(f"large batches are at most {first}: {rest}")
     return int(first)
 
@@ -43,7 +44,7 @@ def find_evidence(config: RunConfig) -> tuple[int, str]:
     """Return the largest useful batch, and its source in words.
 
     Raises:
-        ValueError: If ``batch_evidence`` says nothing of this dataset and model.
+        SettingError: If ``batch_evidence`` says nothing of this dataset and model.
     """
     # A hub id's data may have been studied in a local folder.
     names = dict.fromkeys((dataset_name(config.dataset), config.dataset.rpartition("/")[2]))
@@ -52,7 +53,7 @@ def find_evidence(config: RunConfig) -> tuple[int, str]:
     studies = (_of_study(folder, name) for name in (workload, *others))
     found = next(filter(None, studies), None) or _of_run(folder, config)
     if not found:
-        raise ValueError(
+        raise SettingError(
             f"batch_evidence must be the folder of a study of {workload}, or of a run of "
             f"{config.dataset} and {config.model} with a noise scale, got {folder}"
         )
@@ -90,7 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"batch_evidence must be readable JSON, got {path} ({error})") from None
+        raise SettingError(f"batch_evidence must be readable JSON, got {path} ({error})") from None
     return values if isinstance(values, dict) else {}
 
 

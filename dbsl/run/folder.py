@@ -15,6 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.words import px
 from dbsl.cluster.collectives import share_text
@@ -46,7 +47,7 @@ class RunFolder:
         named: Whether somebody chose the path; else a number is added where it is taken.
 
     Raises:
-        ValueError: On every process, if the folder exists, cannot be written or is another run's.
+        SettingError: On every process, if the folder exists, cannot be written or is another run's.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class RunFolder:
         if accelerator.is_main_process:
             try:
                 self._open(new, named)
-            except ValueError as reason:
+            except SettingError as reason:
                 error = str(reason)
             except OSError as reason:
                 error = f"output_dir must be a folder that can be written, got {path} ({reason})"
@@ -67,7 +68,7 @@ class RunFolder:
                 self.release()
         error = share_text(error or "", accelerator)
         if error:  # the other processes must stop too, not wait for this one
-            raise ValueError(error)
+            raise SettingError(error)
         self.path = Path(share_text(str(self.path), accelerator))
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
@@ -110,12 +111,12 @@ class RunFolder:
             number += 1
             self.path = path.with_name(f"{path.name}-{number}")
         if not self.path.is_dir():
-            raise ValueError(f"output_dir must be a folder, got file {self.path}")
+            raise SettingError(f"output_dir must be a folder, got file {self.path}")
         inside = {entry.name for entry in self.path.iterdir()} - {LOCK}
         if new and inside:
             has_run = "config.yaml" in inside
             hint = "; --resume auto goes on with the run in it" if has_run else ""
-            raise ValueError(
+            raise SettingError(
                 f"output_dir must be a new folder, got {self.path}, which exists{hint}"
             )
         self._lock = self._take_lock()
@@ -135,7 +136,7 @@ class RunFolder:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            raise ValueError(
+            raise SettingError(
                 f"output_dir must be no other run's, got {self.path}, which is in use by "
                 f"{_holder(path)}"
             ) from None
@@ -167,10 +168,10 @@ def default_folder(config: Any) -> Path:
 
 
 def check_metrics(path: Path, keep_bytes: int) -> None:
-    """Raise ``ValueError`` unless metrics.jsonl has the bytes that a run goes on behind."""
+    """Raise ``SettingError`` unless metrics.jsonl has the bytes that a run goes on behind."""
     size = path.stat().st_size if path.exists() else 0
     if size < keep_bytes:
-        raise ValueError(
+        raise SettingError(
             f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
             f"got {size} in {path}"
         )

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
@@ -176,7 +177,7 @@ def _measure(profiler: Profiler, resolution: int, largest: int) -> StepProfile:
     except RuntimeError as error:
         if not is_short_of_memory(error):
             raise
-    raise ValueError(
+    raise SettingError(
         f"large_batch_size must fit into memory{px(resolution, ' at ')}, got {largest}: set "
         "--micro-batch-size auto"
     )
@@ -228,7 +229,7 @@ def _gather(values: Sequence[float], workers: int, accelerator: Accelerator) -> 
     own = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
     rows = accelerator.gather(own[None])[-workers:]  # a dedicated server, rank 0, has no worker
     if len(rows) < workers:  # there is nobody to gather from
-        raise ValueError(
+        raise SettingError(
             "a process that joins a running job must find all that the job has measured in "
             "config.yaml, got settings that ask for measurements"
         )

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.data.config import DataConfig
 from dbsl.data.sources import TrainingData
@@ -46,22 +47,22 @@ class Own:
         """Return the settings with the names of the data and the model that there are.
 
         Raises:
-            ValueError: If data or model is no such thing, or a setting asks for others.
+            SettingError: If data or model is no such thing, or a setting asks for others.
         """
         if self.data is not None:
             if not isinstance(self.data, TrainingData):
                 names = (*TrainingData.__annotations__, "on", "transform", "example")
                 missing = next(name for name in names if not hasattr(self.data, name))
-                raise ValueError(
+                raise SettingError(
                     "data must have what dbsl.data.sources.TrainingData names, got "
                     f"{type(self.data).__name__} without {missing!r}"
                 )
             if self.model is None:
-                raise ValueError("model must be given with data of one's own, got none")
+                raise SettingError("model must be given with data of one's own, got none")
             given = _named(given, "dataset", self.data.name, "data", _OF_DATA)
         if self.model is not None:
             if not callable(self.model):
-                raise ValueError(
+                raise SettingError(
                     "model must be a module or a function that builds one, got "
                     f"{type(self.model).__name__}"
                 )
@@ -72,7 +73,7 @@ class Own:
         """Return the model on the device, with the same weights in all processes.
 
         Raises:
-            ValueError: If it cannot take the data, or tells other classes apart.
+            SettingError: If it cannot take the data, or tells other classes apart.
         """
         model = self.model
         if not isinstance(model, nn.Module):
@@ -80,9 +81,11 @@ class Own:
                 torch.manual_seed(stream_seed(config.seed, "initial weights"))
                 model = model()
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model must build a module, got {type(model).__name__}")
+            raise SettingError(f"model must build a module, got {type(model).__name__}")
         if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError(f"model must have parameters to train, got {_name(model)} without any")
+            raise SettingError(
+                f"model must have parameters to train, got {_name(model)} without any"
+            )
         inputs, _ = data.example(2, config.resolutions[-1])
         channels_last = inputs.dim() == 4 and inputs.stride(1) == 1 < inputs.shape[1]
         layout = {"memory_format": torch.channels_last} if channels_last else {}
@@ -105,9 +108,9 @@ def _named(
     for other in others:
         value = getattr(given, other)
         if value != defaults[other]:
-            raise ValueError(f"{other} must be left out with {what} of one's own, got {value}")
+            raise SettingError(f"{other} must be left out with {what} of one's own, got {value}")
     if getattr(given, setting) not in (defaults[setting], name):
-        raise ValueError(
+        raise SettingError(
             f"{setting} must be left out or {name} with {what} of one's own, "
             f"got {getattr(given, setting)}"
         )
@@ -122,21 +125,21 @@ def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
 
 @torch.no_grad()
 def _check_scores(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
-    """Raise ``ValueError`` unless the model gives a score for each of the data's classes."""
+    """Raise ``SettingError`` unless the model gives a score for each of the data's classes."""
     kind = f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
     training = model.training
     try:
         scores = model.eval()(inputs)
     except Exception as error:  # any code of anybody's
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise SettingError(
             f"model must take the data's inputs, {kind}, got {type(error).__name__} of "
             f"{_name(model)} ({reason})"
         ) from error
     model.train(training)
     shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
     if shape != [len(inputs), classes]:
-        raise ValueError(
+        raise SettingError(
             f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
             f"for inputs {kind}, got {shape} of {_name(model)}"
         )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from dbsl.base.errors import SettingError
 from dbsl.base.flags import UNSET, build, kinds_in_words, read_flags
 from dbsl.cluster.launch import recall
 from dbsl.run.accelerator import launched_precision
@@ -47,7 +48,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     out, and its file says, is taken over unless a setting has changed that it came from.
 
     Raises:
-        ValueError: If a flag is unknown or its value has the wrong type, the file cannot be read
+        SettingError: If a flag is unknown or its value has the wrong type, the file cannot be read
             or is no mapping of settings, or there is no such run to resume.
     """
     flags = sys.argv[1:] if argv is None else argv
@@ -92,13 +93,13 @@ class _Source:
 
 
 def _check_switches(cls: type, settings: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a setting of a file that is true or false and must not be."""
+    """Raise ``SettingError`` for a setting of a file that is true or false and must not be."""
     kinds = kinds_in_words(cls)
     for name, value in settings.items():
         kind = kinds.get(str(name).replace("-", "_"))
         if isinstance(value, bool) and kind is not None:
             words = "yes or on" if value else "no or off"
-            raise ValueError(
+            raise SettingError(
                 f"{name} must be {kind}, got {str(value).lower()}, as which YAML reads an "
                 f"unquoted {words}"
             )
@@ -109,7 +110,7 @@ def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterato
     """Say of a setting that is refused which file has set it, unless a flag has."""
     try:
         yield
-    except ValueError as error:  # its first word is the setting, or its flag
+    except SettingError as error:  # its first word is the setting, or its flag
         name = str(error).partition(" ")[0].removeprefix("--").replace("-", "_")
         paths = [s.path for s in sources if name in {k.replace("-", "_") for k in s.settings}]
         if not paths or name in said:
@@ -117,7 +118,7 @@ def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterato
         way = "a flag wins over it"
         if f"{name} must be {UNSET} " in str(error):
             way += f": --{name.replace('_', '-')} {UNSET}"
-        raise ValueError(f"{error} ({paths[-1]} sets {name}; {way})") from None
+        raise SettingError(f"{error} ({paths[-1]} sets {name}; {way})") from None
 
 
 def _own_settings(
@@ -127,7 +128,7 @@ def _own_settings(
     if url := url_to_pull(resume, output_dir, mirror):
         own = pull_config(url, "resume" if url == resume else "mirror", scratch)
         if own is None and url == resume:
-            raise ValueError(f"resume must be a URL with a complete checkpoint, got {url}")
+            raise SettingError(f"resume must be a URL with a complete checkpoint, got {url}")
         return own
     return None if resume is None else run_folder_of(str(resume), output_dir) / "config.yaml"
 
@@ -154,7 +155,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     run found out (``resolved``) is no setting, and left out.
 
     Raises:
-        ValueError: If a file cannot be read or is no mapping of settings, or files name each other.
+        SettingError: If a file cannot be read, is no mapping of settings, or files name each other.
     """
     return _merged(_read_files(path))
 
@@ -165,7 +166,7 @@ def _read_files(path: Path, known: Collection[str] | None = None) -> list[dict[s
     while "base" in files[0]:
         base = seen[-1].parent / str(files[0].pop("base"))
         if base.resolve() in seen:
-            raise ValueError(f"base must not lead back to its own file, got {base} in {path}")
+            raise SettingError(f"base must not lead back to its own file, got {base} in {path}")
         seen.append(base.resolve())
         files.insert(0, _read_yaml(base, known))
     return files
@@ -216,22 +217,22 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     """Return the run folder that `--resume` means.
 
     Raises:
-        ValueError: If it means no folder, or another one than `output_dir`.
+        SettingError: If it means no folder, or another one than `output_dir`.
     """
     if resume == "auto":
         if output_dir is None:
-            raise ValueError("resume auto must go with output_dir, the run folder to look into")
+            raise SettingError("resume auto must go with output_dir, the run folder to look into")
         return Path(output_dir)
     folder = Path(resume)
     if folder.parent.name == CHECKPOINTS:
         folder = folder.parent.parent
     if not (folder / "config.yaml").is_file():
         there = "" if Path(resume).exists() else ", which does not exist"
-        raise ValueError(
+        raise SettingError(
             f"resume must be auto, a run folder or a checkpoint in one, got {resume}{there}"
         )
     if output_dir is not None and Path(output_dir).resolve() != folder.resolve():
-        raise ValueError(
+        raise SettingError(
             f"output_dir must be left out or {folder}, where the run goes on, got {output_dir}"
         )
     return folder
@@ -241,16 +242,16 @@ def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of an older file or checkpoint as they are given today.
 
     Raises:
-        ValueError: If a setting that was removed since had another value than its default.
+        SettingError: If a setting that was removed since had another value than its default.
     """
     for name in settings.keys() & _REMOVED.keys():
         if settings[name] != _REMOVED[name]:
-            raise ValueError(f"{name} was removed (see CHANGELOG.md), got {settings[name]}")
+            raise SettingError(f"{name} was removed (see CHANGELOG.md), got {settings[name]}")
     settings = {name: value for name, value in settings.items() if name not in _REMOVED}
     if isinstance(settings.get("reset_momentum"), bool):
         settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
     if settings.pop("batch_limit", None) == "useful" and not settings.get("batch_evidence"):
-        raise ValueError(
+        raise SettingError(
             "batch_limit is gone: name the study or run with batch_evidence, got useful alone"
         )
     return settings
@@ -277,11 +278,11 @@ def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"config must be a readable YAML file, got {path} ({reason})") from None
+        raise SettingError(f"config must be a readable YAML file, got {path} ({reason})") from None
     if settings is None:
         return {}
     if not isinstance(settings, dict):
-        raise ValueError(
+        raise SettingError(
             f"config must map settings to values, got {path} with a bare value or list"
         )
     settings = in_todays_words(settings)
@@ -290,5 +291,5 @@ def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
         if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED}):
             near = difflib.get_close_matches(name, known, 1)
             such = f", such as {near[0]}" if near else ""
-            raise ValueError(f"config must set what --help lists{such}, got {key} in {path}")
+            raise SettingError(f"config must set what --help lists{such}, got {key} in {path}")
     return settings

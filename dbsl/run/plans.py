@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.plan.dual_batch import plan_with_fallback
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
@@ -39,7 +40,7 @@ class PlanMaker:
         }
         by_hand = config.local_batch_sizes
         if by_hand and len(by_hand) not in (workers, workers * len(resolutions)):
-            raise ValueError(
+            raise SettingError(
                 f"local_batch_sizes must have one value per worker ({workers}), got {len(by_hand)}"
             )
         self._by_hand: dict[int, list[int]] = {}
@@ -85,7 +86,7 @@ class PlanMaker:
         """Return a resolution's plan for the workers that are left; the others get nothing.
 
         Raises:
-            ValueError: If there is none.
+            SettingError: If there is none.
         """
         self._active = sorted(active)
         return self.replan(resolution, self._known.models[resolution])
@@ -154,7 +155,7 @@ class PlanMaker:
         limits = self._limits(resolution, total)
         check_global_batch(total, workers, limits, self.least)
         if total > self._samples:
-            raise ValueError(
+            raise SettingError(
                 f"global_batch_size must be at most the {self._samples} training samples, "
                 f"got {total}"
             )

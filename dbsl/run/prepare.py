@@ -11,6 +11,7 @@ from torch import nn
 
 from dbsl.architecture import check_patches, init_head, least_batch
 from dbsl.base.bounds import in_range
+from dbsl.base.errors import SettingError
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
@@ -161,7 +162,7 @@ def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
     for side in config.resolutions if config.cutmix_minmax else ():
         low, high = (int(side * end) for end in config.cutmix_minmax)
         if low == high:
-            raise ValueError(
+            raise SettingError(
                 f"cutmix_minmax must be a pixel or more apart at {side} px, got "
                 f"{','.join(map(str, config.cutmix_minmax))}"
             )
@@ -247,7 +248,7 @@ def _build_model(
         try:
             model.set_grad_checkpointing()
         except (AttributeError, AssertionError) as error:
-            raise ValueError(
+            raise SettingError(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"
             ) from error
     return model.to(accelerator.device, memory_format=torch.channels_last)
@@ -255,7 +256,7 @@ def _build_model(
 
 def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
     if config.resolutions == (NO_SIDE,):
-        raise ValueError(f"resolutions must be positive for images, got {NO_SIDE}")
+        raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
     with accelerator.local_main_process_first():  # one process decodes, the others read its cache
         return load_configured(config, config.seed, accelerator.device)
 
@@ -301,20 +302,20 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
     """Return the rounds of an epoch: as configured, or a round for each push of gradients.
 
     Raises:
-        ValueError: If an epoch has fewer joint steps than rounds, or resolutions differ in their
+        SettingError: If an epoch has fewer joint steps than rounds, or resolutions differ in their
             steps, so that pushes do not line up.
     """
     steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
     if config.push != "gradients":
         if steps and config.rounds_per_epoch > min(steps):
-            raise ValueError(
+            raise SettingError(
                 f"rounds_per_epoch must be at most the {min(steps)} joint steps of an epoch, "
                 f"got {config.rounds_per_epoch}"
             )
         return config.rounds_per_epoch
     if len(steps) > 1:
         sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
-        raise ValueError(
+        raise SettingError(
             f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
         )
     return -(-steps.pop() // config.push_every)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.dual_batch import says_unlike
 from dbsl.run.config import RunConfig
 
@@ -66,12 +67,12 @@ _DONE = {
 
 
 def check_names(resolved: Any) -> None:
-    """Raise ``ValueError`` unless it maps settings that a run finds out."""
+    """Raise ``SettingError`` unless it maps settings that a run finds out."""
     if not isinstance(resolved, Mapping):
-        raise ValueError(f"resolved must map settings to values, got {resolved!r}")
+        raise SettingError(f"resolved must map settings to values, got {resolved!r}")
     for name in resolved:
         if name not in SOURCES and name != PROCESSES:
-            raise ValueError(
+            raise SettingError(
                 f"resolved must name settings that a run finds out ({', '.join(SOURCES)}), "
                 f"got {name}"
             )

@@ -9,6 +9,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
 from dbsl.plan.types import TimeModel
@@ -145,7 +146,7 @@ def _check_large_batches(
     if takes_joint_steps(config):
         total = max(sum(row) for row in large)
         if config.global_batch_size is None and total > samples:
-            raise ValueError(
+            raise SettingError(
                 f"large_batch_size must come to at most the {samples} training {data.unit}s over "
                 f"{plural(config.workers, 'worker')} that share each step, got {total}"
             )
@@ -154,7 +155,7 @@ def _check_large_batches(
     most, size = samples // rounds // (config.workers if equal else 1), max(map(max, large))
     if size > most:
         whose = " of each worker" if equal and config.workers > 1 else ""
-        raise ValueError(
+        raise SettingError(
             f"large_batch_size must be at most {most}, the training {data.unit}s of a "
             f"round{whose}, got {size}"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from dbsl.base.errors import SettingError
 from dbsl.study.files import is_written, read_trial
 from dbsl.study.scaling import reached_at
 
@@ -53,7 +54,7 @@ class Claims:
             None where there is none; some may run in other processes.
 
         Raises:
-            ValueError: If a trial's processes died time and again.
+            SettingError: If a trial's processes died time and again.
         """
         for study in self._studies:
             for trial_id in self._open(study):
@@ -113,7 +114,7 @@ class Claims:
         begun = int(attempts.read_text() or 0) if attempts.exists() else 0
         if begun >= _ATTEMPTS:
             lock.release()
-            raise ValueError(
+            raise SettingError(
                 f"a trial must not end its process, got {begun} processes that died in trial "
                 f"{trial_id} of {study}; to try it again remove {attempts}"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from dbsl.base.bounds import Within, check_bounds, in_range
+from dbsl.base.errors import SettingError
 from dbsl.data.config import ImageConfig, check_images
 from dbsl.run.config import MachineConfig
 from dbsl.study.scaling import OBJECTIVE
@@ -64,15 +65,15 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
         if self.goal_error is not None and self.objective == OBJECTIVE:
             in_range("goal_error", self.goal_error, 0, 1, open_low=True, open_high=True)
         if self.plot is None and self.goal_error is None:
-            raise ValueError("goal_error must be given, in (0, 1), got none")
+            raise SettingError("goal_error must be given, in (0, 1), got none")
         if self.plot is None and self.objective != OBJECTIVE:
-            raise ValueError(
+            raise SettingError(
                 f"objective must be {OBJECTIVE} except with plot, got {self.objective}"
             )
         for name in ("batch_sizes", "optimizers"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must be one or more, each once, got {_join(values)}")
+                raise SettingError(f"{name} must be one or more, each once, got {_join(values)}")
         check_bounds(self)
         check_images(self)
         for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
@@ -108,7 +109,7 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
 
 def _ends(name: str, values: Sequence[float]) -> tuple[float, float]:
     if len(values) not in (1, 2) or values[0] > values[-1]:
-        raise ValueError(f"{name} must be one value, or a range's ends, got {_join(values)}")
+        raise SettingError(f"{name} must be one value, or a range's ends, got {_join(values)}")
     return values[0], values[-1]
 
 

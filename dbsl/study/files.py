@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.run.evidence import dataset_name
 from dbsl.study.scaling import Study, Trial
@@ -64,11 +65,11 @@ def find_studies(root: Path) -> list[Path]:
     """Return the folders under `root`, itself included, that have a ``study.json``, sorted.
 
     Raises:
-        ValueError: If there is none.
+        SettingError: If there is none.
     """
     found = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
     if not found:
-        raise ValueError(f"folder must have a {STUDY} in it or below, got {root}")
+        raise SettingError(f"folder must have a {STUDY} in it or below, got {root}")
     return found
 
 
@@ -76,14 +77,14 @@ def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
     """Return all studies under some folders or in tar archives, by workload, sizes ascending.
 
     Raises:
-        ValueError: If a file cannot be read, or two folders have the same study.
+        SettingError: If a file cannot be read, or two folders have the same study.
     """
     workloads: dict[str, dict[int, Study]] = {}
     for root in roots:
         for study in _read_root(root):
             sizes = workloads.setdefault(study.workload, {})
             if study.batch_size in sizes:
-                raise ValueError(
+                raise SettingError(
                     f"a workload must have one study of each batch size, got {study.workload} "
                     f"at {study.batch_size} a second time in {root}"
                 )
@@ -113,7 +114,9 @@ def _read_root(root: Path) -> list[Study]:
                 extract(archive, scratch)
         except (tarfile.TarError, OSError, EOFError) as error:
             reason = str(error).partition(":")[0]
-            raise ValueError(f"an archive must be a readable tar, got {root} ({reason})") from None
+            raise SettingError(
+                f"an archive must be a readable tar, got {root} ({reason})"
+            ) from None
         return [read_study(folder) for folder in find_studies(Path(scratch))]
 
 
@@ -121,7 +124,7 @@ def read_study(folder: Path) -> Study:
     """Return a study; trials that are being written are not there yet.
 
     Raises:
-        ValueError: If a file is missing or cannot be read.
+        SettingError: If a file is missing or cannot be read.
     """
     values = _read_json(folder / STUDY)
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
@@ -151,13 +154,13 @@ def read_trial(folder: Path) -> Trial:
     """Return a trial from its own folder.
 
     Raises:
-        ValueError: If a file is missing or cannot be read.
+        SettingError: If a file is missing or cannot be read.
     """
     path = folder / METADATA
     values = _read_json(path)
     status = _entry(values, "status", path)
     if status not in _STATES:
-        raise ValueError(f"status must be one of {', '.join(_STATES)}, got {status!r} in {path}")
+        raise SettingError(f"status must be one of {', '.join(_STATES)}, got {status!r} in {path}")
     return Trial(
         trial_id=int(_entry(values, "trial_id", path)),
         status=status,
@@ -172,14 +175,16 @@ def _read_measurements(path: Path) -> dict[str, np.ndarray]:
         with open(path, encoding="utf-8", newline="") as file:
             header, *rows = list(csv.reader(file)) or [[]]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"measurements must be readable, got {path} ({error})") from None
+        raise SettingError(f"measurements must be readable, got {path} ({error})") from None
     if "step" not in header:
-        raise ValueError(f"measurements must have a column step, got {header} in {path}")
+        raise SettingError(f"measurements must have a column step, got {header} in {path}")
     try:
         values = np.array([[_number(v) for v in row] for row in rows], dtype=np.float64)
         values = values.reshape(len(rows), len(header))
     except ValueError:
-        raise ValueError(f"measurements must be rows of {len(header)} numbers in {path}") from None
+        raise SettingError(
+            f"measurements must be rows of {len(header)} numbers in {path}"
+        ) from None
     return dict(zip(header, values.T, strict=True))
 
 
@@ -191,13 +196,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"study files must be readable JSON, got {path} ({error})") from None
+        raise SettingError(f"study files must be readable JSON, got {path} ({error})") from None
     if not isinstance(values, dict):
-        raise ValueError(f"study files must hold a JSON object, got another value in {path}")
+        raise SettingError(f"study files must hold a JSON object, got another value in {path}")
     return values
 
 
 def _entry(values: Mapping[str, Any], name: str, path: Path) -> Any:
     if name not in values:
-        raise ValueError(f"study files must have an entry {name!r}, got {path} without it")
+        raise SettingError(f"study files must have an entry {name!r}, got {path} without it")
     return values[name]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dbsl.base.errors import SettingError
 from dbsl.base.files import write_table, write_text
 from dbsl.run.evidence import REPORT
 from dbsl.study.scaling import (
@@ -45,7 +46,7 @@ def write_report(
         budgets: Steps and examples after which measurements do not count.
 
     Raises:
-        ValueError: If there is no goal, or a workload's studies have different ones.
+        SettingError: If there is no goal, or a workload's studies have different ones.
     """
     from dbsl.study.plots import draw_study  # slow to import
 
@@ -102,7 +103,7 @@ def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
         return goal
     goals = {study.goal for study in studies}
     if len(goals) > 1 or None in goals:
-        raise ValueError(f"goal_error must be given, since the studies of {name} do not name one")
+        raise SettingError(f"goal_error must be given, since the studies of {name} do not name one")
     return goals.pop()
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dbsl.base.errors import SettingError
+
 Status = Literal["COMPLETE", "INCOMPLETE", "INFEASIBLE"]
 
 OBJECTIVE = "val/classification_error"
@@ -142,7 +144,7 @@ def steps_to_result(
         if trial.status != "COMPLETE":
             continue
         if objective not in trial.measurements:
-            raise ValueError(
+            raise SettingError(
                 f"objective must be a column of the measurements "
                 f"({', '.join(sorted(set(trial.measurements) - {'step'}))}), got {objective}"
             )
@@ -170,10 +172,10 @@ def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
         tried: Other batch sizes, which did not.
 
     Raises:
-        ValueError: If there are none.
+        SettingError: If there are none.
     """
     if not steps:
-        raise ValueError("steps must have a batch size that reached the goal, got none")
+        raise SettingError("steps must have a batch size that reached the goal, got none")
     least, first = min(steps.values()), min(steps)
     perfect = max(b for b, s in steps.items() if s <= PERFECT * steps[first] * first / b)
     useful = min(b for b, s in steps.items() if s <= USEFUL * least)

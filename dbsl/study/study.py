@@ -27,7 +27,7 @@ from filelock import FileLock
 from dbsl.architecture import least_batch
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
-from dbsl.base.errors import EXIT_STOPPED, RunStopped
+from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError
 from dbsl.base.files import write_text
 from dbsl.base.flags import parse_flags
 from dbsl.base.seeds import stream_seed
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(threads)
     accelerator = start_accelerator(config.mixed_precision, 60.0)
     if accelerator.num_processes > 1:
-        raise ValueError(
+        raise SettingError(
             f"processes must say how many trials run at a time, without a launcher of several, "
             f"got {accelerator.num_processes} launched"
         )
@@ -103,7 +103,7 @@ def _plot(config: StudyConfig) -> None:
     workloads = read_workloads([Path(folder) for folder in config.plot])
     folder = Path(config.output_dir or config.plot[0])
     if folder.is_file():
-        raise ValueError(f"output_dir must be given with an archive, got {folder} alone")
+        raise SettingError(f"output_dir must be given with an archive, got {folder} alone")
     budgets = (config.max_steps, config.max_examples)
     print(write_report(workloads, folder, config.goal_error, config.objective, budgets))
 
@@ -165,7 +165,7 @@ def _run_all(work: _Work, stopping: Stopping) -> None:
             work.claims.give_back(claim)
             if isinstance(error, torch.OutOfMemoryError):
                 _, batch_size = _studies(work.config)[claim.study]
-                raise ValueError(
+                raise SettingError(
                     f"batch_sizes must fit into the device's memory, got {batch_size} ({error})"
                 ) from None
             raise
@@ -192,7 +192,7 @@ def _in_processes(
 
     Raises:
         RunStopped: If it was asked to stop.
-        ValueError: If one of them failed.
+        SettingError: If one of them failed.
     """
     one = ["--processes", "1", "--cpu-threads", str(threads)]
     children = []
@@ -225,7 +225,7 @@ def _in_processes(
         raise RunStopped("stopped; the same command goes on")
     failed = [child.returncode for child in children if child.returncode]
     if failed:
-        raise ValueError(
+        raise SettingError(
             f"all processes must end well, got status {failed[0]} of {len(failed)} (see above); "
             "the same command goes on"
         )
@@ -257,7 +257,7 @@ def _open(config: StudyConfig, images: Images) -> _Work:
     """Make a study's folder, or open it again.
 
     Raises:
-        ValueError: If it is the folder of another study, or cannot be written.
+        SettingError: If it is the folder of another study, or cannot be written.
     """
     folder = Path(config.output_dir or f"studies/{dataset_name(config.dataset)}-{config.model}")
     studies = _studies(config)
@@ -278,7 +278,7 @@ def _open(config: StudyConfig, images: Images) -> _Work:
             }
             write_study(folders[name], values)
     except OSError as error:
-        raise ValueError(
+        raise SettingError(
             f"output_dir must be a folder that can be written, got {folder} ({error})"
         ) from None
     return _Work(config, folder, images, claims)
@@ -302,7 +302,7 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
     now = yaml.safe_load(text)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
-            raise ValueError(
+            raise SettingError(
                 f"{name} must be {before.get(name)} as in {path}, or output_dir another, "
                 f"got {now.get(name)}"
             )
