@@ -86,7 +86,7 @@ def first_command(up: str) -> list[str]:
         "|---|---|---|",
         f"| [the first command]({up}configs/digits/first_command.yaml), {row['seeds']} seeds "
         f"([CSV]({up}results/digits/arms.csv)) | {accuracy(row)} (sd) "
-        f"| {float(row['minutes']):.1f}, the first time half a minute more |",
+        f"| {float(row['minutes']):.1f} |",
     ]
 
 

@@ -121,7 +121,7 @@ def summary(up: str) -> list[str]:
 
 
 def fixed_rate(up: str) -> list[str]:
-    """Return the same arms at their own learning rate and at the published one."""
+    """Return the same arms at their own learning rate and at the conference paper's."""
     tuned, published = _accuracy(_runs()), _accuracy(read(FIXED_RATE))
     lines = [
         f"| ([rows]({up}results/gap/fixed_rate/arms_runs.csv)) | at its own rate, % | at 0.1, % "

@@ -4,8 +4,10 @@
 
 Data-parallel by default. ``local_steps`` above 1 is Accelerate's LocalSGD instead: every process
 steps by itself and parameters are averaged after that many steps. Model, initial weights, images,
-augmentation, optimizer and learning rate are those of train.py, so that arms differ in how
-processes work together and in nothing else. Rank 0 prints one line of JSON.
+augmentation, optimizer and learning rate are those of train.py. Besides how processes work
+together two things differ: train.py has glibc keep freed memory (`keep_freed_memory`), which makes
+its steps faster, and LocalSGD averages parameters alone, so that rank 0's own batch-norm statistics
+are evaluated. Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
