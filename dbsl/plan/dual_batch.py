@@ -68,11 +68,11 @@ def plan_dual_batch(
     """Plan one epoch in which some workers take small batches and all finish together.
 
     Equal workers: large ones get d_L = k*d/n samples (eq. 4), small ones the rest (eq. 6) in
-    batches of B_S = b / ((a + b/B_L) * d_L/d_S - a) (eq. 8). As in the published tables, d_S is
-    what the whole d_L leaves, and B_S is solved from the exact shares and rounded once. Unequal
-    workers keep the same balance, each with its own a, b and B_L: in the common time T worker i
-    takes T / (a_i + b_i/B_i) samples, and B_S, the same for all small workers, is the one with
-    which these come to d.
+    batches of B_S = b / (t/d_S - a) (eq. 8), where t = k * (a + b/B_L) * d/n is everyone's time. As
+    in the published tables, d_L is rounded, d_S is what that leaves, rounded, and B_S follows from
+    the exact t and that d_S and is rounded once. Unequal workers keep the same balance, each with
+    its own a, b and B_L: in the common time T worker i takes T / (a_i + b_i/B_i) samples, and B_S,
+    the same for all small workers, is the one with which these come to d.
 
     At most one of `time_ratio`, `small_batch_size` and `small_share` is given; the others follow. A
     batch size that meets a bound stays there, and samples move so that all still finish together;

@@ -113,8 +113,8 @@ class SmallBatch:
     def _exact(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
         """Return `solve`'s result without bounds.
 
-        B_S follows from the exact shares, and is rounded once. Both pieces of a step's time, the
-        line and the floor, bound it from below: the larger bound holds.
+        B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
+        step's time, the line and the floor, bound it from below: the larger bound holds.
         """
         machines, samples, to_integer = self.machines, self.samples, self.to_integer
         workers, small_workers = len(machines.limits), self.small_workers
@@ -124,22 +124,22 @@ class SmallBatch:
             rest = samples - time_s * float(large_speeds.sum())
             return to_integer(machines.common_batch(small_workers, time_s, rest)), None
         model, limit = machines.model(0), int(machines.limits[0])
-        large_part = ratio * samples / workers
-        large = to_integer(large_part)
+        large = to_integer(ratio * samples / workers)
         rest = samples - large * (workers - small_workers)
         if rest < small_workers:
             raise SettingError(
                 f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
                 f"{self._nearest(self.min_batch_size)}"
             )
-        small_part = (samples - large_part * (workers - small_workers)) / small_workers
-        sample_time = model.sample_time(limit) * large_part / small_part  # small workers'
+        small = to_integer(rest / small_workers)
+        time_s = ratio * model.sample_time(limit) * samples / workers
+        sample_time = time_s / small  # small workers'
         exact = model.intercept / (sample_time - model.slope)
         if model.floor and sample_time > model.slope:
             exact = max(exact, model.floor / sample_time)
         # Whole samples may use up a ratio close to 1: then both batches are equally large.
         batch = to_integer(exact) if 0 < exact <= limit else limit
-        return batch, (large, to_integer(rest / small_workers))
+        return batch, (large, small)
 
     def _nearest(self, batch: int) -> str:
         """Return what a plan with this small batch would be, for the end of an error."""
