@@ -27,6 +27,7 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.cluster.clipping import make_clip
+from dbsl.cluster.collectives import wait_for_all
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
 from dbsl.optimizer import ClipMode, build_optimizer
@@ -217,7 +218,7 @@ def profile_steps(
         seconds: About when to stop repeating.
         held_out: Batch sizes to measure beside, and to leave out of the fit.
     """
-    step.accelerator.wait_for_everyone()
+    wait_for_all()
     sizes = sorted(set(batch_sizes))
     beside = sorted(set(held_out) - set(sizes))
     began = time.perf_counter()

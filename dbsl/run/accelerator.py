@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import os
 import sys
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -20,7 +20,8 @@ from accelerate.utils import (
 )
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.launch import chosen_backend, join_processes
+from dbsl.cluster.collectives import wait_for_all
+from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
@@ -64,8 +65,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     keep_freed_memory()
     # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
     torch.backends.cudnn.benchmark = not cpu
-    # NCCL's own watchdog ends a process without a name; `Heartbeats` has decided before.
-    timeout = timedelta(seconds=timeout_s + 60 * (not cpu))
+    timeout = group_timeout(timeout_s, cpu=cpu)
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
     with patch_environment(omp_num_threads=torch.get_num_threads()):
@@ -85,6 +85,17 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             file=sys.stderr,
         )
     return accelerator
+
+
+@contextlib.contextmanager
+def first_on_node(accelerator: Accelerator) -> Iterator[None]:
+    """Let the first process of each node through before its others enter (a collective)."""
+    first = accelerator.local_process_index == 0
+    if not first:
+        wait_for_all()
+    yield
+    if first:
+        wait_for_all()
 
 
 def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
@@ -125,7 +136,7 @@ def start_joining_accelerator(
     torch.backends.cudnn.benchmark = not cpu
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not cpu and torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # several may share one
     launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
     state = PartialState(cpu)  # without these it waits for nobody
     os.environ |= launched
