@@ -383,6 +383,20 @@ def test_the_second_process_of_a_node_waits_on_a_device_that_it_has(monkeypatch,
     assert done == [devices, "second", "first", devices]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_accelerate_is_around_an_optimizer_only_where_gradients_are_scaled(scaled):
+    accelerator = start_accelerator("no", 20.0)
+    accelerator.scaler = torch.amp.GradScaler("cpu") if scaled else None
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    assert (accelerator.prepare_optimizer(optimizer) is optimizer) is not scaled
+    with torch.profiler.profile() as profiled:
+        accelerator.backward(weight.sum())
+    divides = [event for event in profiled.events() if event.name.startswith("aten::div")]
+    assert bool(divides) is scaled
+    assert weight.grad.tolist() == [65536.0 if scaled else 1.0] * 3
+
+
 def test_a_process_alone_waits_for_nobody(accelerator):
     with first_on_node(accelerator):
         pass
@@ -396,6 +410,6 @@ def test_a_process_that_joins_takes_the_gpu_that_its_local_rank_shares(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(dbsl.run.accelerator, "PartialState", lambda cpu: SimpleNamespace())
-    monkeypatch.setattr(dbsl.run.accelerator, "Accelerator", lambda **_: None)
+    monkeypatch.setattr(dbsl.run.accelerator, "PlainAccelerator", lambda **_: None)
     start_joining_accelerator(3, 4, "no")
     assert taken == [1]

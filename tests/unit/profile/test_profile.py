@@ -125,13 +125,34 @@ def test_step_times_are_medians_of_turns_until_time_is_up(monkeypatch):
             return type("Measurement", (), {"times": [0.001 * self.size, outlier + 0.002]})
 
     monkeypatch.setattr("torch.utils.benchmark.Timer", FakeTimer)
+    monkeypatch.setattr("torch.utils.benchmark.timer", lambda: clock[0])
     monkeypatch.setattr(profile.time, "perf_counter", lambda: clock[0])
     warmed = []
     times, errors = measure_step_times(warmed.append, [2, 8], seconds=9.0)
     assert turns == [2, 8] * 5  # the outliers keep the errors large, so that it goes on
     assert times == [0.002, 0.008]
     assert all(error > 0.1 for error in errors)
-    assert warmed == [8]
+    assert warmed == [8, 8]
+
+
+def test_a_block_of_steps_is_a_quarter_of_one_that_follows_cudnns_trials(monkeypatch):
+    clock, blocks = [0.0], []
+
+    class FakeTimer:
+        def __init__(self, *_, **__):
+            pass
+
+        def blocked_autorange(self, min_run_time):
+            blocks.append(min_run_time)
+            return SimpleNamespace(times=[1.0])
+
+    def step(batch_size):
+        clock[0] += 1.0 if clock[0] else 60.0  # the first one tries algorithms, or compiles
+
+    monkeypatch.setattr("torch.utils.benchmark.Timer", FakeTimer)
+    monkeypatch.setattr("torch.utils.benchmark.timer", lambda: clock[0])  # waits for the device
+    measure_step_times(step, [8], seconds=9.0)
+    assert set(blocks) == {0.25}
 
 
 def test_step_times_stop_as_soon_as_they_are_precise(monkeypatch):
@@ -196,6 +217,24 @@ def test_a_step_in_micro_batches_is_measured_as_it_is_taken(accelerator):
         Setup.of("test_resnet", model, 3, accelerator, micro_batch=m) for m in (None, 4)
     )
     assert cache_file(plain) != cache_file(other)
+
+
+def test_memory_is_measured_before_the_copy_is_compiled(accelerator, monkeypatch):
+    done = []
+
+    def compile_in_place(model, device, *, sums):
+        done.append("compiled")
+
+    def loss_of(module, images, labels):
+        done.append(len(images))
+        return module(images).square().mean()
+
+    monkeypatch.setattr(profile, "compile_in_place", compile_in_place)
+    monkeypatch.setattr(profile, "measure_step_times", lambda *_, seconds: ([1.0, 2.0], [0.0, 0.0]))
+    model = build_model("test_resnet", 3, final_resolution=32)
+    step = TrainingStep(model, 16, 3, accelerator, loss_of=loss_of, compiled=True)
+    profile_steps(step, [4, 8], seconds=0.1)
+    assert done == [4, 4, 8, "compiled"]  # no graph for what is measured of memory alone
 
 
 def test_a_measured_step_has_the_optimizer_the_loss_and_the_frozen_layers_of_training(accelerator):
