@@ -31,6 +31,7 @@ from dbsl.plan.stages import (
 )
 from dbsl.plan.turns import Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
+from dbsl.profile.memory import give_back
 from dbsl.profile.noise_probe import LossOf, choose_probe
 from dbsl.run.accelerator import first_on_node, nodes_of
 from dbsl.run.average import WeightAverage
@@ -74,6 +75,7 @@ def prepare(
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
+    give_back(accelerator.device)  # what measuring took
     check_micro_batches(known, least)
     maker = PlanMaker(config, known, len(data.train), least)
     plans = {

@@ -237,8 +237,9 @@ class Launches(TorchDispatchMode):
 def launches_of_a_joined_round(layers):
     with FakeTensorMode():  # has CUDA tensors without a GPU
         model = nn.Sequential(*(nn.Conv2d(2, 2, 3, device="cuda") for _ in range(layers)))
-        for parameter in model.to(memory_format=torch.channels_last).parameters():
-            parameter.grad = torch.empty_like(parameter)
+        for parameter in model.parameters():
+            order = torch.channels_last if parameter.dim() == 4 else torch.preserve_format
+            parameter.grad = torch.empty_like(parameter, memory_format=order)
         probe = make_probe(model, "joined", workers=2)
         with Launches() as launches:
             for worker in (0, 1):

@@ -16,7 +16,14 @@ from dbsl.profile import __main__ as command
 from dbsl.profile import step_time as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
 from dbsl.profile.fit import fit_time_model
-from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
+from dbsl.profile.memory import (
+    GIB,
+    MemoryModel,
+    PeakMemory,
+    confirm_batch,
+    fit_memory,
+    give_back,
+)
 from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import (
     NO_OPTIMIZER,
@@ -30,6 +37,7 @@ from dbsl.profile.step_time import (
 )
 from dbsl.run.config import RunConfig
 from dbsl.run.measured import _reserve_bytes, make_profiler, measured_models
+from dbsl.run.prepare import prepare
 from dbsl.run.workers import largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
@@ -385,6 +393,39 @@ def test_peak_memory_of_the_process_sees_a_tensor_that_is_gone_again():
     large = measure.of(lambda: torch.ones(64 * 2**20))  # 256 MiB
     assert large - small == pytest.approx(256 * 2**20, rel=0.1)
     assert measure.capacity() > small
+
+
+@pytest.mark.parametrize(
+    ("processes", "gpus", "backend", "sharing"),
+    [
+        (2, 1, "gloo", 2),
+        (4, 2, "gloo", 2),
+        (1, 1, None, 1),
+        (8, 8, None, 1),
+        (8, 1, None, 1),  # each process is shown its own
+    ],
+)
+def test_processes_on_one_gpu_share_its_free_memory(monkeypatch, processes, gpus, backend, sharing):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("DBSL_BACKEND", backend or "")
+    assert PeakMemory(torch.device("cuda")).capacity() == 8 * GIB / sharing + GIB
+
+
+def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator, monkeypatch):
+    emptied, given = [], []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    for device, times in (("cpu", 0), ("cuda", 1)):
+        give_back(torch.device(device))
+        assert len(emptied) == times
+    monkeypatch.setattr("dbsl.run.prepare.give_back", given.append)
+    settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
+    config = RunConfig(model="test_resnet", lr=0.1, intercept=(0.01,), **settings)
+    prepare(config, accelerator, lambda model, images, labels: model(images).sum())
+    assert given == [accelerator.device]
 
 
 def test_confirming_step_backs_off_until_it_fits():
