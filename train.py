@@ -156,7 +156,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     train_time_s, result = session.train_time_s(end), None
     last = end.epoch + 1 == config.epochs
     due = last or (end.epoch + 1) % config.eval_every == 0
-    with session.stopwatch.evaluating() as spent:
+    with session.evaluating() as spent:
         session.cluster.load(end)  # the merged weights into the model
         if due:
             result = evaluate(session)

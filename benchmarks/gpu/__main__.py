@@ -1,6 +1,6 @@
 """All that only a GPU can show, in the order of its worth; cut off at any moment, it goes on.
 
-    python -m benchmarks.gpu --out results/gpu                  # the stages, one after the other
+    python -m benchmarks.gpu --out results/gpu                  # the stages, the first ones first
     python -m benchmarks.gpu --out OUT --deadline 540 --done results/gpu/*.jsonl
     python -m benchmarks.gpu --pack runs/pack --data CIFAR100   # for a machine without a network
     python -m benchmarks.gpu --table results/gpu/*.jsonl        # the table of docs/gpu.md
@@ -99,14 +99,17 @@ def _run(given: argparse.Namespace, stages: Sequence[Stage]) -> int:
             done=given.done,
             deadline_s=given.deadline,
             settings=settings,
-            environment=stage_environment(data, Path(wheels)),
+            environment=stage_environment(data, Path(wheels), Path(settings["work"])),
             facts={"commit": given.commit or _commit()},
         )
     return int(failures > 0)
 
 
-def stage_environment(data: str, wheels: Path) -> dict[str, str]:
-    """Return the environment of stages: carried wheels, and the stand-in where it is needed."""
+def stage_environment(data: str, wheels: Path, work: Path) -> dict[str, str]:
+    """Return the environment of stages: carried wheels, and the stand-in where it is needed.
+
+    What one stage has compiled the next ones find in the work folder.
+    """
     paths = []
     packed = Path(data).is_dir() and bool(packed_files(data, "train"))
     if packed or importlib.util.find_spec("datasets") is None:
@@ -118,7 +121,8 @@ def stage_environment(data: str, wheels: Path) -> dict[str, str]:
     before = os.environ.get("PYTHONPATH")
     paths += [str(ROOT), *([before] if before else [])]
     offline = {"HF_HUB_OFFLINE": "1"} if Path(data).is_dir() or data == "digits" else {}
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **offline}
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}
+    return {**os.environ, **kept, "PYTHONPATH": os.pathsep.join(paths), **offline}
 
 
 def _pack(given: argparse.Namespace, stages: Sequence[Stage]) -> int:

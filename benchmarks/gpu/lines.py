@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from benchmarks.gpu.child import Settings
 from dbsl.model import build_model
-from dbsl.profile.memory import PeakMemory
+from dbsl.profile.memory import PeakMemory, give_back, is_short_of_memory
 from dbsl.profile.step_time import (
     TrainingStep,
     batch_sizes_to_measure,
@@ -81,23 +80,44 @@ def largest_batch(
     predicted = memory.largest_batch(limit)
     bare = int((capacity - memory.fixed_bytes) // memory.sample_bytes)
     yield {"capacity_gib": round(capacity / 2**30, 2), "predicted": predicted, "line": bare}
-    reasons: dict[str, int] = {}
     del step
 
-    def runs(size: int) -> bool:
-        gc.collect()  # what a failed step still holds
-        torch.cuda.empty_cache()
+    def runs(size: int) -> None:
+        give_back(device)  # what a failed step still holds
+        fresh = _step(settings, resolution)  # without the images of another size
+        fresh(2)  # the optimizer's state exists from now on
+        fresh(size)
+        torch.cuda.synchronize(device)
+
+    yield from search(runs, predicted, bare)
+
+
+def search(runs: Callable[[int], object], predicted: int, bare: int) -> Iterator[dict[str, Any]]:
+    """Find the largest batch that runs, from the predicted one on.
+
+    An error that does not say that memory is short may be one after which the device does nothing
+    more: it ends the search with what is known.
+    """
+    reasons: dict[str, int] = {}
+    known = 0
+
+    def fits(size: int) -> bool:
+        nonlocal known
         try:
-            fresh = _step(settings, resolution)  # without the images of another size
-            fresh(2)  # the optimizer's state exists from now on
-            fresh(size)
-            torch.cuda.synchronize(device)
+            runs(size)
         except RuntimeError as error:
             reasons[str(error).strip().partition("\n")[0][:120]] = size
+            if not is_short_of_memory(error):
+                raise
             return False
+        known = max(known, size)
         return True
 
-    largest = bisect(runs, predicted, tolerance=0.01)
+    try:
+        largest = bisect(fits, predicted, tolerance=0.01)
+    except RuntimeError:
+        yield {"note": f"{known} runs, another error ended the search", "refusals": reasons}
+        return
     yield {
         "runs": largest,
         "predicted_over_runs": round(predicted / largest, 4) if largest else None,

@@ -19,7 +19,7 @@ import numpy as np
 from packaging.requirements import Requirement
 
 from benchmarks.gpu.data import SPLITS, pack_rows
-from benchmarks.gpu.runner import ROOT, Stage
+from benchmarks.gpu.runner import AT_ONCE, ROOT, Stage
 
 MIB = 2**20
 PYTHON = "3.12"
@@ -159,13 +159,15 @@ def tracked_bytes() -> int:
 
 def calls(stages: Iterable[Stage], seconds: float) -> Iterator[list[Stage]]:
     """Yield the stages that calls of so many seconds have time for, if all goes as expected."""
-    found, left = [], seconds
+    found, ends = [], [0.0] * AT_ONCE  # when each place for a stage is free again
     for stage in stages:
-        if found and stage.expected_s > left:
+        begins = max(ends) if stage.alone else min(ends)
+        if found and begins + stage.expected_s > seconds:
             yield found
-            found, left = [], seconds
+            found, ends, begins = [], [0.0] * AT_ONCE, 0.0
         found.append(stage)
-        left -= stage.expected_s
+        end = begins + stage.expected_s
+        ends = [end] * AT_ONCE if stage.alone else [*sorted(ends)[1:], end]
     if found:
         yield found
 

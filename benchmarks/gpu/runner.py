@@ -1,6 +1,6 @@
-"""Stages one after the other, each a process with a time limit, each result a line of JSON.
+"""Stages, each a process with a time limit, each result a line of JSON.
 
-A line is on disk before the next stage begins. Killed at any moment and started again with the
+A line is on disk as soon as its stage has ended. Killed at any moment and started again with the
 same files, the runner goes on with what is missing.
 """
 
@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, LOG = "results.jsonl", "log.txt"
 _LOGGED_BYTES = 20_000  # the end of a stage's output
+AT_ONCE = 4  # stages that do not need the device alone
+_LOOK_S = 0.02  # between looks at who has ended
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Stage:
         limit_s: When it is killed.
         needs: Stages that must be finished before.
         dry: Whether it is a part of the dry run.
+        alone: Whether nothing else may run meanwhile: its figures are times or memory.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Stage:
     limit_s: float = 120.0
     needs: tuple[str, ...] = ()
     dry: bool = True
+    alone: bool = True
 
 
 def run_stages(
@@ -80,28 +84,49 @@ def run_stages(
         if line["status"] == "ok" and bool(line.get("dry")) == dry
     }
     failures = 0
-    for stage in stages:
-        if stage.name in finished:
-            continue
-        left = deadline - time.monotonic()
-        if left < (1.0 if dry else stage.expected_s):
-            print(f"{stage.name}: left out, {left:.0f} s are not enough", flush=True)
-            continue
-        if lacking := sorted(set(stage.needs) - finished):
-            print(f"{stage.name}: left out, it needs {', '.join(lacking)}", flush=True)
-            continue
-        print(f"{stage.name} ...", flush=True)
-        limit_s = min(stage.limit_s, left)
-        given = {**settings, "limit_s": limit_s, "results": [str(path) for path in files]}
-        line = {"stage": stage.name, **_run(stage, given, limit_s, environment, out / LOG), **facts}
-        line["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        if dry:
-            line["dry"] = True
-        append(out / RESULTS, line)
-        finished |= {stage.name} if line["status"] == "ok" else set()
-        failures += line["status"] != "ok"
-        said = line.get("error", json.dumps(line["figures"])).strip().splitlines()
-        print(f"{stage.name}: {line['status']}, {line['seconds']:.0f} s, {said[-1]}", flush=True)
+    running: list[_Running] = []
+
+    def wait(most: int, needed: Sequence[str] = ()) -> None:
+        """Wait until at most so many stages run, and none that is needed; write what they found."""
+        nonlocal failures
+        while len(running) > most or any(one.stage.name in needed for one in running):
+            ended = next((one for one in running if one.has_ended()), None)
+            if ended is None:
+                time.sleep(_LOOK_S)
+                continue
+            running.remove(ended)
+            line = {"stage": ended.stage.name, **ended.result(out / LOG), **facts}
+            line["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            if dry:
+                line["dry"] = True
+            append(out / RESULTS, line)
+            finished.update({ended.stage.name} if line["status"] == "ok" else ())
+            failures += line["status"] != "ok"
+            said = line.get("error", json.dumps(line["figures"])).strip().splitlines()
+            took = f"{line['seconds']:.0f} s"
+            print(f"{ended.stage.name}: {line['status']}, {took}, {said[-1]}", flush=True)
+
+    try:
+        for stage in stages:
+            if stage.name in finished:
+                continue
+            alone = stage.alone or any(one.stage.alone for one in running)
+            wait(0 if alone else AT_ONCE - 1, stage.needs)
+            left = deadline - time.monotonic()
+            if left < (1.0 if dry else stage.expected_s):
+                print(f"{stage.name}: left out, {left:.0f} s are not enough", flush=True)
+                continue
+            if lacking := sorted(set(stage.needs) - finished):
+                print(f"{stage.name}: left out, it needs {', '.join(lacking)}", flush=True)
+                continue
+            print(f"{stage.name} ...", flush=True)
+            limit_s = min(stage.limit_s, left)
+            given = {**settings, "limit_s": limit_s, "results": [str(path) for path in files]}
+            running.append(_Running(stage, given, limit_s, environment))
+        wait(0)
+    finally:
+        for one in running:
+            one.end()
     return failures
 
 
@@ -130,47 +155,61 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _run(
-    stage: Stage,
-    settings: Mapping[str, Any],
-    limit_s: float,
-    environment: Mapping[str, str] | None,
-    log: Path,
-) -> dict[str, Any]:
-    """Run one stage in a process group of its own; return status, seconds and figures."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as output:
-        report = Path(scratch) / "report.json"
+class _Running:
+    """A stage under way, in a process group of its own."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        settings: Mapping[str, Any],
+        limit_s: float,
+        environment: Mapping[str, str] | None,
+    ) -> None:
+        self.stage, self._limit_s, self._began = stage, limit_s, time.monotonic()
+        self._scratch = tempfile.TemporaryDirectory()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # `result` closes it
+        self._report = Path(self._scratch.name) / "report.json"
         given = json.dumps({"settings": settings, "arguments": dict(stage.arguments)})
-        command = [sys.executable, "-m", "benchmarks.gpu.child", stage.call, given, str(report)]
-        process = subprocess.Popen(
-            command,
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.child", stage.call, given, str(self._report)],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,  # closes when this process goes: the stage then ends itself
-            stdout=output,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
-            process.communicate()
-        seconds = time.monotonic() - began
-        text = _tail(output)
-        found = json.loads(report.read_text()) if report.exists() else {}
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"=== {stage.name}\n{text}\n")
-    line = {"figures": {}, "device": "", "torch": "", **found}
-    if status is None:
-        line |= {"status": "timeout", "error": f"killed after {limit_s:.0f} s\n{text[-1500:]}"}
-    elif "status" not in found:  # not even an exception: killed, or it never came to its code
-        line |= {"status": "failed", "error": f"ended with status {status}\n{text[-1500:]}"}
-    return {**line, "seconds": round(seconds, 2), "command": f"--stages {stage.name}"}
+
+    def has_ended(self) -> bool:
+        """Whether it has come to its end, or its time is up."""
+        late = time.monotonic() - self._began > self._limit_s
+        return late or self._process.poll() is not None
+
+    def end(self) -> None:
+        """End it with all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def result(self, log: Path) -> dict[str, Any]:
+        """End it; return status, seconds and figures."""
+        status = self._process.poll()
+        self.end()
+        seconds = time.monotonic() - self._began
+        with self._scratch, self._output:
+            text = _tail(self._output)
+            found = json.loads(self._report.read_text()) if self._report.exists() else {}
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"=== {self.stage.name}\n{text}\n")
+        line = {"figures": {}, "device": "", "torch": "", **found}
+        if status is None:
+            error = f"killed after {self._limit_s:.0f} s\n{text[-1500:]}"
+            line |= {"status": "timeout", "error": error}
+        elif "status" not in found:  # not even an exception: killed, or it never came to its code
+            error = f"ended with status {status}\n{text[-1500:]}"
+            line |= {"status": "failed", "error": error}
+        command = f"--stages {self.stage.name}"
+        return {**line, "seconds": round(seconds, 2), "command": command}
 
 
 def _tail(output: Any) -> str:

@@ -43,7 +43,7 @@ def common_flags(settings: Settings, folder: Path) -> list[str]:
         flags += ["--model", "test_resnet", "--train-samples", "240", "--eval-samples", "40"]
         flags += ["--resolutions", "16,24", "--cpu-threads", "1", "--lr", "0.02"]
     else:
-        flags += ["--model", "resnet18", "--resolutions", "24,32"]
+        flags += ["--model", "resnet18", "--resolutions", "24,32", "--train-samples", "6000"]
     return flags
 
 

@@ -86,8 +86,9 @@ def kernels(
     Work.steps = watched
     with tempfile.TemporaryDirectory() as scratch:
         flags = common_flags(settings, Path(scratch) / "run")
-        flags += ["--workers", "1", "--local-batch-sizes", str(batch), "--rounds-per-epoch", "3"]
-        flags += ["--train-samples", str(3 * steps * batch), "--no-noise-scale"]
+        flags += ["--workers", "1", "--local-batch-sizes", str(batch), "--no-noise-scale"]
+        # An epoch is a round, and the third is looked at: a piece of the images is enough.
+        flags += ["--train-samples", str(steps * batch), "--epochs", "3", "--eval-every", "3"]
         flags += ["--slope", "0.001", "--intercept", "0.01", "--log-every", "0"]
         flags += ["--resolutions", "16" if settings.dry else str(resolution)]
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.gpu.runner import Stage
 from benchmarks.gpu.runs import MODES
 from benchmarks.gpu.training import HELD_OUT, RATES, TUNED_ON_SEED
@@ -26,52 +28,65 @@ BEST = {
 
 
 def all_stages() -> list[Stage]:
-    """Return every stage; `Stage.dry` says which are in a dry run."""
-    stages = [Stage("environment", "benchmarks.gpu.checks:environment", {}, 15, 90)]
-    stages += [
-        Stage(f"mode-{name}", "benchmarks.gpu.checks:mode", {"name": name}, 25, 120)
-        for name in MODES
-    ]
-    first, rest = _speed()
-    stages += [*first, Stage("tests", "benchmarks.gpu.checks:tests", {}, 40, 240)]
-    stages += [*_resume(), *_lines(), *_processes(), *rest]
+    """Return every stage; `Stage.dry` says which are in a dry run.
+
+    The order is that of their worth: ten minutes are enough for the first ten.
+    """
+    first = _speed()
+    modes, processes, resumed = _modes(), _processes(), _resume()
+    stages = [_check("environment", {}, 15, 90), modes.pop("bsp")]
+    stages += [first.pop("speed-32px-b500-eager"), first.pop("speed-32px-b500-compiled")]
+    stages += [_check("tests", {}, 60, 240), modes.pop("step"), modes.pop("gradients")]
+    stages += [processes.pop("two-processes-bsp")]
+    stages += [first.pop("kernels-32px-b500-eager"), first.pop("kernels-32px-b500-compiled")]
+    stages += [resumed.pop(f"resume-{sync}-deterministic") for sync in ("bsp", "step")]
+    stages += [*modes.values(), *processes.values(), *resumed.values()]
+    stages += [*first.values(), *_lines()]
     stages += _tuning() + _arms(SEEDS[:1], SHORT)
     for seed in SEEDS:
         stages += _arms([seed], None)
     return stages + _others()
 
 
-def _speed() -> tuple[list[Stage], list[Stage]]:
-    """Return what comes first: all eager pairs and one compiled; and the rest."""
-    first, rest = [], []
+def _check(name: str, given: dict[str, Any], *seconds: float, dry: bool = True) -> Stage:
+    """Return a stage that says whether something works, while others run."""
+    call = f"benchmarks.gpu.checks:{name.partition('-')[0]}"
+    return Stage(name, call, given, *seconds, dry=dry, alone=False)
+
+
+def _modes() -> dict[str, Stage]:
+    return {name: _check(f"mode-{name}", {"name": name}, 25, 120) for name in MODES}
+
+
+def _speed() -> dict[str, Stage]:
+    """Return the pairs of train.py and the bare step, the eager ones first."""
+    stages = []
     for compiled in (False, True):
         for resolution, batch in ((32, 500), (24, 500), (32, 200), (32, 64), (24, 200), (24, 64)):
             name = f"{resolution}px-b{batch}-{'compiled' if compiled else 'eager'}"
             given = {"resolution": resolution, "batch": batch, "compiled": compiled}
             seconds = (90, 300) if compiled else (50, 200)
             goal = (resolution, batch) == (32, 500)
-            stages = first if goal or not compiled else rest
             call, dry = "benchmarks.gpu.speed:images_per_second", goal and not compiled
             stages.append(Stage(f"speed-{name}", call, given, *seconds, dry=dry))
             if goal or (resolution, batch) == (24, 200):
                 call = "benchmarks.gpu.speed:kernels"
                 stages.append(Stage(f"kernels-{name}", call, given, *seconds, dry=dry))
-    return first, rest
+    return {stage.name: stage for stage in stages}
 
 
-def _resume() -> list[Stage]:
-    return [
-        Stage(
+def _resume() -> dict[str, Stage]:
+    stages = [
+        _check(
             f"resume-{sync}-{'deterministic' if deterministic else 'plain'}",
-            "benchmarks.gpu.checks:resume",
             {"sync": sync, "deterministic": deterministic},
-            60,
-            240,
+            *(60, 240),
             dry=(sync, deterministic) == ("bsp", True),
         )
         for deterministic in (True, False)
         for sync in ("bsp", "step")
     ]
+    return {stage.name: stage for stage in stages}
 
 
 def _lines() -> list[Stage]:
@@ -89,14 +104,13 @@ def _lines() -> list[Stage]:
     return stages
 
 
-def _processes() -> list[Stage]:
-    stages = []
+def _processes() -> dict[str, Stage]:
+    stages = {}
     for call in ("two_processes", "killed_rank"):
         for sync in ("bsp", "step"):
-            name = f"{call.replace('_', '-')}-{sync}"
-            given = {"sync": sync}
-            stage = Stage(name, f"benchmarks.gpu.checks:{call}", given, 60, 240, dry=sync == "bsp")
-            stages.append(stage)
+            name, given = f"{call.replace('_', '-')}-{sync}", {"sync": sync}
+            check, dry = f"benchmarks.gpu.checks:{call}", sync == "bsp"
+            stages[name] = Stage(name, check, given, 60, 240, dry=dry, alone=False)
     return stages
 
 

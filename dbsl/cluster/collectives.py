@@ -31,6 +31,17 @@ from dbsl.plan.turns import RoundReport, StepLine
 from dbsl.plan.types import CurrentPlan
 
 
+def wait_for_all() -> None:
+    """Wait until all processes have come here; one process alone goes on at once (a collective).
+
+    Accelerate's own names the GPU by the local rank. Of two processes on one GPU, or where each
+    process is shown one GPU, the second has no such device.
+    """
+    if dist.is_initialized():
+        nccl = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[torch.cuda.current_device()] if nccl else None)
+
+
 def share_text(text: str, accelerator: Accelerator) -> str:
     """Return the main process's text on every process (a collective; up to 1,000 bytes)."""
     # As bytes: collectives for objects would unpickle whatever comes.

@@ -1,4 +1,4 @@
-"""torch.compile for a run: a graph for each resolution and batch size, made before training."""
+"""What each resolution and batch size needs before training: a graph, or cuDNN's choice."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from dbsl.architecture import set_dropout
 from dbsl.cluster.weights import FlatWeights
@@ -40,44 +39,48 @@ def uncompiled(model: nn.Module) -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
-def compile_for(
+def make_ready(
     model: nn.Module,
     weights: FlatWeights,
     batch_sizes: Mapping[int, Collection[int]],
     dropout: Mapping[int, float],
     accelerator: Accelerator,
     example: Callable[[int, int], Batch],
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
     *,
+    compiled: bool,
     sums: bool = False,
 ) -> None:
-    """Compile a model in place, and make the graphs that training will need.
+    """Pass a batch of each shape that training will have, before its clock starts.
 
-    Weights, statistics and random streams stay as they are.
+    A compiled model makes its graphs here. An eager one has cuDNN try its algorithms, which takes
+    seconds for each shape as well. Weights, statistics and random streams stay as they are.
 
     Args:
         model: The model, on its device.
         weights: Its weights, where they will stay: graphs keep their addresses.
         batch_sizes: Samples of the batches that are trained on, by resolution.
         dropout: Before the classifier, by resolution.
-        accelerator: Tells the device and the precision.
+        accelerator: Tells the device, and prints.
         example: Batch of a size at a resolution, on the device.
+        loss_of: Mean loss of a model on images and labels.
+        compiled: Whether to compile the model in place first.
         sums: Whether an optimizer sums the gradients of several calls, of micro-batches.
     """
     device = accelerator.device
-    compile_in_place(model, device, sums=sums)
-    began, graphs = time.perf_counter(), 0
+    if compiled:
+        compile_in_place(model, device, sums=sums)
+    began, shapes = time.perf_counter(), 0
     model.train()
     with weights.kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for resolution, sizes in batch_sizes.items():
             set_dropout(model, dropout[resolution])
             for size in sorted(sizes):
                 images, labels = example(size, resolution)
-                for _ in range(_CALLS):
-                    with accelerator.autocast():
-                        loss = F.cross_entropy(model(images), labels)
-                    loss.backward()
+                for _ in range(_CALLS if compiled else 1):
+                    loss_of(model, images, labels).backward()
                     # Gradients lie in the graph's memory, which its next call overwrites.
                     model.zero_grad(set_to_none=True)
-                graphs += 1
-    took = time.perf_counter() - began
-    accelerator.print(f"compiled for {graphs} pairs of resolution and batch size in {took:.0f} s")
+                shapes += 1
+    took, what = time.perf_counter() - began, "compiled" if compiled else "cuDNN has chosen"
+    accelerator.print(f"{what} for {shapes} pairs of resolution and batch size in {took:.0f} s")

@@ -75,9 +75,17 @@ def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
         store=dist.PrefixStore(f"dbsl/group/{restarts()}", met),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout_s),
+        timeout=group_timeout(timeout_s, cpu=cpu),
     )
     return met
+
+
+def group_timeout(timeout_s: float, *, cpu: bool) -> timedelta:
+    """Return the process group's own timeout.
+
+    NCCL's watchdog ends a process without naming anybody: `Heartbeats` is to decide before.
+    """
+    return timedelta(seconds=timeout_s + 60 * (not cpu))
 
 
 def _meet(timeout_s: float) -> dist.Store | None:

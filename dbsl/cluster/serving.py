@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SettingError
@@ -45,6 +46,9 @@ class ServingCluster(Conversing):
     ) -> None:
         super().__init__(weights, server, **common)
         self._ending = False  # an epoch's end is looked at
+        self._pushed = self.outgoing  # in host memory, which a GPU copies to faster if it is pinned
+        if self.outgoing.is_cuda:
+            self._pushed = torch.empty_like(self.outgoing, device="cpu", pin_memory=True)
         self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
 
     def turns(self) -> Iterator[Round | EpochEnd]:
@@ -72,12 +76,13 @@ class ServingCluster(Conversing):
         with self._changed:
             self._wait_for(lambda: self._interrupted or self.server.may_start(worker))
             stop = self._interrupted
-            if not stop:
-                weights = self.server.pull(worker)
-                self.weights.load(weights)
-                self.server.release(weights)
+            weights = None if stop else self.server.pull(worker)
         if stop:
             self.on_stop()
+        else:  # a copy to a GPU takes its time, and others need not wait for it
+            self.weights.load(weights)
+            with self._changed:
+                self.server.release(weights)
         self._waited_s += time.perf_counter() - began
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
@@ -85,7 +90,7 @@ class ServingCluster(Conversing):
         (report,) = reports
         report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
         began = time.perf_counter()
-        self._merge(self.outgoing.to("cpu"), report)
+        self._merge(self._pushed.copy_(self.outgoing), report)
         self._waited_s = time.perf_counter() - began
         return report.refused
 

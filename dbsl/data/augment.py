@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -115,12 +117,24 @@ class Erasing:
     count: int = 1
 
     def __call__(self, images: Tensor, samples: np.ndarray, seed: int, epoch: int) -> Tensor:
-        """Erase parts of images [B, 3, R, R] in place, by (seed, epoch, sample); return them."""
+        """Return images [B, 3, R, R] with parts erased by (seed, epoch, sample).
+
+        On the CPU they are written to. Another device gets all rectangles of a batch at once: one
+        by one each would take launches.
+        """
+        drawn = (samples, seed, epoch)
+        if images.device.type == "cpu":
+            return self._erased(images, *drawn)
+        canvas = torch.full_like(images, math.nan, device="cpu", pin_memory=images.is_cuda)
+        canvas = self._erased(canvas, *drawn).to(images.device, non_blocking=True)
+        return torch.where(canvas.isnan(), images, canvas)
+
+    def _erased(self, images: Tensor, samples: np.ndarray, seed: int, epoch: int) -> Tensor:
         erase = timm.data.random_erasing.RandomErasing(
-            self.probability, mode=self.mode, max_count=self.count, device=images.device
+            self.probability, mode=self.mode, max_count=self.count, device="cpu"
         )
         seeds = image_seeds(seed, "erasing", epoch, samples)
-        with GlobalStreams(images.device) as streams:
+        with GlobalStreams() as streams:
             for image, own in zip(images, seeds, strict=True):
                 streams.seed(own)
                 erase(image)

@@ -13,24 +13,14 @@ class GlobalStreams:
     """Python's, NumPy's and torch's own random numbers: seeded inside, untouched outside.
 
     timm and torchvision draw from these. What they draw for a sample then depends on its seed
-    alone, not on the process or on what was drawn before.
-
-    Args:
-        device: A device whose generator is seeded as well, such as ``cuda``.
+    alone, not on the process or on what was drawn before. The generators of devices are left out.
     """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        device = torch.device(device)
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
 
     def __enter__(self) -> GlobalStreams:
         self._before: Any = (
             random.getstate(),
             np.random.get_state(),  # noqa: NPY002
-            [generator.get_state() for generator in self._generators],
+            torch.default_generator.get_state(),
         )
         return self
 
@@ -38,12 +28,10 @@ class GlobalStreams:
         """Start all of them anew from a seed in [0, 2**63)."""
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
-        for generator in self._generators:
-            generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     def __exit__(self, *_: object) -> None:
-        python, numpy, states = self._before
+        python, numpy, state = self._before
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        torch.default_generator.set_state(state)

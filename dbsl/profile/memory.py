@@ -19,6 +19,7 @@ import torch
 
 from dbsl.base.cores import local_processes
 from dbsl.base.errors import SettingError
+from dbsl.cluster.launch import chosen_backend
 
 GIB = 2**30
 CUDA_MARGIN, HOST_MARGIN = 0.05, 0.20  # shares of the capacity; past the host's, it kills
@@ -109,8 +110,7 @@ class PeakMemory:
         small step after a large one would seem to need as much.
         """
         if self.cuda:
-            gc.collect()
-            torch.cuda.empty_cache()
+            give_back(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             call()
             torch.cuda.synchronize(self.device)
@@ -132,7 +132,8 @@ class PeakMemory:
         if self.cuda:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
-            return float(free + torch.cuda.memory_reserved(self.device))
+            own = torch.cuda.memory_reserved(self.device)
+            return float(free / processes_on_a_gpu() + own)
         free = float(psutil.virtual_memory().available)
         own = float(psutil.Process().memory_info().rss)
         return min(free / local_processes() + own, _container_limit() / local_processes())
@@ -147,6 +148,18 @@ def without_trials() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+def give_back(device: torch.device) -> None:
+    """Give memory that is free in this process back to the CUDA device, for its other processes."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def processes_on_a_gpu() -> int:
+    """Return how many processes share a GPU of this machine: with gloo they may, NCCL refuses."""
+    return -(-local_processes() // torch.cuda.device_count()) if chosen_backend() else 1
 
 
 def memory_in_use(device: torch.device) -> float:
@@ -200,8 +213,7 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
                     f"memory must hold a batch of one sample, got less ({reason})"
                 ) from None
         # Not in the except block: the error there still holds the failed step's tensors.
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back(torch.device("cuda"))
         batch = max(1, batch * 19 // 20)
 
 

@@ -16,6 +16,7 @@ from dbsl.cluster.compiling import uncompiled
 from dbsl.plan.sampler import Step
 from dbsl.plan.turns import Round
 from dbsl.plan.types import Plan, TimeModel
+from dbsl.profile.memory import without_trials
 
 Kind = Literal["micro", "joined"]
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -59,7 +60,8 @@ class NoiseProbe:
     def due(self, turn: Round) -> bool:
         """Whether a worker's turn is to be measured."""
         clock = turn.epoch * self._rounds + turn.round
-        return bool(self._every) and (clock + turn.workers[0]) % self._every == 0
+        own = 0 if self.kind == "joined" else turn.workers[0]  # joined ones are due in one round
+        return bool(self._every) and (clock + own) % self._every == 0
 
     def measure(
         self, turn: Round, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
@@ -112,17 +114,17 @@ class NoiseProbe:
             self._clock, self._joined, self._sum = clock, {}, []
         gradients = [_numbers(p.grad) for p in self._parameters if p.grad is not None]
         if not self._joined:
-            self._sum = [gradient * (batch / weight) for gradient in gradients]
+            self._sum = list(torch._foreach_mul(gradients, batch / weight))
         else:
-            for sum_, gradient in zip(self._sum, gradients, strict=True):
-                sum_.add_(gradient, alpha=batch / weight)
+            torch._foreach_add_(self._sum, gradients, alpha=batch / weight)
         self._joined[turn.workers[0]] = batch
         return len(self._joined) == self._workers
 
     def _pass(self, images: Tensor, labels: Tensor, loss_of: LossOf) -> Tensor:
         kept = [buffer.clone() for buffer in self._model.buffers()]
         devices = [images.device] if images.is_cuda else []
-        with torch.random.fork_rng(devices), uncompiled(self._model):
+        # Trials of cuDNN's algorithms for this one size would take longer than the pass.
+        with torch.random.fork_rng(devices), uncompiled(self._model), without_trials():
             loss = loss_of(self._model, images, labels)
             # DDP would take a backward() for the step's own.
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -158,7 +160,9 @@ def choose_probe(
     workers = len(next(iter(plans.values())).workers)
     kind: Kind = "joined" if sync == "bsp" and processes == 1 and workers > 1 else "micro"
     every = int(enabled)
-    if enabled and kind == "micro":
+    # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
+    # less than a pass, but not nothing where rounds are short.
+    if enabled and (kind == "micro" or next(model.parameters()).is_cuda):
         every = max(
             probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
             for resolution, plan in plans.items()
@@ -195,9 +199,14 @@ def _numbers(gradient: Tensor) -> Tensor:
 
 
 def _square(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the squared norm of gradients together, to the bit the same wherever they lie.
+    """Return the squared norm of gradients together.
 
-    The order in which numbers are added up, and so the last bits, may depend on their order in
-    memory and on the address. The squares are new tensors, whose address torch aligns.
+    On the CPU it is to the bit the same wherever they lie. The order in which numbers are added up,
+    and so the last bits, may depend on their order in memory and on the address. The squares are
+    new tensors, whose address torch aligns. On CUDA, where no bits are promised, a few launches do
+    for all parameters.
     """
-    return torch.stack([_numbers(gradient).square().sum() for gradient in gradients]).sum()
+    numbers = [_numbers(gradient) for gradient in gradients]
+    if numbers[0].is_cuda:
+        return torch.stack(torch._foreach_norm(numbers)).square().sum()
+    return torch.stack([own.square().sum() for own in numbers]).sum()

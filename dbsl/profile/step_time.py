@@ -27,6 +27,7 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.cluster.clipping import make_clip
+from dbsl.cluster.collectives import wait_for_all
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
 from dbsl.optimizer import ClipMode, build_optimizer
@@ -119,7 +120,7 @@ class TrainingStep:
         momentum: Whether it has momentum.
         weight_decay: Whether it has weight decay.
         optimizer_settings: What else it takes, as `build_optimizer` does.
-        compiled: Whether the copy is compiled.
+        compiled: Whether `compile` compiles the copy.
         micro_batch: Samples at most that are computed at once; None: all.
         clip: How gradients are clipped; None: they are not.
         example: Batch of a size at a resolution, on the device; unset: random images.
@@ -148,8 +149,7 @@ class TrainingStep:
         self.resolution = resolution
         self.num_classes = num_classes
         self._model = copy.deepcopy(model).train()
-        if compiled:
-            compile_in_place(self._model, accelerator.device, sums=micro_batch is not None)
+        self._compiled = compiled
         self._loss_of = loss_of or self._cross_entropy
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer != NO_OPTIMIZER:
@@ -181,6 +181,12 @@ class TrainingStep:
             self._clip(self._optimizer)
             self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
+
+    def compile(self) -> None:
+        """Compile the copy, if it is to be."""
+        if self._compiled:
+            sums = self.micro_batch is not None
+            compile_in_place(self._model, self.accelerator.device, sums=sums)
 
     @property
     def state_bytes(self) -> int:
@@ -217,12 +223,15 @@ def profile_steps(
         seconds: About when to stop repeating.
         held_out: Batch sizes to measure beside, and to leave out of the fit.
     """
-    step.accelerator.wait_for_everyone()
+    wait_for_all()
     sizes = sorted(set(batch_sizes))
     beside = sorted(set(held_out) - set(sizes))
     began = time.perf_counter()
     # With micro-batches it does not grow with the batch.
     memory = profile_memory(step, sizes) if step.micro_batch is None else None
+    # Only now: memory of the eager copy is an upper bound, and has batch sizes of its own, each of
+    # which would make a graph.
+    step.compile()
     left = seconds - (time.perf_counter() - began)
     times, errors = measure_step_times(step, [*sizes, *beside], seconds=left)
     count = len(sizes)
@@ -297,7 +306,7 @@ def measure_step_times(
     step's time. It ends when the standard error of every median is small enough, or when time is
     up, after 2 turns at least.
     """
-    from torch.utils.benchmark import Timer  # imports compilers
+    from torch.utils.benchmark import Timer, timer  # imports compilers
 
     timers = [
         Timer(
@@ -308,12 +317,14 @@ def measure_step_times(
         for size in batch_sizes
     ]
     began = time.perf_counter()
+    step(max(batch_sizes))  # the first one compiles, or tries cuDNN's algorithms
+    second = timer()  # which waits for the device
     step(max(batch_sizes))
-    block_s = max(0.25 * (time.perf_counter() - began), 1e-3)
+    block_s = max(0.25 * (timer() - second), 1e-3)
     samples: list[list[float]] = [[] for _ in timers]
     for turn in itertools.count(1):
-        for timer, taken in zip(timers, samples, strict=True):
-            taken += timer.blocked_autorange(min_run_time=block_s).times  # waits for the device
+        for own, taken in zip(timers, samples, strict=True):
+            taken += own.blocked_autorange(min_run_time=block_s).times  # waits for the device
         if turn == 1:
             continue
         errors = [_median_error(taken) for taken in samples]

@@ -7,8 +7,8 @@ import ctypes
 import itertools
 import os
 import sys
-from datetime import timedelta
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -20,7 +20,8 @@ from accelerate.utils import (
 )
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.launch import chosen_backend, join_processes
+from dbsl.cluster.collectives import wait_for_all
+from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
@@ -44,6 +45,22 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
+class PlainAccelerator(Accelerator):
+    """Accelerate's, without what a step does not need where nothing scales its gradients.
+
+    Its optimizer looks for a package and reads a signature at each step (70 us). Its backward pass
+    divides by the accumulation steps, which are 1 here: two more kernels.
+    """
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, **more: Any) -> Any:
+        """Return the optimizer, with fp16's scaler if there is one."""
+        return super().prepare_optimizer(optimizer, **more) if self.scaler else optimizer
+
+    def backward(self, loss: torch.Tensor, **more: Any) -> None:
+        """Compute gradients of a loss, scaled if there is a scaler."""
+        super().backward(loss, **more) if self.scaler else loss.backward(**more)
+
+
 def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     """Meet the other processes, waiting so long at most, and settle on a precision for all of them.
 
@@ -64,8 +81,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     keep_freed_memory()
     # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
     torch.backends.cudnn.benchmark = not cpu
-    # NCCL's own watchdog ends a process without a name; `Heartbeats` has decided before.
-    timeout = timedelta(seconds=timeout_s + 60 * (not cpu))
+    timeout = group_timeout(timeout_s, cpu=cpu)
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
     with patch_environment(omp_num_threads=torch.get_num_threads()):
@@ -75,7 +91,7 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             state = PartialState(cpu, **group.to_kwargs())
             native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
-        accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
+        accelerator = PlainAccelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
     del meeting_point  # the group has it now
     if accelerator.num_processes == 1 and _asked_for_several():
         print(
@@ -85,6 +101,17 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             file=sys.stderr,
         )
     return accelerator
+
+
+@contextlib.contextmanager
+def first_on_node(accelerator: Accelerator) -> Iterator[None]:
+    """Let the first process of each node through before its others enter (a collective)."""
+    first = accelerator.local_process_index == 0
+    if not first:
+        wait_for_all()
+    yield
+    if first:
+        wait_for_all()
 
 
 def nodes_of(accelerator: Accelerator) -> tuple[int, ...]:
@@ -125,13 +152,13 @@ def start_joining_accelerator(
     torch.backends.cudnn.benchmark = not cpu
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not cpu and torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # several may share one
     launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
     state = PartialState(cpu)  # without these it waits for nobody
     os.environ |= launched
     state.num_processes, state.process_index = processes, rank
     state.local_process_index = local_rank
-    return Accelerator(cpu=cpu, mixed_precision=precision)
+    return PlainAccelerator(cpu=cpu, mixed_precision=precision)
 
 
 def launched_precision() -> Literal["bf16", "fp16"] | None:

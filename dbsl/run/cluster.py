@@ -17,7 +17,7 @@ from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.clipping import Clip, make_clip
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.collectives import ControlGroup, pairs_with_server
-from dbsl.cluster.compiling import compile_for
+from dbsl.cluster.compiling import make_ready
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
 from dbsl.cluster.heartbeats import Heartbeats
@@ -152,11 +152,13 @@ class _Builder:
 
     def _flattened(self) -> FlatWeights:
         run, weights = self._run, FlatWeights(self._run.model)
-        if self._config.compile:  # only now: graphs keep the weights' addresses
+        compiled = self._config.compile
+        if compiled or torch.backends.cudnn.benchmark:  # only now: graphs keep weights' addresses
             dropout = {stage.resolution: stage.dropout for stage in run.stages}
             sizes, example = run.batch_sizes(self._workers), run.data.example
-            compile_for(
-                *(run.model, weights, sizes, dropout, self._accelerator, example),
+            make_ready(
+                *(run.model, weights, sizes, dropout, self._accelerator, example, run.loss_of),
+                compiled=compiled,
                 sums=run.micro_batch_sizes is not None,
             )
         return weights
@@ -176,7 +178,7 @@ class _Builder:
         )
 
     def _prepared(self, module: nn.Module) -> torch.optim.Optimizer:
-        return self._accelerator.prepare_optimizer(self._build(module))  # with fp16's scaler
+        return self._accelerator.prepare_optimizer(self._build(module))
 
     def _gradient_server(self, device: torch.device) -> GradientServer | None:
         if self._rank != SERVER_RANK:

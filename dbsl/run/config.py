@@ -261,6 +261,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield not step, "sync_batch_norm", False, "except with sync step"
     waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
     yield config.sync_batch_norm, "compile", False, waits
+    resized = "with balance, which changes batch sizes as it trains: each would be compiled"
+    yield config.balance != "none", "compile", False, resized
     by_hand = config.local_batch_sizes is not None
     yield by_hand, "global_batch_size", None, "with local_batch_sizes, whose sum it is"
     small = "small_ratio" if config.small_ratio else "small_workers"

@@ -18,6 +18,7 @@ from dbsl.data.dataset import load_configured
 from dbsl.data.sources import Source, TrainingData
 from dbsl.model import load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
+from dbsl.run.accelerator import first_on_node
 from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
 from dbsl.run.parse import read_settings, run_folder_of
@@ -126,7 +127,7 @@ def prepare_evaluation(
     if own.data:
         data = own.data.on(accelerator.device)
     else:
-        with accelerator.local_main_process_first():  # one decodes, the others read its cache
+        with first_on_node(accelerator):  # one decodes, the others read its cache
             data = load_configured(config, config.seed, accelerator.device)
     if own.model is not None:
         side = (config.resolutions or data.resolutions)[-1]

@@ -31,8 +31,9 @@ from dbsl.plan.stages import (
 )
 from dbsl.plan.turns import Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
+from dbsl.profile.memory import give_back
 from dbsl.profile.noise_probe import LossOf, choose_probe
-from dbsl.run.accelerator import nodes_of
+from dbsl.run.accelerator import first_on_node, nodes_of
 from dbsl.run.average import WeightAverage
 from dbsl.run.checks import (
     check_micro_batches,
@@ -74,6 +75,7 @@ def prepare(
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
+    give_back(accelerator.device)  # what measuring took
     check_micro_batches(known, least)
     maker = PlanMaker(config, known, len(data.train), least)
     plans = {
@@ -257,7 +259,7 @@ def _build_model(
 def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
     if config.resolutions == (NO_SIDE,):
         raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
-    with accelerator.local_main_process_first():  # one process decodes, the others read its cache
+    with first_on_node(accelerator):  # one process decodes, the others read its cache
         return load_configured(config, config.seed, accelerator.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dbsl.architecture import set_dropout
 from dbsl.base.seeds import stream_seed
+from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.protocol import Cluster
 from dbsl.model import save_model
@@ -147,6 +148,15 @@ class Session:
         if cluster.push(work.reports()):  # refused: the next pull brings good weights
             work.forget()
         progress.clear()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[[], float]]:
+        """Count the time in here as evaluation; gives what tells the seconds so far.
+
+        A compiled model runs uncompiled: graphs of an evaluation's few batches would never pay.
+        """
+        with self.stopwatch.evaluating() as spent, uncompiled(self.model):
+            yield spent
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.

@@ -521,6 +521,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         (["--clip-mode", "agc"], "clip_grad must be given with clip_mode, got agc alone"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
+        (["--balance", "dbs", "--compile"], "compile must be false with balance"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
         (["--push-every", "2"], "push_every must be 1 with push weights, got 2"),

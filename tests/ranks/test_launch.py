@@ -24,8 +24,10 @@ from dbsl.run.accelerator import (
     common_threads,
     computes_bf16,
     describe_precision,
+    first_on_node,
     nodes_of,
     start_accelerator,
+    start_joining_accelerator,
 )
 from dbsl.run.parse import parse_config
 from tests.helpers import ROOT, free_port, run
@@ -346,18 +348,68 @@ def test_gloo_is_chosen_for_the_processes_of_a_launcher_alone(monkeypatch):
 
 def test_the_chosen_backend_is_that_of_processes_with_a_gpu(monkeypatch):
     given = []
+
+    def start(backend, *, timeout, **_):
+        given.append((backend, timeout.total_seconds()))
+
     monkeypatch.setenv("DBSL_BACKEND", "gloo")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(dbsl.cluster.launch, "restarts", lambda: 1)
     monkeypatch.setattr(dbsl.cluster.launch, "_meet", lambda timeout_s: dist.HashStore())
     monkeypatch.setattr(dbsl.cluster.launch, "_bind_to_launcher", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        dbsl.cluster.launch.dist, "init_process_group", lambda backend, **_: given.append(backend)
-    )
+    monkeypatch.setattr(dbsl.cluster.launch.dist, "init_process_group", start)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     dbsl.cluster.launch.join_processes(1.0, cpu=False)
     monkeypatch.delenv("DBSL_BACKEND")
     dbsl.cluster.launch.join_processes(1.0, cpu=False)
-    assert given == ["gloo", "nccl"]
+    # NCCL's watchdog ends a process without naming the rank: heartbeats decide before.
+    assert given == [("gloo", 61.0), ("nccl", 61.0)]
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("nccl", [0]), ("gloo", None)])
+def test_the_second_process_of_a_node_waits_on_a_device_that_it_has(monkeypatch, backend, devices):
+    done, fake = [], SimpleNamespace(local_process_index=1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # it is shown this one alone
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: done.append(device_ids))
+    with first_on_node(fake):
+        done.append("second")
+    fake.local_process_index = 0
+    with first_on_node(fake):
+        done.append("first")
+    assert done == [devices, "second", "first", devices]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_accelerate_is_around_an_optimizer_only_where_gradients_are_scaled(scaled):
+    accelerator = start_accelerator("no", 20.0)
+    accelerator.scaler = torch.amp.GradScaler("cpu") if scaled else None
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    assert (accelerator.prepare_optimizer(optimizer) is optimizer) is not scaled
+    with torch.profiler.profile() as profiled:
+        accelerator.backward(weight.sum())
+    divides = [event for event in profiled.events() if event.name.startswith("aten::div")]
+    assert bool(divides) is scaled
+    assert weight.grad.tolist() == [65536.0 if scaled else 1.0] * 3
+
+
+def test_a_process_alone_waits_for_nobody(accelerator):
+    with first_on_node(accelerator):
+        pass
+
+
+def test_a_process_that_joins_takes_the_gpu_that_its_local_rank_shares(monkeypatch):
+    taken = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(dbsl.run.accelerator, "PartialState", lambda cpu: SimpleNamespace())
+    monkeypatch.setattr(dbsl.run.accelerator, "PlainAccelerator", lambda **_: None)
+    start_joining_accelerator(3, 4, "no")
+    assert taken == [1]

@@ -18,9 +18,10 @@ from PIL import Image
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import pack as packing
+from benchmarks.gpu import speed
 from benchmarks.gpu.child import Settings
 from benchmarks.gpu.data import images_in
-from benchmarks.gpu.lines import bisect
+from benchmarks.gpu.lines import bisect, search
 from benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
 from benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
 from benchmarks.gpu.stages import all_stages
@@ -42,6 +43,16 @@ def work(settings, seconds, fails_until=None):
         raise ArithmeticError("not yet")
     time.sleep(seconds)
     yield {"second": 2}
+
+def meets(settings, folder, name, others):
+    there = len(os.listdir(folder)) + 1
+    open(f"{folder}/{name}", "w").close()
+    deadline = time.monotonic() + 30
+    while not all(os.path.exists(f"{folder}/{other}") for other in others):
+        assert time.monotonic() < deadline, os.listdir(folder)
+        time.sleep(0.02)
+    yield {"there": there}
+    open(f"{folder}/{name}-over", "w").close()
 
 def imports_torch(settings):
     yield {}
@@ -68,8 +79,11 @@ def stub(tmp_path, monkeypatch):
     (tmp_path / "stub_stages.py").write_text(STUBS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
 
-    def make(name, function="work", limit_s=60.0, expected_s=0.0, needs=(), **arguments):
-        return Stage(name, f"stub_stages:{function}", arguments, expected_s, limit_s, needs)
+    def make(
+        stage, function="work", limit_s=60.0, expected_s=0.0, needs=(), alone=True, **arguments
+    ):
+        call, limits = f"stub_stages:{function}", (expected_s, limit_s)
+        return Stage(stage, call, arguments, *limits, needs, alone=alone)
 
     return make
 
@@ -143,6 +157,23 @@ def test_the_deadline_ends_a_stage_with_all_that_it_has_started(stub, tmp_path):
     wait_until(lambda: not alive(int(file.read_text())))
 
 
+def test_stages_that_may_share_the_device_do_four_at_a_time_and_others_are_alone(stub, tmp_path):
+    folder, four = tmp_path / "meet", list("abcd")
+    folder.mkdir()
+
+    def meet(name, others, **options):
+        return stub(name, "meets", folder=str(folder), name=name, others=others, **options)
+
+    stages = [meet(name, four, alone=False) for name in four]
+    stages += [meet("alone", [f"{name}-over" for name in four])]
+    stages += [meet(name, ["alone-over"], alone=False) for name in "ef"]
+    stages += [meet("needs", ["e-over"], alone=False, needs=("e",))]
+    assert run_stages(stages, tmp_path) == 0
+    lines = {line["stage"]: line for line in read_results([tmp_path / RESULTS])}
+    assert len(lines) == len(stages)
+    assert lines["alone"]["figures"] == {"there": 4 + 4 + 1}
+
+
 def test_half_a_line_is_no_result_and_the_next_one_is_whole(tmp_path):
     path = tmp_path / RESULTS
     append(path, {"stage": "one", "status": "ok"})
@@ -205,6 +236,13 @@ def test_stages_have_names_of_their_own_and_each_is_in_a_row_of_the_table():
         assert (ROOT / stage.arguments.get("config", "train.py")).exists()
 
 
+def test_one_call_of_ten_minutes_shows_the_goal_and_what_it_rests_on():
+    first = [stage.name for stage in next(packing.calls(all_stages(), command.CALL_S))]
+    goal = ["speed-32px-b500-eager", "speed-32px-b500-compiled"]
+    assert first[:5] == ["environment", "mode-bsp", *goal, "tests"]
+    assert {"mode-step", "two-processes-bsp", "resume-bsp-deterministic"} <= {*first}
+
+
 def test_every_mode_and_every_arm_has_flags_that_train_takes(tmp_path):
     settings = Settings()
     for kind, own in MODES.values():
@@ -236,6 +274,38 @@ def test_the_largest_batch_that_runs_is_found_to_within_a_hundredth(largest):
     found = bisect(fits, 700, tolerance=0.01)
     assert largest / 1.011 - 1 <= found <= largest
     assert len(asked) < 25
+
+
+def test_an_error_that_is_not_of_memory_ends_the_search_with_what_is_known():
+    tried = []
+
+    def runs(size):
+        tried.append(size)
+        if size > 150:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        if size > 120:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    (found,) = search(runs, 100, 110)
+    assert found["note"].startswith("100 runs, another error ended")
+    assert found["refusals"] == {"CUDA error: an illegal memory access was encountered": 200}
+    assert tried == [100, 200]
+    (found,) = search(runs, 75, 110)
+    assert (found["runs"], found["predicted_over_runs"]) == (120, 0.625)
+
+
+def test_a_third_of_the_images_is_enough_to_look_at_a_steps_kernels(monkeypatch):
+    monkeypatch.setattr(speed.Work, "steps", speed.Work.steps)  # put back behind it
+    given = []
+    monkeypatch.setattr(speed, "train_here", lambda flags: given.append(flags))
+    for stage in all_stages():
+        if stage.name.startswith("kernels"):
+            assert list(speed.kernels(Settings(), **stage.arguments)) == []
+    for config in (parse_config(Config, flags) for flags in given):
+        rounds = config.epochs * config.rounds_per_epoch
+        assert rounds == 3
+        assert config.train_samples == 15 * config.local_batch_sizes[0] <= 50_000 // 3
+    assert len(given) == 4
 
 
 @pytest.fixture
@@ -306,7 +376,7 @@ def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(
     half = images_in(str(pieces[0].path))
     assert half == {"train_images": f"{pieces[0].images['train']} of 31", **half}
     wheels = tmp_path / "wheels"
-    environment = command.stage_environment(str(tmp_path / "pack"), wheels)
+    environment = command.stage_environment(str(tmp_path / "pack"), wheels, tmp_path)
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     names = json.dumps([str(tmp_path / "pack"), "digits"])
     done = subprocess.run(
@@ -323,7 +393,8 @@ def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(
 
 def test_the_stand_in_is_not_on_the_path_where_the_library_reads_the_data(parquet, tmp_path):
     for data in ("digits", "uoft-cs/cifar100", str(parquet)):
-        environment = command.stage_environment(data, tmp_path / "wheels")
+        environment = command.stage_environment(data, tmp_path / "wheels", tmp_path)
+        assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
         assert str(command.STANDIN) not in environment["PYTHONPATH"].split(os.pathsep)
 
 

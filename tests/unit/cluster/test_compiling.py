@@ -2,47 +2,94 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
+import torch.nn.functional as F
 
 from dbsl.cluster import compiling
-from dbsl.cluster.compiling import compile_for
+from dbsl.cluster.compiling import make_ready
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
+from dbsl.run.cluster import connect
+from dbsl.run.prepare import prepare
+from dbsl.run.session import Session
+from dbsl.run.stopwatch import Stopwatch
+from train import Config
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Instead of compiling, note the calls of the model and whether gradients were left over."""
-    found = []
+def note_calls(model, calls):
+    """Note a model's calls and whether gradients were left over."""
 
     def note(model, arguments):
         (images,) = arguments
         left_over = [name for name, p in model.named_parameters() if p.grad is not None]
         addresses = {p.data_ptr() for p in model.parameters()}
-        found.append(SimpleNamespace(shape=images.shape, left_over=left_over, places=addresses))
+        calls.append(SimpleNamespace(shape=images.shape, left_over=left_over, places=addresses))
 
-    monkeypatch.setattr(
-        compiling,
-        "compile_in_place",
-        lambda model, _, sums: model.register_forward_pre_hook(note),
-    )
-    return found
+    model.register_forward_pre_hook(note)
 
 
 def examples(size, side):
     return image_batch(size, side, 3, torch.device("cpu"))
 
 
-def test_every_graph_is_called_three_times_from_gradients_of_its_own(calls):
+def loss_of(model, images, labels):
+    return F.cross_entropy(model(images), labels)
+
+
+@pytest.mark.parametrize(("compiled", "times"), [(True, 3), (False, 1)])
+def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
+    monkeypatch, accelerator, compiled, times
+):
+    in_place, calls = [], []
+    monkeypatch.setattr(compiling, "compile_in_place", lambda *_, sums: in_place.append(sums))
     model = build_model("test_resnet", 3, final_resolution=16, resolutions=(16,))
+    note_calls(model, calls)
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-    compile_for(model, weights, {16: {4, 6}}, {16: 0.5}, Accelerator(cpu=True), examples)
-    assert [call.shape[0] for call in calls] == [4] * 3 + [6] * 3
+    make_ready(
+        *(model, weights, {16: {4, 6}}, {16: 0.5}, accelerator, examples, loss_of),
+        compiled=compiled,
+    )
+    assert in_place == [False] * compiled
+    assert [call.shape[0] for call in calls] == [4] * times + [6] * times
     assert not any(call.left_over for call in calls)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(weights.vector, before)
     assert torch.equal(torch.get_rng_state(), random)
     assert {p.data_ptr() for p in model.parameters()} == calls[0].places
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_where_cudnn_tries_algorithms_it_does_before_the_training(monkeypatch, accelerator, tries):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", tries)
+    settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16, 24), "lr": 0.1}
+    settings |= {"slope": (0.001,), "intercept": (0.01,), "local_batch_sizes": (7, 8)}
+    run = prepare(Config(model="test_resnet", workers=2, **settings), accelerator, loss_of)
+    calls = []
+    note_calls(run.model, calls)
+    connect(run, accelerator)
+    found = {(tuple(call.shape[2:]), call.shape[0]) for call in calls}
+    wanted = {((r, r), n) for r, sizes in run.batch_sizes((0, 1)).items() for n in sizes}
+    assert found == (wanted if tries else set())
+    assert len(wanted) > 3
+
+
+def test_an_evaluation_makes_no_graph_of_a_compiled_model():
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    model = torch.nn.Linear(3, 2)
+    model.compile(dynamic=False, backend=backend)
+    session = SimpleNamespace(model=model, stopwatch=Stopwatch())
+    model(torch.zeros(4, 3))
+    with Session.evaluating(session):
+        model(torch.zeros(5, 3))
+    assert len(graphs) == 1
+    assert session.stopwatch.eval_s > 0
+    model(torch.zeros(5, 3))
+    assert len(graphs) == 2
+    torch._dynamo.reset()

@@ -1,4 +1,5 @@
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.turns import Restart, RoundReport
+from dbsl.plan.turns import Restart, Round, RoundReport
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):
@@ -125,15 +126,41 @@ def test_a_rule_that_fails_leaves_the_weights_as_they_were():
     assert owner.snapshot() is read
 
 
-def test_a_server_whose_rule_has_failed_is_not_saved():
-    weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector, 1, rule="ratio", staleness=None, rounds_per_epoch=1, own=broken)
-    cluster = ServingCluster(
+def serving(weights, owner):
+    return ServingCluster(
         weights,
         owner,
         **{"pairs": {}, "planner": None, "workers": (0,), "epochs": 1, "rounds_per_epoch": 1},
         **{"timeout_s": 1.0, "narrow": None, "sends_changes": False},
     )
+
+
+def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
+    weights = FlatWeights(torch.nn.Linear(2, 1))
+    owner = Server(weights.vector.clone() + 1, 2, rule="ratio", staleness=None, rounds_per_epoch=1)
+    cluster = serving(weights, owner)
+    load, pulled = weights.load, owner.snapshot()
+    owner.release(pulled)
+    expected = pulled.clone()
+
+    def slowly(vector):
+        other = threading.Thread(target=cluster._merge, args=(pulled * 3, report(1)))
+        other.start()
+        other.join(20.0)
+        assert not other.is_alive()
+        load(vector)
+
+    monkeypatch.setattr(weights, "load", slowly)
+    cluster.pull(Round((0,), 0, 0))
+    assert torch.equal(weights.vector, expected)  # of the moment of the pull
+    assert owner.version == 1
+    assert not torch.equal(owner.snapshot(), expected)
+
+
+def test_a_server_whose_rule_has_failed_is_not_saved():
+    weights = FlatWeights(torch.nn.Linear(2, 1))
+    owner = Server(weights.vector, 1, rule="ratio", staleness=None, rounds_per_epoch=1, own=broken)
+    cluster = serving(weights, owner)
     cluster.state_dict()
     for act in (lambda: cluster.push([report(0)]), cluster.state_dict):
         with pytest.raises(ZeroDivisionError, match="of the rule"):

@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from typing import get_args
 
 import datasets
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 import timm.data
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.data.augment import Erasing, Pipeline, _built
+from dbsl.data.augment import EraseMode, Erasing, Pipeline, _built
 from dbsl.data.config import DataConfig, check_images
 from dbsl.data.dataset import load_configured
 from dbsl.data.images import ImageLoader, PixelStore
@@ -137,6 +139,39 @@ def test_erasing_sets_a_share_of_the_images_to_the_mean(augment, photos):
     assert 4 < changed.sum() < 20
     assert (erased[erased != whole] == 0).all()
     assert not read(data.train, data.transform(32, "none", 0), range(24)).eq(0).any()
+
+
+class OnDevice(TorchDispatchMode):
+    """Counts operators with a tensor on the device `meta`."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        found = function(*arguments, **(named or {}))
+        self.count += getattr(found, "is_meta", False)
+        return found
+
+
+def test_a_device_erases_all_images_of_a_batch_at_once():
+    counts = []
+    for batch in (4, 40):
+        images = torch.empty(batch, 3, 16, 16, device="meta")
+        with OnDevice() as device:
+            Erasing(1.0, "pixel", 2)(images, np.arange(batch), 0, 0)
+        counts.append(device.count)
+    assert counts[0] == counts[1] <= 4
+
+
+@pytest.mark.parametrize("mode", get_args(EraseMode))
+def test_what_a_device_gets_is_what_the_cpu_erases_in_place(mode):
+    images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
+    erasing = Erasing(0.5, mode, 2)
+    canvas = erasing._erased(torch.full_like(images, torch.nan), *drawn)
+    expected = torch.where(canvas.isnan(), images, canvas)
+    assert not torch.equal(expected, images)
+    assert torch.equal(erasing(images, *drawn), expected)
 
 
 def test_evaluation_crops_and_resizes_as_asked(photos):

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.sampler import Part, Step
@@ -218,6 +220,83 @@ def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process(sync
     where = {"sync": sync, "processes": processes}
     probe = choose_probe({8: plan}, {8: [model] * 4}, nn.Linear(1, 1), **where, **settings)
     assert probe.kind == kind
+
+
+class Launches(TorchDispatchMode):
+    """Counts what launches a kernel: neither views nor what asks for a tensor's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += not any(word in str(function) for word in ("view", "permute", "prim."))
+        return function(*arguments, **(named or {}))
+
+
+def launches_of_a_joined_round(layers):
+    with FakeTensorMode():  # has CUDA tensors without a GPU
+        model = nn.Sequential(*(nn.Conv2d(2, 2, 3, device="cuda") for _ in range(layers)))
+        for parameter in model.parameters():
+            order = torch.channels_last if parameter.dim() == 4 else torch.preserve_format
+            parameter.grad = torch.empty_like(parameter, memory_format=order)
+        probe = make_probe(model, "joined", workers=2)
+        with Launches() as launches:
+            for worker in (0, 1):
+                step = Step((Part(worker, np.arange(4), 1.0),), 0.0)
+                found = probe.measure(Round((worker,), 0, 0), step, False, None, (), None)
+    assert found["micro_square"].is_cuda
+    return launches.count
+
+
+def test_joined_gradients_take_as_many_launches_whatever_the_parameters():
+    assert launches_of_a_joined_round(layers=30) == launches_of_a_joined_round(layers=2) < 20
+
+
+def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
+    model, wanted = nn.Conv2d(3, 4, 3), None
+    probe = make_probe(model, "joined", workers=4)
+    for worker, (size, weight) in enumerate([(5, 1.0), (7, 0.3), (3, 0.7)]):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        step = Step((Part(worker, np.arange(size), weight),), 0.0)
+        probe.measure(Round((worker,), 0, 0), step, False, None, (), None)
+        own = [p.grad.clone() for p in model.parameters()]
+        if wanted is None:
+            wanted = [gradient * (size / weight) for gradient in own]
+        else:
+            wanted = [w.add(g, alpha=size / weight) for w, g in zip(wanted, own, strict=True)]
+    found = probe.state_dict()["sum"]
+    assert torch.equal(found[0].view(4, 3, 3, 3).permute(0, 3, 1, 2), wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize(("device", "every"), [("cpu", 1), ("cuda", 9)])
+def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once(device, every):
+    model = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(400, 4, 1, 50, model, time_ratio=1.2)
+    settings = {"enabled": True, "rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
+    with FakeTensorMode():
+        trained = nn.Linear(1, 1, device=device)
+        probe = choose_probe({8: plan}, {8: [model] * 4}, trained, **settings)
+    due = [[probe.due(Round((w,), epoch, 0)) for epoch in range(40)] for w in range(4)]
+    assert due == [[epoch % every == 0 for epoch in range(40)]] * 4
+
+
+def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    model, tried = Quadratic(3, 1.0), []
+
+    def loss_of(model, samples, labels):
+        tried.append(torch.backends.cudnn.benchmark)
+        return quadratic_loss(model, samples, labels)
+
+    samples, labels = torch.randn(8, 3), torch.zeros(8)
+    quadratic_loss(model, samples, labels).backward()
+    step = Step((Part(0, np.arange(8), 1.0),), 0.0)
+    make_probe(model).measure(Round((0,), 0, 0), step, False, samples, labels, loss_of)
+    assert tried == [False]
+    assert torch.backends.cudnn.benchmark
 
 
 def test_interval_holds_the_truth_about_as_often_as_it_says():

@@ -16,7 +16,14 @@ from dbsl.profile import __main__ as command
 from dbsl.profile import step_time as profile
 from dbsl.profile.cache import Profiler, cache_file, write_profiles
 from dbsl.profile.fit import fit_time_model
-from dbsl.profile.memory import GIB, MemoryModel, PeakMemory, confirm_batch, fit_memory
+from dbsl.profile.memory import (
+    GIB,
+    MemoryModel,
+    PeakMemory,
+    confirm_batch,
+    fit_memory,
+    give_back,
+)
 from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import (
     NO_OPTIMIZER,
@@ -30,6 +37,7 @@ from dbsl.profile.step_time import (
 )
 from dbsl.run.config import RunConfig
 from dbsl.run.measured import _reserve_bytes, make_profiler, measured_models
+from dbsl.run.prepare import prepare
 from dbsl.run.workers import largest_auto_batch
 
 SIZES = [31, 62, 125, 250, 500]
@@ -125,13 +133,34 @@ def test_step_times_are_medians_of_turns_until_time_is_up(monkeypatch):
             return type("Measurement", (), {"times": [0.001 * self.size, outlier + 0.002]})
 
     monkeypatch.setattr("torch.utils.benchmark.Timer", FakeTimer)
+    monkeypatch.setattr("torch.utils.benchmark.timer", lambda: clock[0])
     monkeypatch.setattr(profile.time, "perf_counter", lambda: clock[0])
     warmed = []
     times, errors = measure_step_times(warmed.append, [2, 8], seconds=9.0)
     assert turns == [2, 8] * 5  # the outliers keep the errors large, so that it goes on
     assert times == [0.002, 0.008]
     assert all(error > 0.1 for error in errors)
-    assert warmed == [8]
+    assert warmed == [8, 8]
+
+
+def test_a_block_of_steps_is_a_quarter_of_one_that_follows_cudnns_trials(monkeypatch):
+    clock, blocks = [0.0], []
+
+    class FakeTimer:
+        def __init__(self, *_, **__):
+            pass
+
+        def blocked_autorange(self, min_run_time):
+            blocks.append(min_run_time)
+            return SimpleNamespace(times=[1.0])
+
+    def step(batch_size):
+        clock[0] += 1.0 if clock[0] else 60.0  # the first one tries algorithms, or compiles
+
+    monkeypatch.setattr("torch.utils.benchmark.Timer", FakeTimer)
+    monkeypatch.setattr("torch.utils.benchmark.timer", lambda: clock[0])  # waits for the device
+    measure_step_times(step, [8], seconds=9.0)
+    assert set(blocks) == {0.25}
 
 
 def test_step_times_stop_as_soon_as_they_are_precise(monkeypatch):
@@ -196,6 +225,24 @@ def test_a_step_in_micro_batches_is_measured_as_it_is_taken(accelerator):
         Setup.of("test_resnet", model, 3, accelerator, micro_batch=m) for m in (None, 4)
     )
     assert cache_file(plain) != cache_file(other)
+
+
+def test_memory_is_measured_before_the_copy_is_compiled(accelerator, monkeypatch):
+    done = []
+
+    def compile_in_place(model, device, *, sums):
+        done.append("compiled")
+
+    def loss_of(module, images, labels):
+        done.append(len(images))
+        return module(images).square().mean()
+
+    monkeypatch.setattr(profile, "compile_in_place", compile_in_place)
+    monkeypatch.setattr(profile, "measure_step_times", lambda *_, seconds: ([1.0, 2.0], [0.0, 0.0]))
+    model = build_model("test_resnet", 3, final_resolution=32)
+    step = TrainingStep(model, 16, 3, accelerator, loss_of=loss_of, compiled=True)
+    profile_steps(step, [4, 8], seconds=0.1)
+    assert done == [4, 4, 8, "compiled"]  # no graph for what is measured of memory alone
 
 
 def test_a_measured_step_has_the_optimizer_the_loss_and_the_frozen_layers_of_training(accelerator):
@@ -346,6 +393,39 @@ def test_peak_memory_of_the_process_sees_a_tensor_that_is_gone_again():
     large = measure.of(lambda: torch.ones(64 * 2**20))  # 256 MiB
     assert large - small == pytest.approx(256 * 2**20, rel=0.1)
     assert measure.capacity() > small
+
+
+@pytest.mark.parametrize(
+    ("processes", "gpus", "backend", "sharing"),
+    [
+        (2, 1, "gloo", 2),
+        (4, 2, "gloo", 2),
+        (1, 1, None, 1),
+        (8, 8, None, 1),
+        (8, 1, None, 1),  # each process is shown its own
+    ],
+)
+def test_processes_on_one_gpu_share_its_free_memory(monkeypatch, processes, gpus, backend, sharing):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("DBSL_BACKEND", backend or "")
+    assert PeakMemory(torch.device("cuda")).capacity() == 8 * GIB / sharing + GIB
+
+
+def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator, monkeypatch):
+    emptied, given = [], []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    for device, times in (("cpu", 0), ("cuda", 1)):
+        give_back(torch.device(device))
+        assert len(emptied) == times
+    monkeypatch.setattr("dbsl.run.prepare.give_back", given.append)
+    settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
+    config = RunConfig(model="test_resnet", lr=0.1, intercept=(0.01,), **settings)
+    prepare(config, accelerator, lambda model, images, labels: model(images).sum())
+    assert given == [accelerator.device]
 
 
 def test_confirming_step_backs_off_until_it_fits():

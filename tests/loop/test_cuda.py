@@ -1,0 +1,278 @@
+"""What only a GPU can show, a moment each, in one process: `pytest -m gpu`."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import dbsl.cluster.transfer
+import train
+from dbsl.base.errors import RunStopped
+from dbsl.cluster.clock import ComputeClock
+from dbsl.cluster.compiling import make_ready, uncompiled
+from dbsl.cluster.server import Server
+from dbsl.cluster.steps import JointSteps
+from dbsl.cluster.transfer import Transfer
+from dbsl.cluster.weights import FlatWeights
+from dbsl.data.augment import Erasing
+from dbsl.data.sources import image_batch
+from dbsl.plan.sampler import Part, Step
+from dbsl.plan.turns import Round
+from dbsl.profile.memory import PeakMemory
+from dbsl.profile.noise_probe import NoiseProbe
+from dbsl.run.accelerator import first_on_node, start_accelerator
+from tests import helpers
+from tests.helpers import rounds_of
+from tests.unit.cluster.test_server import report, serving
+
+CUDA = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def whole_float32():
+    """Convolve in float32, not TF32, so that results may be compared."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def run(folder, **settings):
+    """Return the weights of a run in float32, and the losses of its rounds."""
+    helpers.run(folder, **{"mixed_precision": "no", **settings})
+    losses = [row["loss"] for row in rounds_of(folder)]
+    assert np.isfinite(losses).all()
+    return load_file(folder / "model.safetensors"), losses
+
+
+def assert_alike(found, expected):
+    for name, tensor in expected[0].items():
+        torch.testing.assert_close(found[0][name], tensor, rtol=0.02, atol=2e-3)
+    assert found[1] == pytest.approx(expected[1], rel=0.01)
+
+
+def loss_of(model, images, labels):
+    return F.cross_entropy(model(images), labels)
+
+
+def small_net():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3))
+    model.head_dropouts = []  # as `dbsl.model` has them
+    return model.to(CUDA, memory_format=torch.channels_last)
+
+
+def ready(model, *, compiled):
+    """Return the weights of a model that has met batches of 4 and 8 images."""
+    weights, accelerator = FlatWeights(model), start_accelerator("no", 60.0)
+    make_ready(
+        *(model, weights, {16: {4, 8}}, {16: 0.0}, accelerator, images_of, loss_of),
+        compiled=compiled,
+    )
+    return weights
+
+
+def images_of(size, side):
+    return image_batch(size, side, 3, CUDA)
+
+
+def gradients(model, size):
+    loss_of(model, *images_of(size, 16)).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def after_joint_steps(*, compiled):
+    """Return the weights after three joint steps of two workers with 4 and 8 images."""
+    model = small_net()
+    weights = ready(model, compiled=compiled)
+    stepper = JointSteps(
+        *(model, weights, ComputeClock(CUDA)),
+        lambda module: torch.optim.SGD(module.parameters(), 0.1, momentum=0.9),
+        (0, 1),
+    )
+    step = Step((Part(0, np.arange(4), 4 / 12), Part(1, np.arange(8), 8 / 12)), 0.0)
+    stepper.begin(Round((0, 1), 0, 0))
+    for _ in range(3):
+        for part in step.parts:
+            with stepper.part(step, part) as weight:
+                (loss_of(model, *images_of(len(part.indices), 16)) * weight).backward()
+        stepper.step(step, 0.1)
+    return weights.vector
+
+
+@pytest.mark.timeout(200)  # compiles four graphs
+def test_compiled_joint_steps_equal_eager_ones():
+    expected = after_joint_steps(compiled=False)
+    torch.testing.assert_close(after_joint_steps(compiled=True), expected, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.timeout(200)
+def test_graphs_of_two_shapes_that_take_turns_give_the_eager_gradients():
+    model = small_net()
+    ready(model, compiled=True)
+    for size in (4, 8, 8, 4):
+        found = gradients(model, size)
+        with uncompiled(model):
+            expected = gradients(model, size)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.01, atol=1e-3)
+
+
+def test_shapes_met_before_training_leave_weights_and_random_numbers_alone():
+    model = small_net()
+    before = FlatWeights(model).vector.clone()
+    random = torch.cuda.get_rng_state()
+    assert torch.equal(ready(model, compiled=False).vector, before)
+    assert torch.backends.cudnn.benchmark
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+
+
+def test_fp16_with_clipping_gives_finite_losses(tmp_path):
+    settings = {"large_batch_size": (10,), "small_workers": 1, "epochs": 2}
+    _, losses = run(tmp_path / "run", mixed_precision="fp16", clip_grad=0.5, **settings)
+    assert len(losses) == 8
+
+
+def test_a_run_stopped_in_a_round_and_resumed_goes_on_as_if_it_had_not_been(
+    tmp_path, monkeypatch, usual_signals
+):
+    settings = {"local_batch_sizes": (4, 8), "workers": 2, "epochs": 2, "rounds_per_epoch": 2}
+    whole = run(tmp_path / "whole", **settings)
+    train_round, begun = train.train_round, []
+
+    def stopped(session, turn):
+        begun.append(turn)
+        if len(begun) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        train_round(session, turn)
+
+    monkeypatch.setattr(train, "train_round", stopped)
+    with pytest.raises(RunStopped):
+        run(tmp_path / "broken", **settings)
+    monkeypatch.setattr(train, "train_round", train_round)
+    assert_alike(run(tmp_path / "broken", resume="auto", **settings), whole)
+
+
+class Echo:
+    """A pair's other end, which has in host memory what was sent, and sends it back."""
+
+    def __init__(self):
+        self.sent = []
+
+    def rank(self):
+        return 0
+
+    def send(self, tensors, *_):
+        (tensor,) = tensors
+        assert tensor.device.type == "cpu"
+        self.sent.append(tensor.clone())
+        return SimpleNamespace(wait=lambda timeout: True)
+
+    def recv(self, tensors, *_):
+        tensors[0].copy_(self.sent.pop(0))
+        return SimpleNamespace(wait=lambda timeout: True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_vector_of_the_gpu_travels_in_chunks_while_the_gpu_computes(monkeypatch, dtype):
+    monkeypatch.setattr(dbsl.cluster.transfer, "CHUNK", 1000)
+    vector, echo = torch.zeros(3500, device=CUDA), Echo()
+    transfer, copy = Transfer(vector, echo, dtype), torch.zeros(3500, device=CUDA)
+    torch.cuda._sleep(50_000_000)  # what fills the vector comes after the call of `send`
+    vector.copy_(torch.linspace(-1, 1, 3500, device=CUDA))
+    expected = vector.clone()
+    transfer.send(vector, copy=copy)
+    transfer.wait()
+    vector.fill_(9.0)
+    assert transfer.receive(vector, check=True)
+    torch.testing.assert_close(vector, expected, rtol=0, atol=2**-8 if dtype else 0.0)
+    assert torch.equal(copy, expected)
+
+
+def test_the_clock_counts_what_the_gpu_computes_and_not_what_the_host_does():
+    clock = ComputeClock(CUDA)
+    spent = []
+    for cycles in (100_000_000, 400_000_000):
+        with clock.running((0,)):
+            torch.cuda._sleep(cycles)
+        spent.append(clock.seconds(0))
+    assert 0.01 < spent[0] < spent[1] < 5.0
+    assert clock.seconds(0) == 0.0
+
+
+def test_peak_memory_is_that_of_the_allocator_and_is_given_back():
+    peaks = PeakMemory(CUDA)
+    small = peaks.of(lambda: torch.ones(1, device=CUDA))
+    large = peaks.of(lambda: torch.ones(64 * 2**20, device=CUDA))  # 256 MiB
+    assert large - small == pytest.approx(256 * 2**20, rel=0.1)
+    assert 0 < peaks.capacity() <= torch.cuda.get_device_properties(CUDA).total_memory
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_erasing_on_the_gpu_never_waits_and_is_that_of_the_cpu(mode):
+    images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
+    images = images.contiguous(memory_format=torch.channels_last)
+    erasing, there = Erasing(0.5, mode, 2), images.to(CUDA)
+    erasing(there, *drawn)  # the first call sets kernels and memory up
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = erasing(there, *drawn)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert torch.equal(found.cpu(), erasing(images.clone(), *drawn))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_noise_probe_finds_on_the_gpu_what_it_finds_on_the_cpu():
+    found = {}
+    for device in (torch.device("cpu"), CUDA):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 3)).to(device)
+        probe = NoiseProbe("joined", every=1, workers=2, rounds=1, least=1, model=model)
+        for worker, size in enumerate((4, 6)):
+            images, labels = torch.randn(size, 3, 8, 8), torch.arange(size) % 3
+            model.zero_grad()
+            loss_of(model, images.to(device), labels.to(device)).backward()
+            step = Step((Part(worker, np.arange(size), 1.0),), 0.0)
+            said = probe.measure(Round((worker,), 0, 0), step, False, images, labels, loss_of)
+        found[device.type] = [float(said[name]) for name in ("micro_square", "gradient_square")]
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_process_of_local_rank_1_waits_where_there_is_one_gpu(tmp_path, backend):
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    try:
+        with first_on_node(SimpleNamespace(local_process_index=1)):
+            pass
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_server_in_host_memory_takes_and_gives_weights_of_the_gpu():
+    weights = FlatWeights(nn.Linear(2, 1).to(CUDA))
+    start = weights.vector.to("cpu", copy=True)
+    owner = Server(start + 1, 1, rule="ratio", staleness=None, rounds_per_epoch=1)
+    cluster = serving(weights, owner)
+    cluster.pull(Round((0,), 0, 0))
+    assert torch.equal(weights.vector.cpu(), start + 1)
+    weights.vector += 2
+    cluster.push([report(0)])
+    torch.testing.assert_close(owner.snapshot(), start + 2)  # the mean of both
+    assert cluster._pushed.is_pinned()
