@@ -11,6 +11,7 @@ from torch import nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
+from dbsl.data.sources import TrainingData
 
 timm = lazy_import("timm")
 
@@ -63,6 +64,24 @@ def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
                 f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
                 f"got {resolution}"
             )
+
+
+def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
+    """Return the fewest samples that a model of timm's trains on; see `least_batch`.
+
+    Raises:
+        SettingError: If images of a resolution are too small or too large for it.
+    """
+    least = 1
+    for side in resolutions:
+        try:
+            least = max(least, least_batch(model, data.example(1, side)[0]))
+        except (RuntimeError, ValueError, AssertionError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise SettingError(
+                f"model must take images of {side} px, got {name} ({reason})"
+            ) from None
+    return least
 
 
 @torch.no_grad()

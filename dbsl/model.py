@@ -127,6 +127,7 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
             missing, unknown or of another shape.
     """
     try:
+        Path(file).open("rb").close()  # timm would say by itself that there is none
         state = timm.models.load_state_dict(file)
         adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
         state = adapt(state, model) if adapt else state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.files import write_table
 from dbsl.base.lazy import lazy_import
 from dbsl.data.crops import upright
 from dbsl.model import load_model, read_model_config
@@ -85,30 +87,41 @@ def predict(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each image's likeliest classes; the status is 1 if an image could not be read."""
-    parser = argparse.ArgumentParser("python -m dbsl.predict", description=__doc__.split(":")[0])
+    """Print each image's likeliest classes, and write them to a CSV file if one is named."""
+    parser = argparse.ArgumentParser(
+        "python -m dbsl.predict",
+        description=f"{__doc__.split(':')[0]}. An image that cannot be read is named in a warning "
+        "and left out. The status is 1 if you have named that image (and not its folder), or if no "
+        "image is left.",
+    )
     parser.add_argument("run", type=Path, help="run folder, checkpoint or downloaded model")
     parser.add_argument("images", type=Path, nargs="+", help="image files, or folders of them")
     parser.add_argument("--top", type=int, default=1, help="classes to print (default: 1)")
     parser.add_argument("--best", action="store_true", help="use the best evaluation's weights")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each image")
+    parser.add_argument("--csv", type=Path, help="also write file,class,probability to this file")
     arguments = parser.parse_args(argv)
     names = read_model_config(arguments.run)["label_names"]
     if not 1 <= arguments.top <= len(names):
         raise SettingError(f"top must be in [1, {len(names)}], the classes, got {arguments.top}")
     if arguments.best and arguments.ema:
         raise SettingError("best must not be given with ema, got both")
-    files, status = image_files(arguments.images), 0
+    if arguments.csv and not os.access(arguments.csv.parent, os.W_OK):
+        raise SettingError(f"csv must lie in a folder that can be written, got {arguments.csv}")
+    files, status, rows = image_files(arguments.images), 0, []
     for file, found in predict(arguments.run, files, best=arguments.best, ema=arguments.ema):
         if isinstance(found, str):
             print(f"warning: {file} cannot be read ({found})", file=sys.stderr)
-            status = 1
+            status |= file in arguments.images
             continue
         values, places = found.topk(arguments.top)
         top = [(names[place], p) for place, p in zip(places, values.tolist(), strict=True)]
+        rows += [{"file": str(file), "class": name, "probability": p} for name, p in top]
         print(_line(file, top, as_json=arguments.json), flush=True)
-    return status
+    if arguments.csv and rows:
+        write_table(arguments.csv, rows)
+    return status if rows else 1
 
 
 def _line(file: Path, top: Sequence[tuple[str, float]], *, as_json: bool) -> str:

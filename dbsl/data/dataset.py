@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import generator
 from dbsl.data.augment import Erasing, Pipeline
 from dbsl.data.config import SHUFFLE_BLOCK, ImageConfig
+from dbsl.data.folders import listed
 from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
 from dbsl.data.pixel_cache import Decoded, decode_cached
 from dbsl.data.sources import Batch, image_batch
@@ -29,6 +31,7 @@ from dbsl.plan.dual_batch import largest_remainder
 from dbsl.plan.stages import default_resolutions
 
 datasets, timm = lazy_import("datasets"), lazy_import("timm")
+logger = logging.getLogger(__name__)
 
 _STORE_UP_TO = 64  # pixels; larger images are cheaper to decode when needed than to keep
 _CHUNK = 1024  # images decoded or summed at a time
@@ -214,6 +217,8 @@ def load_data(
     train, evaluation, class_names = open_(dataset, image_column, label_column)
     sizes = train_samples, eval_samples
     train, evaluation, eval_split = _cut(train, evaluation, *sizes, holdout, seed)
+    if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
+        logger.warning("classes without an evaluation image: %s", listed(unmet))
     splits = (train, evaluation)
     look = streams.first_images if streams else _spaced_images
     side, decoded = _common_side(look(split, _PROBES) for split in splits), None

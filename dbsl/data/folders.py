@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from PIL import Image
 
 from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
@@ -12,7 +16,8 @@ from dbsl.base.lazy import lazy_import
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
-_TABLE = "a metadata.csv beside the images, with the columns file_name and label"
+_COLUMNS = "file_name,label"
+_TABLE = f"a metadata.csv beside the images, with the columns {_COLUMNS}"
 
 
 def is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> bool:
@@ -58,12 +63,58 @@ def read_class_folders(
     return tables
 
 
+def check_metadata(files: Iterable[Path]) -> None:
+    """Raise ``SettingError`` for a metadata.csv whose first row names no image beside it."""
+    for file in files:
+        if file.name != "metadata.csv":
+            continue
+        with file.open(newline="", encoding="utf-8-sig", errors="replace") as text:
+            row = next(csv.DictReader(text), {})
+        names = [value for column, value in row.items() if str(column).endswith("file_name")]
+        if not all(name and (file.parent / name).is_file() for name in names or [""]):
+            raise SettingError(
+                f"{file} must begin with the line {_COLUMNS} and name a file in each row, such as "
+                f"1.jpg,cat; got {','.join(map(str, row))} and {','.join(map(str, row.values()))}"
+            )
+
+
+def warn_of_rows(
+    files: Mapping[str, Iterable[str]], rows: Mapping[str, int], endings: Sequence[str]
+) -> None:
+    """Warn of images that no metadata.csv names, which `datasets` leaves out.
+
+    Args:
+        files: Those of each split.
+        rows: How many rows `datasets` has found for each split.
+        endings: Those of images.
+    """
+    for split, count in rows.items():
+        images = sum(file.lower().endswith(tuple(endings)) for file in files[split])
+        if images > count:
+            logger.warning(
+                "images of split %r without a row in a metadata.csv are left out: %d of %d",
+                str(split),
+                images - count,
+                images,
+            )
+
+
 def hint_on_tables(dataset: str) -> str:
     """Return which CSV file of a local folder was not read as labels, and how it would be."""
     folder = Path(dataset).expanduser()
-    files = sorted(folder.rglob("*.csv")) if folder.is_dir() else []
-    files = [file for file in files if file.name != "metadata.csv"]
-    return f"; {files[0]} is not read: labels of images go into a metadata.csv" if files else ""
+    files = sorted(folder.rglob("*")) if folder.is_dir() else []
+    # Others, such as sample_submission.csv and test/, have no labels.
+    files.sort(key=lambda file: not re.search("train|label", str(file.relative_to(folder))))
+    endings = Image.registered_extensions()
+    image = next((file for file in files if file.suffix.lower() in endings), None)
+    target = image and image.with_name("metadata.csv")
+    table = next((file for file in files if file.suffix == ".csv" and file != target), None)
+    if not (image and table):
+        return ""
+    return (
+        f"; {table} is not read: move it to {target}, with the first line {_COLUMNS} and rows such "
+        f"as {image.name},cat"
+    )
 
 
 def listed(names: Iterable[str]) -> str:
@@ -77,7 +128,9 @@ def _files(table: datasets.Dataset) -> list[Path]:
     if "image" not in table.features:
         return []
     rows = table.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
-    return [Path(row["path"]) for row in rows[:]["image"] if row["path"] and not row["bytes"]]
+    return [
+        Path(row["path"]) for row in rows[:]["image"] if row and row["path"] and not row["bytes"]
+    ]
 
 
 def _place(files: list[Path]) -> str:

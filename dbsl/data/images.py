@@ -244,7 +244,7 @@ class ImageSplit:
         feature = datasets.Image(mode="RGB")  # it applies EXIF orientation, too
 
         def decode(value: Mapping[str, Any]) -> Image.Image:
-            self._check_path(value)
+            self._check(value)
             return feature.decode_example(value)
 
         for value in self._values(samples):
@@ -252,16 +252,20 @@ class ImageSplit:
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
-        path = self.table[row][self.image_column]["path"]
+        path = (self.table[row][self.image_column] or {}).get("path")
         file = f", {path}," if path else ""
         where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
         return f"{where}{file} cannot be decoded ({reason})"
 
-    def _check_path(self, value: object) -> None:
+    def _check(self, value: Mapping[str, Any] | None) -> None:
+        """Refuse a row that has no image, or one that lies elsewhere."""
+        if value is None or value["bytes"] is value["path"] is None:
+            raise SettingError("it is null")
+        if value["bytes"] is None:
+            self._check_path(value["path"])
+
+    def _check_path(self, path: str) -> None:
         """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
-        if not isinstance(value, dict) or value.get("bytes") is not None:
-            return
-        path = str(value.get("path"))
         here = Path(self.dataset).expanduser()
         roots = [here.parent if here.is_file() else here] if here.exists() else []
         roots += [datasets.config.HF_CACHE_HOME, datasets.config.HF_DATASETS_CACHE]
@@ -305,7 +309,7 @@ class ImageSplit:
 
     def _open(self, value: Mapping[str, Any]) -> Image.Image:
         """Return an image that is not decoded yet, where that can be."""
-        self._check_path(value)
+        self._check(value)
         content, path = value["bytes"], value["path"]
         if content is None and path is not None and Path(path).is_file():
             content = Path(path).read_bytes()

@@ -22,7 +22,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.data.sharded import ShardedSplit
-from dbsl.data.tables import EVAL_SPLITS, HUB_ID, choose_columns, label_splits
+from dbsl.data.tables import EVAL_SPLITS, HUB_ID, choose_columns, label_splits, same_classes
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
 parquet = lazy_import("pyarrow.parquet")
@@ -205,6 +205,8 @@ def _write_index(
     """Read the metadata and the label column of all shards, and write what they say."""
     with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
         found = list(pool.map(lambda file: _read_one(file, image_column, label_column), files))
+    described = (datasets.Features.from_arrow_schema(labels.schema) for _, labels in found)
+    same_classes(zip((url for url, _ in files), described, strict=True))
     groups = [(number, *group) for number, (of_file, _) in enumerate(found) for group in of_file]
     table = pa.concat_tables([labels for _, labels in found], promote_options="permissive")
     table = table.replace_schema_metadata({"row groups": json.dumps(groups)})
@@ -235,7 +237,7 @@ def _read_one(
             spare = _SPARE[0] * rows.num_rows + _SPARE[1]
             groups.append((number, rows.num_rows, size + spare))
         labels = shard.read(columns=[label_column], use_threads=False)
-    return groups, labels.replace_schema_metadata(None)
+    return groups, labels
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,10 +16,17 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
-from dbsl.data.folders import hint_on_tables, is_image_folder, listed, read_class_folders
+from dbsl.data.folders import (
+    check_metadata,
+    hint_on_tables,
+    is_image_folder,
+    listed,
+    read_class_folders,
+    warn_of_rows,
+)
 from dbsl.data.images import ImageSplit
 
-datasets = lazy_import("datasets")
+datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
 logger = logging.getLogger(__name__)
 
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
@@ -54,7 +62,7 @@ def choose_columns(
     dataset: str, features: datasets.Features, image_column: str | None, label_column: str | None
 ) -> tuple[str, str]:
     """Return the columns of the images and of the labels."""
-    if not any(isinstance(feature, datasets.Image) for feature in features.values()):
+    if not any(map(_is_image, features.values())):
         raise SettingError(
             f"dataset must have a column of images, got columns {_columns(features)}"
             f"{hint_on_tables(dataset)}"
@@ -90,6 +98,11 @@ def label_splits(
     is_encoded = isinstance(feature, datasets.ClassLabel)
     classes = np.arange(feature.num_classes) if is_encoded else np.unique(values)
     class_names = feature.names if is_encoded else [str(value) for value in classes]
+    if len(class_names) < 2:
+        raise SettingError(
+            f"dataset must have two classes or more, got {class_names[0]!r} alone in column "
+            f"{label_column!r}"
+        )
     train = split(train_name, encode_labels(values, classes, train_name))
     if unused := set(class_names) - {class_names[label] for label in np.unique(train.labels)}:
         logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
@@ -100,14 +113,18 @@ def label_splits(
         if values is None:
             logger.warning("split %r of %r has no labels and is left out", name, dataset)
             continue
+        own = tables[name].features[label_column]
+        if own != feature:
+            if not is_encoded or {*getattr(own, "names", ())} != {*class_names}:
+                raise SettingError(
+                    f"label_column must be of one type in all splits, got {label_column!r}, whose "
+                    f"type or classes in split {name!r} are not those in {train_name!r}"
+                )
+            values = encode_labels(values, np.arange(own.num_classes), name)
+            values = np.array(feature.str2int(own.names))[values]  # the same in another order
         if is_encoded and not np.isin(values, train.labels).any():  # test/unknown/*.jpg, say
             logger.warning("split %r of %r has no training class and is left out", name, dataset)
             continue
-        if tables[name].features[label_column] != feature:
-            raise SettingError(
-                f"label_column must be of one type in all splits, got {label_column!r}, whose type "
-                f"or classes in split {name!r} are not those in {train_name!r}"
-            )
         return train, split(name, encode_labels(values, classes, name)), tuple(class_names)
     return train, None, tuple(class_names)
 
@@ -124,12 +141,12 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
         if kind == "folder" and path.is_file():  # `datasets` would take it for a hub id
             raise SettingError("it is a file whose name does not end in .parquet")
         if kind == "file":
-            found = datasets.load_dataset("parquet", data_files=str(path))
+            found = _read_local(datasets.load_dataset_builder("parquet", data_files=str(path)))
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
             _check_saved(path)
             found = datasets.load_from_disk(path)
         elif path.exists():
-            found = datasets.load_dataset(str(path))
+            found = _read_local(datasets.load_dataset_builder(str(path)))
         else:
             found = _load_from_hub(dataset)
         if isinstance(found, datasets.Dataset):
@@ -144,6 +161,60 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
             f"got {dataset!r} ({reason})"
         ) from error
     return tables
+
+
+def _read_local(builder: datasets.DatasetBuilder) -> dict[str, datasets.Dataset]:
+    """Return the splits that have rows, each with the classes that its own parquet files name.
+
+    `datasets` would take those of the first split for all: in another order, their names change.
+    """
+    files = {name: list(found) for name, found in builder.config.data_files.items()}
+    own = {name: same_classes(_read_columns(found)) for name, found in files.items()}
+    if builder.name == "imagefolder":
+        check_metadata(Path(file) for found in files.values() for file in found)
+    builder.download_and_prepare()
+    rows = {name: split.num_examples for name, split in builder.info.splits.items()}
+    if builder.name == "imagefolder":
+        warn_of_rows(files, rows, builder.EXTENSIONS)
+    tables = {}
+    for name in filter(rows.get, rows):
+        table = builder.as_dataset(name)
+        for column, feature in own[name].items():
+            if hasattr(feature, "names") and hasattr(table.features.get(column), "names"):
+                table.info.features[column] = feature
+        tables[name] = table
+    return tables
+
+
+def _read_columns(files: Iterable[str]) -> Iterator[tuple[str, datasets.Features]]:
+    """Yield each parquet file, and its columns as it describes them."""
+    for file in files:
+        if Path(file).suffix != ".parquet":
+            continue
+        try:
+            schema = parquet.read_schema(file)
+        except Exception as error:  # pyarrow raises several kinds
+            raise SettingError(f"{file}: {error}") from None
+        yield file, datasets.Features.from_arrow_schema(schema)
+
+
+def same_classes(found: Iterable[tuple[str, datasets.Features]]) -> datasets.Features:
+    """Return the columns of the first of a split's files; of no file, none.
+
+    Raises:
+        SettingError: If another file names other classes, or the same in another order.
+    """
+    first = datasets.Features()
+    for file, features in found:
+        first = first or features
+        for column, feature in features.items():
+            names, those = (getattr(f, "names", None) for f in (feature, first.get(column)))
+            if names and those and names != those:
+                raise SettingError(
+                    "all files of a split must have the same classes in the same order, got others "
+                    f"in column {column!r} of {file}"
+                )
+    return first
 
 
 def _load_from_hub(name: str) -> datasets.DatasetDict:
@@ -186,7 +257,7 @@ def _digits() -> datasets.Dataset:
 
 
 def _choose_image_column(features: datasets.Features, chosen: str | None) -> str:
-    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    images = [name for name, feature in features.items() if _is_image(feature)]
     if chosen is None and len(images) == 1:
         return images[0]
     if chosen not in images:
@@ -213,13 +284,23 @@ def _choose_label_column(features: datasets.Features, chosen: str | None) -> str
     if chosen is None:
         chosen = next((name for name in _LABEL_COLUMNS if name in sizes), None)
     if chosen not in sizes:
-        kind = f" of {features[chosen].dtype}" if chosen in features else ""
+        kind = f" of {_kind(features[chosen])}" if chosen in features else ""
         raise SettingError(f"label_column must be one of {list(sizes)}, got {chosen!r}{kind}")
     return chosen
 
 
+def _is_image(feature: Any) -> bool:
+    """Whether a column has images: said by `datasets`, or as it stores them."""
+    stored = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
+    return stored or isinstance(feature, datasets.Image)
+
+
 def _columns(features: datasets.Features) -> str:
-    return ", ".join(f"{name!r} ({feature.dtype})" for name, feature in features.items())
+    return ", ".join(f"{name!r} ({_kind(feature)})" for name, feature in features.items())
+
+
+def _kind(feature: Any) -> str:
+    return getattr(feature, "dtype", type(feature).__name__.lower())
 
 
 def _read_labels(table: datasets.Dataset, column: str) -> np.ndarray | None:

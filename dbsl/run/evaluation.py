@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.architecture import check_patches
+from dbsl.architecture import check_patches, check_sides
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
 from dbsl.data.dataset import load_configured
@@ -146,6 +146,7 @@ def prepare_evaluation(
         _check_names(model, data, name, accelerator)
         data = data.normalised_as(statistics).normalised_by(config.mean, config.std)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
+        check_sides(name, model, data, (side,))
     return EvaluationSession(config, accelerator, data, model, side)
 
 

@@ -119,7 +119,7 @@ class RunFolder:
             raise SettingError(
                 f"output_dir must be a new folder, got {self.path}, which exists{hint}"
             )
-        self._lock = self._take_lock()
+        self._take_lock()
 
     def _make(self) -> bool:
         """Make the folder; say whether it was not there."""
@@ -130,19 +130,19 @@ class RunFolder:
             self._made = []
         return bool(self._made)
 
-    def _take_lock(self) -> FileLock:
+    def _take_lock(self) -> None:
         path = self.path / LOCK
-        lock = FileLock(path)
+        self._lock = FileLock(path)  # before it is taken: a full disk may leave an empty file
         try:
-            lock.acquire(blocking=False)
+            self._lock.acquire(blocking=False)
         except Timeout:
+            self._lock = None
             raise SettingError(
                 f"output_dir must be no other run's, got {self.path}, which is in use by "
                 f"{_holder(path)}"
             ) from None
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
-        return lock
 
 
 def holder_of(path: Path) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.architecture import check_patches, init_head, least_batch
+from dbsl.architecture import check_patches, check_sides, init_head, least_batch
 from dbsl.base.bounds import in_range
 from dbsl.base.errors import SettingError
 from dbsl.data.dataset import Data, load_configured
@@ -72,7 +72,10 @@ def prepare(
     model = _build_model(config, data, own, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
-    least = least_batch(model, data.example(1, config.resolutions[0])[0])
+    if own.model is not None:  # a fault of it shows its traceback
+        least = least_batch(model, data.example(1, config.resolutions[0])[0])
+    else:
+        least = check_sides(config.model, model, data, config.resolutions)
     check_samples(data, config, least)
     known, config = know_workers(config, model, data, accelerator, loss_of)
     give_back(accelerator.device)  # what measuring took

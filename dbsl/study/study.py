@@ -24,7 +24,7 @@ import torch
 import yaml
 from filelock import FileLock
 
-from dbsl.architecture import least_batch
+from dbsl.architecture import check_sides
 from dbsl.base.bounds import in_range
 from dbsl.base.cores import threads_of_process
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError
@@ -248,7 +248,7 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
         ),
         accelerator,
     )
-    least = least_batch(images.build(config.seed), data.example(1, resolution)[0])
+    least = check_sides(config.model, images.build(config.seed), data, (resolution,))
     in_range("batch_sizes", min(config.batch_sizes), least)
     return images
 

@@ -315,6 +315,17 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_fault_of_a_model_of_ones_own_keeps_its_traceback(tmp_path):
+    class Faulty(torch.nn.Linear):
+        def forward(self, rows):
+            if len(rows) == 1:
+                raise RuntimeError("not of one row")
+            return super().forward(rows)
+
+    with pytest.raises(RuntimeError, match=r"^not of one row$"):
+        opened(tmp_path / "run", TensorData(table(), table(), 3), lambda: Faulty(4, 3))
+
+
 def test_images_have_a_side(tmp_path):
     with pytest.raises(ValueError, match="resolutions must be positive for images, got 0"):
         run(train, tmp_path / "run", {**TINY, "resolutions": (0,)})

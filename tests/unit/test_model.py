@@ -6,7 +6,14 @@ import timm
 import torch
 from torch import nn
 
-from dbsl.architecture import StridedConv2d, check_patches, join_batch_norm, set_dropout
+from dbsl.architecture import (
+    StridedConv2d,
+    check_patches,
+    check_sides,
+    join_batch_norm,
+    set_dropout,
+)
+from dbsl.base.errors import SettingError
 from dbsl.model import build_model, load_model, save_model
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
@@ -294,3 +301,19 @@ def test_weights_that_cannot_be_read_are_one_line(name, pretrained, message):
     with pytest.raises(ValueError, match=message) as error:
         build_model(name, 3, final_resolution=32, pretrained=pretrained)
     assert "\n" not in str(error.value)
+
+
+def test_images_that_do_not_fit_into_memory_are_refused_in_one_line():
+    def example(size, side):
+        if side > 32:
+            raise RuntimeError("can't allocate memory:\nyou tried to allocate 120000000000 bytes")
+        return torch.zeros(size, 3, side, side), None
+
+    data, model = (
+        SimpleNamespace(example=example),
+        build_model("test_resnet", 2, final_resolution=32),
+    )
+    assert check_sides("test_resnet", model, data, (16, 32)) == 2  # of 16 px one pixel is left
+    line = r"^model must take images of 100000 px, got test_resnet \(can't allocate memory: you"
+    with pytest.raises(SettingError, match=line):
+        check_sides("test_resnet", model, data, (32, 100_000))

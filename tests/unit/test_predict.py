@@ -1,3 +1,4 @@
+import csv
 import json
 import re
 
@@ -52,7 +53,11 @@ def test_each_image_gets_the_classes_that_the_model_finds_likeliest(
 def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
     run_folder, photographs, tmp_path, capsys
 ):
-    (photographs / "bad.png").write_bytes(b"no image")
+    (photographs / "bad.png").touch()
+    assert predict.main([str(run_folder), str(photographs)]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert err.startswith(f"warning: {photographs}/bad.png cannot be read (cannot identify image")
     (tmp_path / "empty").mkdir()
     places = [tmp_path / "nowhere.png", photographs, tmp_path / "empty"]
     assert predict.main([str(run_folder), *map(str, places)]) == 1
@@ -65,6 +70,20 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
     assert lines[0].endswith("nowhere.png cannot be read (it does not exist)")
     assert "bad.png cannot be read (cannot identify image file" in lines[1]
     assert lines[2].endswith("empty cannot be read (the folder has no image)")
+    (tmp_path / "all-bad").mkdir()
+    (tmp_path / "all-bad/bad.png").touch()
+    assert predict.main([str(run_folder), str(tmp_path / "all-bad")]) == 1
+
+
+def test_classes_go_to_a_csv_file(run_folder, photographs, tmp_path, capsys):
+    flags = [str(run_folder), str(photographs), "--top", "2"]
+    assert predict.main([*flags, "--json", "--csv", str(tmp_path / "out.csv")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["file"], row["class"], float(row["probability"])) for row in rows] == [
+        (line["file"], name, p) for line in printed for name, p in line["classes"].items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +93,7 @@ def test_what_cannot_be_read_is_named_and_the_other_images_are_classified(
         (["{run}", "{images}", "--top", "11"], "top must be in [1, 10], the classes, got 11"),
         (["{run}", "{images}", "--best"], "folder must hold model_best.safetensors, got"),
         (["{run}", "{images}", "--best", "--ema"], "best must not be given with ema"),
+        (["{run}", "{images}", "--csv", "{empty}/no/x.csv"], "csv must lie in a folder that can"),
     ],
 )
 def test_bad_input_is_one_line(run_folder, photographs, tmp_path, flags, message):

@@ -2,6 +2,7 @@ import gc
 import json
 import multiprocessing.forkserver
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import dbsl.data.dataset
+from dbsl.base.errors import SettingError
 from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform
@@ -50,7 +52,7 @@ def flat_image(value, size=(8, 8), mode="RGB"):
 
 
 def make_table(images, labels, **more):
-    names = [str(name) for name in range(max(labels) + 1)]
+    names = [str(name) for name in range(max([1, *labels]) + 1)]
     features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
     features |= {name: feature for name, (feature, _) in more.items()}
     columns = {"image": images, "label": labels} | {name: v for name, (_, v) in more.items()}
@@ -290,20 +292,129 @@ def test_load_data_plain_labels_are_numbered_in_order(tmp_path, kind, train, tes
 
 
 def test_load_data_label_unknown_to_train_is_an_error(tmp_path):
-    def table(label):
-        more = {"kind": (datasets.Value("string"), [label])}
-        return make_table([flat_image(0)], [0], **more)
+    def table(*labels):
+        more = {"kind": (datasets.Value("string"), labels)}
+        return make_table([flat_image(0)] * len(labels), [0] * len(labels), **more)
 
-    path = save(tmp_path / "set", train=table("cat"), test=table("emu"))
-    with pytest.raises(ValueError, match=r"split 'test' must be among the 1 classes .* got 'emu'"):
+    path = save(tmp_path / "set", train=table("cat", "dog"), test=table("emu"))
+    with pytest.raises(ValueError, match=r"split 'test' must be among the 2 classes .* got 'emu'"):
         load_data(path, label_column="kind")
 
 
-def test_load_data_classes_that_differ_between_splits_are_an_error(tmp_path):
-    train = make_table([flat_image(0)] * 2, [0, 1])
-    test = train.cast_column("label", datasets.ClassLabel(names=["1", "0"]))
-    with pytest.raises(ValueError, match=r"label_column must be of one type .* in split 'test'"):
-        load_data(save(tmp_path / "set", train=train, test=test))
+def write_parquet(folder, **tables):
+    folder.mkdir()
+    for name, table in tables.items():
+        table.to_parquet(folder / f"{name.replace('_', '-')}.parquet")
+    return folder
+
+
+def of_classes(names, labels, images=None):
+    table = make_table(images or [flat_image(0)] * len(labels), labels)
+    return table.cast_column("label", datasets.ClassLabel(names=names))
+
+
+@pytest.mark.parametrize("stored", ["saved", "parquet", "streamed"])
+def test_classes_in_another_order_in_the_test_split_are_matched_by_name(tmp_path, stored):
+    tables = {
+        "train": of_classes(["dark", "light"], [0, 1, 0, 1]),
+        "test": of_classes(["light", "dark"], [0, 0, 1]),
+    }
+    path = (save if stored == "saved" else write_parquet)(tmp_path / "set", **tables)
+    more = {"cache_gib": 1.0, "loader_workers": 0} if stored == "streamed" else {}
+    data = load_data(str(path), **more)
+    assert data.class_names == ("dark", "light")
+    assert data.evaluation.labels.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("stored", ["saved", "parquet", "streamed"])
+def test_other_classes_in_the_test_split_are_an_error(tmp_path, stored):
+    tables = {"train": of_classes(["a", "b"], [0, 1]), "test": of_classes(["a", "c"], [0, 1])}
+    path = (save if stored == "saved" else write_parquet)(tmp_path / "set", **tables)
+    more = {"cache_gib": 1.0, "loader_workers": 0} if stored == "streamed" else {}
+    with pytest.raises(SettingError, match=r"label_column must be of one type .* in split 'test'"):
+        load_data(str(path), **more)
+
+
+@pytest.mark.parametrize("cache_gib", [None, 1.0])
+def test_classes_in_another_order_in_a_file_of_a_split_are_an_error(tmp_path, cache_gib):
+    one, other = (of_classes(names, [0, 1]) for names in (["a", "b"], ["b", "a"]))
+    path = write_parquet(tmp_path / "set", train_00000_of_00002=one, train_00001_of_00002=other)
+    with pytest.raises(SettingError, match=r"same order, got others in column 'label' of .*00001"):
+        load_data(str(path), cache_gib=cache_gib)
+
+
+@pytest.mark.parametrize("cache_gib", [None, 1.0])
+def test_a_single_class_is_refused_as_a_single_class_folder_is(tmp_path, cache_gib):
+    path = write_parquet(tmp_path / "set", train=of_classes(["cat"], [0] * 4))
+    with pytest.raises(SettingError, match="must have two classes or more, got 'cat' alone"):
+        load_data(str(path), cache_gib=cache_gib)
+
+
+def test_classes_that_are_not_evaluated_are_named_in_one_line(tmp_path, caplog):
+    names = list("abcde")
+    tables = {"train": of_classes(names, list(range(5))), "validation": of_classes(names, [0, 1])}
+    load_data(save(tmp_path / "set", **tables))
+    assert [record.message for record in caplog.records] == [
+        "classes without an evaluation image: c, d, e"
+    ]
+
+
+# --- what pyarrow and pandas write, without the types of `datasets`
+
+
+def write_plain(folder, labels, nulls=(), missing=()):
+    """Write a parquet file of images by number, some of which are null or have nothing in them."""
+    rows = datasets.Dataset.from_dict(
+        {"image": [flat_image(3 * n) for n in range(len(labels or range(4)))]}
+    )
+    rows = rows.cast_column("image", datasets.Image(decode=False))[:]["image"]
+    rows = [
+        None if n in nulls else {"bytes": None, "path": None} if n in missing else row
+        for n, row in enumerate(rows)
+    ]
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    columns = {"image": pyarrow.array(rows, kind)} | ({"label": labels} if labels else {})
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "train.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("cache_gib", [None, 1.0])
+def test_images_without_the_types_of_datasets_are_read(tmp_path, cache_gib):
+    path = write_plain(tmp_path / "set", [5, 7] * 10)
+    data = load_data(path, cache_gib=cache_gib, loader_workers=0)
+    assert data.class_names == ("5", "7")
+    values, labels = read_all(data.train)
+    assert labels == [value // 3 % 2 for value in values]
+
+
+@pytest.mark.parametrize("cache_gib", [None, 1.0])
+@pytest.mark.parametrize(
+    ("labels", "columns"),
+    [
+        (None, r"'image' \(dict\)"),
+        ([[0], [1], [0], [1]], r"'image' \(dict\), 'label' \(list\)"),
+    ],
+)
+def test_no_column_of_labels_is_told_in_one_line(tmp_path, labels, columns, cache_gib):
+    path = write_plain(tmp_path / "set", labels)
+    with pytest.raises(SettingError, match=f"whole numbers or text, got columns {columns}$"):
+        load_data(path, cache_gib=cache_gib)
+
+
+@pytest.mark.parametrize("how", ["stored", "loaded", "streamed"])
+def test_rows_without_an_image_are_left_out(tmp_path, caplog, how):
+    path = write_plain(tmp_path / "set", [0, 1] * 10, nulls=[0], missing=[3])
+    more = {"stored": {}, "loaded": {"max_store_bytes": 0}, "streamed": {"cache_gib": 1.0}}[how]
+    data = load_data(path, max_bad_images=2, loader_workers=0, **more)
+    for source in (data.train, data.evaluation):
+        read(source, [np.arange(len(source))], plain(8))
+    assert sorted(data.train.bad | data.evaluation.bad) == [0, 3]
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("left out: image ")
+        assert line.endswith("cannot be decoded (it is null)")
 
 
 @pytest.mark.parametrize("missing", [None, -1])
@@ -408,18 +519,38 @@ def test_an_unlabelled_test_folder_is_left_out(tmp_path, caplog, val, test):
     assert val or "split 'test'" in caplog.text
 
 
+UNREAD, MOVE = r".*; .*/", r"is not read: move it to .*/"
+ROWS = "with the first line file_name,label and rows such as 1.jpg,cat$"
+
+
 @pytest.mark.parametrize(
     ("files", "cause"),
     [
         (["train/cat/1.jpg", "train/cat/2.jpg"], "got all training images in .*/train/cat$"),
         (["cat/1.jpg", "cat/2.jpg"], "got all training images in .*/cat$"),
         (["1.jpg", "2.jpg"], "got all training images in .*/set$"),
-        (["1.jpg", "2.jpg", "labels.csv"], "in .*/set; .*/labels.csv is not read: labels of ima"),
-        (["train/1.jpg", "test/1.jpg", "train.csv"], "in .*/train; .*/train.csv is not read"),
-        (["images/1.jpg", "train.csv"], r"of images, got .*'id' .*; .*/train.csv is not read"),
+        (["1.jpg", "2.jpg", "labels.csv"], f"{UNREAD}labels.csv {MOVE}set/metadata.csv, {ROWS}"),
+        (
+            ["train/1.jpg", "test/1.jpg", "train.csv"],
+            f"{UNREAD}train.csv {MOVE}train/metadata.csv, {ROWS}",
+        ),
+        (
+            ["images/1.jpg", "train.csv"],
+            f"'id' {UNREAD}train.csv {MOVE}images/metadata.csv, {ROWS}",
+        ),
+        (["train/1.jpg", "metadata.csv"], f"{UNREAD}metadata.csv {MOVE}train/metadata.csv, {ROWS}"),
         (["train/cat/1.jpg", "train/dog/x/1.jpg"], "images in .*/train/cat and .*/train/dog/x$"),
     ],
-    ids=["one-class", "one-class-no-split", "flat", "csv", "kaggle-csv", "csv-alone", "depths"],
+    ids=[
+        "one-class",
+        "one-class-no-split",
+        "flat",
+        "csv",
+        "kaggle-csv",
+        "csv-alone",
+        "metadata-elsewhere",
+        "depths",
+    ],
 )
 def test_a_folder_without_labels_says_what_it_lacks(tmp_path, files, cause):
     with pytest.raises(ValueError, match=rf"^dataset must have .*{cause}"):
@@ -440,6 +571,57 @@ def test_labels_of_metadata_are_read_and_fractions_are_refused(tmp_path, labels)
     gc.collect()  # of a file that `datasets` leaves open
 
 
+def write_metadata(folder, first_line="file_name,label", name="{}.jpg", rows=8):
+    text = "".join(f"{name.format(n)},{'cat' if n % 2 else 'dog'}\n" for n in range(rows))
+    (folder / "metadata.csv").write_text(f"{first_line}\n{text}")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("holdout", [None, 0.25])
+def test_images_without_a_row_in_a_csv_are_counted_and_left_out(tmp_path, caplog, holdout):
+    path = make_files(tmp_path / "set", [*(f"train/{n}.jpg" for n in range(10)), "test/0.jpg"])
+    write_metadata(tmp_path / "set/train")
+    for _ in range(2):  # the second time from the cache of `datasets`
+        caplog.clear()
+        data = load_data(path, holdout=holdout)
+        assert (len(data.train), len(data.evaluation)) == (6, 2)
+        assert [record.message for record in caplog.records] == [
+            "images of split 'train' without a row in a metadata.csv are left out: 2 of 10",
+            "images of split 'test' without a row in a metadata.csv are left out: 1 of 1",
+        ]
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_csv_that_the_page_on_data_makes_is_read(tmp_path, monkeypatch):
+    path = make_files(tmp_path / "flowers", [f"train/{n:04d}.jpg" for n in range(10)])
+    rows = "".join(f"{n:04d},{'rose' if n % 2 else 'tulip'}\n" for n in range(10))
+    (tmp_path / "flowers/train.csv").write_text("id,kind\n" + rows)
+    page = (ROOT / "docs/data.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"### Labels in a CSV.*?```python\n(.*?)```", page, re.DOTALL)[1])
+    data = load_data(path)
+    assert data.class_names == ("rose", "tulip")
+    assert len(data.train) + len(data.evaluation) == 10
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("first_line", "name", "got"),
+    [
+        ("filename,label", "{}.jpg", "filename,label and 0.jpg,dog"),
+        ("file_name,label", "{}", "file_name,label and 0,dog"),
+        ("file_name,label", "x{}.png", "file_name,label and x0.png,dog"),
+    ],
+)
+def test_a_csv_that_names_no_file_is_told_the_line_to_write(tmp_path, first_line, name, got):
+    path = make_files(tmp_path / "set", [f"{n}.jpg" for n in range(10)])
+    write_metadata(tmp_path / "set", first_line, name)
+    line = r"/metadata.csv must begin with the line file_name,label and name a file in each row"
+    with pytest.raises(SettingError, match=rf"{line}, such as 1.jpg,cat; got {got}\)$"):
+        load_data(path)
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_an_empty_class_folder_is_said(tmp_path, caplog, split):
     path = make_files(tmp_path / "set", [*CLASSES, "val/cat/1.jpg", "val/dog/1.jpg"])
@@ -457,13 +639,16 @@ def test_a_bad_image_is_named_by_its_file(tmp_path, caplog):
     assert "BytesIO" not in caplog.text
 
 
-def test_load_data_broken_files_are_told_in_one_line(tmp_path):
+def test_load_data_broken_files_are_told_in_one_line(tmp_path, capfd):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "empty").mkdir()
-    for name in ("broken.parquet", "empty"):
-        with pytest.raises(ValueError, match=r"^dataset must be 'digits', ") as error:
+    shards = write_parquet(tmp_path / "set", train_0=of_classes(["a", "b"], [0, 1]))
+    (shards / "train-1.parquet").write_bytes(b"")
+    for name, file in (("broken.parquet", "broken"), ("empty", ""), ("set", "train-1")):
+        with pytest.raises(SettingError, match=rf"^dataset must be 'digits', .*{file}") as error:
             load_data(str(tmp_path / name))
         assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""  # where `datasets` has its own say
 
 
 def test_load_data_reads_parquet_file_and_folder_alike(tmp_path, numbered):

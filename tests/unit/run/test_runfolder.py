@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dbsl.open
-from dbsl.base.errors import one_line_errors
+from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.run.folder import RunFolder, default_folder, holder_of
 from tests.helpers import TINY
 from train import Config, main
@@ -77,6 +77,30 @@ def test_a_file_system_without_locks_is_refused_in_one_line(tmp_path, accelerato
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ValueError, match=r"output_dir must be a folder .* No locks available"):
         RunFolder(tmp_path / "run", accelerator, new=True)
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_nothing(tmp_path, accelerator, monkeypatch):
+    def full(path, *_, **__):
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    (tmp_path / "mine").mkdir()
+    for name in ("run", "mine"):
+        with pytest.raises(SettingError, match=r"output_dir must be a folder .* No space left"):
+            RunFolder(tmp_path / name, accelerator, new=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("model", "side"), [("test_convnext", 16), pytest.param("vgg11", 16, marks=pytest.mark.slow)]
+)
+def test_images_too_small_for_the_model_are_refused_in_one_line(tmp_path, model, side):
+    settings = TINY | {"model": model, "resolutions": (side, 64)}
+    line = rf"^model must take images of {side} px, got {model} \(.*size.*\)$"
+    with pytest.raises(SettingError, match=line):
+        main(Config(**settings, output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
