@@ -188,6 +188,8 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
     with nullcontext(True) if local else hub_or_cache() as answers:
         try:
             yield
+        except SettingError:
+            raise
         except Exception as error:  # network, hub, file or weights: many types
             reason = " ".join(str(error).split()) or type(error).__name__
             if not answers and isinstance(error, OSError):
@@ -351,9 +353,11 @@ def _create(
     """Create a model with arguments that Vision Transformers alone know, or without them."""
     torch.manual_seed(seed)
     args |= settings
+    # Not one, or one behind convolutions of its own. Of settings a model raises anything.
+    not_this = Exception if settings else (TypeError, AssertionError)
     try:
         model = timm.create_model(name, **{**transformer_args, **args})
-    except (TypeError, AssertionError):  # not one, or one behind convolutions of its own
+    except not_this:
         model = None
     model_args = dict(transformer_args)
     if not getattr(model, "dynamic_img_size", False):
@@ -361,8 +365,8 @@ def _create(
         torch.manual_seed(seed)
         try:
             model, model_args = timm.create_model(name, **args), {}
-        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-            if not settings:
+        except Exception as error:
+            if not settings or isinstance(error, OSError):  # weights that cannot be read
                 raise
             given = ", ".join(f"{key}={value}" for key, value in settings.items())
             reason = " ".join(str(error).split())[:200]
