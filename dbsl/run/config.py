@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -317,13 +318,11 @@ def parse_interval(value: int | str) -> Interval:
     Raises:
         SettingError: If it is neither.
     """
-    text = str(value).strip()
-    if text.isdecimal():
-        return Interval(epochs=int(text))
-    try:
+    text, minutes = str(value).strip(), math.nan
+    with suppress(ValueError):
+        if text.isdecimal():
+            return Interval(epochs=int(text))
         minutes = float(text.removesuffix("m")) if text.endswith("m") else math.nan
-    except ValueError:
-        minutes = math.nan
     if not 0 < minutes < math.inf:
         raise SettingError(
             f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"

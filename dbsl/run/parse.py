@@ -276,7 +276,7 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
         reason = " ".join(str(error).split())
         raise SettingError(f"config must be a readable YAML file, got {path} ({reason})") from None
     if settings is None:
