@@ -10,7 +10,6 @@ from typing import Any
 
 from dbsl.base.errors import SettingError
 
-
 # No setting is beyond it, unless its bound says so: a larger number is a slip, and the arithmetic
 # behind the settings would overflow. Whole numbers up to here are exact as floats, too.
 LARGEST = 1e15
@@ -55,20 +54,22 @@ def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
 def check_bounds(config: Any) -> None:
     """Raise ``SettingError`` for the first number of a dataclass outside the bounds of its type.
 
-    A type without bounds has those of `Within()`.
+    A type without bounds has those of `Within()`; a list with bounds has a number at least.
     """
     for name, bound in _bounds(type(config)):
         value = getattr(config, name)
+        if bound and value == ():
+            raise SettingError(f"{name} must have a value, got none")
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (int, float)):
-                bound.check(name, number)
+                (bound or Within()).check(name, number)
 
 
 @lru_cache
-def _bounds(cls: type) -> tuple[tuple[str, Within], ...]:
+def _bounds(cls: type) -> tuple[tuple[str, Within | None], ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(cls)}
     return tuple(
-        (name, next((bound for bound in metadata if isinstance(bound, Within)), Within()))
+        (name, next((bound for bound in metadata if isinstance(bound, Within)), None))
         for name, metadata in found.items()
     )

@@ -602,6 +602,7 @@ def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, tex
             {"outer_momentum": 0.5, "merge": "mean"},
             "outer_momentum must be left out except with mer",
         ),
+        ({"balance_every": 3}, "balance_every must be left out with balance none, got 3"),
         ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
         ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
     ],
@@ -614,6 +615,7 @@ def test_a_setting_that_changes_nothing_is_refused_in_a_new_run(settings, messag
 def test_settings_that_have_their_default_or_an_effect_are_taken():
     check_effects(Config(staleness=1, outer_lr=0.7, outer_momentum=0.9))
     check_effects(Config(staleness=3, sync="ssp"))
+    check_effects(Config(balance_every=3, balance="dbs"))
     check_effects(Config(outer_lr=0.5, outer_momentum=0.5, merge="delta"))
     check_effects(Config(workers=1, small_workers=0, small_ratio=0.1))
     check_effects(Config(workers=1, small_workers=1), processes=2)  # their number wins

@@ -13,6 +13,7 @@ from dbsl.base.errors import SettingError
 @dataclass
 class Settings:
     share: Annotated[float | None, Within(0, 1)] = None
+    sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
     rates: tuple[float, ...] = ()  # no bounds of their own
 
 
@@ -35,3 +36,9 @@ def test_no_setting_is_beyond_what_arithmetic_holds(value, message):
 def test_not_a_number_is_within_no_bounds():
     with pytest.raises(SettingError, match=r"^share must be in \[0, 1\], got nan$"):
         check_bounds(Settings(share=math.nan))
+
+
+def test_a_list_with_bounds_has_a_number_at_least():
+    with pytest.raises(SettingError, match=r"^sizes must have a value, got none$"):
+        check_bounds(Settings(sizes=()))
+    check_bounds(Settings(rates=()))

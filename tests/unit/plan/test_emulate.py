@@ -50,7 +50,7 @@ def test_slowdowns_that_are_none_are_refused(value, message):
 
 
 def test_two_slowdowns_of_one_worker_are_refused():
-    with pytest.raises(SettingError, match="^slowdown must name each worker once, got 0 twice$"):
+    with pytest.raises(SettingError, match=r"^slowdown must name each worker once, got 0 twice$"):
         parse_slowdown(["0:2", "1:2", "0:3"], 4)
 
 
