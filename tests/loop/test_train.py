@@ -647,6 +647,15 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
         (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'b"),
         (["--large-batch-size", "auto", "8"], "--large-batch-size must be whole numbers or auto"),
         (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
+        (
+            ["--batch-size=3"],
+            "flag must be one that --help lists, got --batch-size, which is --large-batch-size or "
+            "--local-batch-sizes here",
+        ),
+        (
+            ["--class_weights", "1", "2"],
+            "flag must be one that --help lists, got --class-weights, which is a line of loss_func",
+        ),
         (["--lrr", "1"], "flag must be one that --help lists, such as --lr, got --lrr"),
         (["lr", "1"], "values must come behind a flag that takes them, got 'lr'"),
     ],
