@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from dbsl.architecture import (
@@ -22,7 +22,7 @@ from dbsl.architecture import (
     transformer_args,
 )
 from dbsl.base.errors import SettingError
-from dbsl.base.files import put_in_place
+from dbsl.base.files import write_bytes, write_with
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import stream_seed
@@ -189,6 +189,8 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
     with nullcontext(True) if local else hub_or_cache() as answers:
         try:
             yield
+        except SettingError:
+            raise
         except Exception as error:  # network, hub, file or weights: many types
             reason = " ".join(str(error).split()) or type(error).__name__
             if not answers and isinstance(error, OSError):
@@ -221,24 +223,25 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
-    weights = folder / f"{name}.safetensors.tmp"
-    temporaries = [weights]
-    if model.created_with is not None:
-        temporaries.insert(0, _write_timm_config(model, folder, resolution, data))
-    weights.touch()
-    mode = weights.stat().st_mode  # safetensors leaves it to the owner alone
-    save_file(dict(state), weights, metadata={"format": "pt"})
-    weights.chmod(mode)
-    for temporary in temporaries:
-        put_in_place(temporary, temporary.with_suffix(""))
+
+    def write_weights() -> None:
+        # Not with save_file, whose errors do not tell a full disk from others.
+        write_bytes(folder / f"{name}.safetensors", save(dict(state), metadata={"format": "pt"}))
+
+    def write_both(temporary: Path) -> None:
+        _write_timm_config(model, temporary, resolution, data)
+        write_weights()
+
+    if model.created_with is None:
+        write_weights()
+    else:
+        write_with(folder / "config.json", write_both)
 
 
-def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Data) -> Path:
-    """Write ``config.json`` under a temporary name."""
-    temporary = folder / "config.json.tmp"
+def _write_timm_config(model: nn.Module, path: Path, resolution: int, data: Data) -> None:
     timm.models._hub.save_config_for_hf(
         model,
-        temporary,
+        path,
         model_config={
             "label_names": list(data.class_names),
             "small_stem": model.small_stem,
@@ -257,7 +260,6 @@ def _write_timm_config(model: nn.Module, folder: Path, resolution: int, data: Da
         },
         model_args={"drop_rate": 0.0, **model.created_with, **model.settings},
     )
-    return temporary
 
 
 def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> nn.Module:
@@ -352,9 +354,11 @@ def _create(
     """Create a model with arguments that Vision Transformers alone know, or without them."""
     torch.manual_seed(seed)
     args |= settings
+    # Not one, or one behind convolutions of its own. Of settings a model raises anything.
+    not_this = Exception if settings else (TypeError, AssertionError)
     try:
         model = timm.create_model(name, **{**transformer_args, **args})
-    except (TypeError, AssertionError):  # not one, or one behind convolutions of its own
+    except not_this:
         model = None
     model_args = dict(transformer_args)
     if not getattr(model, "dynamic_img_size", False):
@@ -362,8 +366,8 @@ def _create(
         torch.manual_seed(seed)
         try:
             model, model_args = timm.create_model(name, **args), {}
-        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-            if not settings:
+        except Exception as error:
+            if not settings or isinstance(error, OSError):  # weights that cannot be read
                 raise
             given = ", ".join(f"{key}={value}" for key, value in settings.items())
             reason = " ".join(str(error).split())[:200]

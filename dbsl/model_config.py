@@ -6,7 +6,24 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from dbsl.base.bounds import Within
+from dbsl.base.errors import SettingError
 from dbsl.base.kwargs import parse_kwargs
+
+# Arguments of timm's `create_model`, and the settings that they are here.
+_SETTINGS = {
+    "drop_path_rate": "drop_path",
+    "drop_block_rate": "drop_block",
+    "global_pool": "gp",
+    "bn_momentum": "bn_momentum",
+    "bn_eps": "bn_eps",
+}
+_ELSEWHERE = {
+    "drop_rate": "dropout",
+    "pretrained": "pretrained",
+    "checkpoint_path": "initial_checkpoint",
+    "num_classes": "the data",
+    "in_chans": "the data",
+}
 
 
 @dataclass(frozen=True)
@@ -45,13 +62,16 @@ class ModelConfig:
 
     @property
     def model_settings(self) -> dict[str, Any]:
-        """What timm's `create_model` takes beside the name and the number of classes."""
-        named = {
-            "drop_path_rate": self.drop_path,
-            "drop_block_rate": self.drop_block,
-            "global_pool": self.gp,
-            "bn_momentum": self.bn_momentum,
-            "bn_eps": self.bn_eps,
-        }
-        given = {name: value for name, value in named.items() if value is not None}
-        return given | parse_kwargs("model_kwargs", self.model_kwargs)
+        """What timm's `create_model` takes beside the name and the number of classes.
+
+        Raises:
+            SettingError: If an argument of `model_kwargs` is another setting's.
+        """
+        named = {name: getattr(self, setting) for name, setting in _SETTINGS.items()}
+        more = parse_kwargs("model_kwargs", self.model_kwargs)
+        for name, setting in (_SETTINGS | _ELSEWHERE).items():
+            if name in more:
+                raise SettingError(
+                    f"model_kwargs must leave {name} to {setting}, got {name}={more[name]!r}"
+                )
+        return {name: value for name, value in named.items() if value is not None} | more

@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -58,11 +58,13 @@ def read_flags(
     prog: str = "",
     common: Sequence[str] = (),
     files: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the fields that flags set. Lists take commas or spaces, and the last flag counts.
 
     The help, which one process prints, shows the fields in `common` first. `files` are flags that
-    are no fields, by name, with their help.
+    are no fields, by name, with their help; `elsewhere` are names that people may bring from
+    elsewhere, and what they are here.
 
     Raises:
         SettingError: If a flag is unknown or its value has the wrong type.
@@ -102,13 +104,24 @@ def read_flags(
         parser.exit()
     given, rest = parser.parse_known_args([_token(flag) for flag in flags])
     for name in (token[2:].partition("=")[0] for token in rest if token.startswith("--")):
-        near = difflib.get_close_matches(name, [_flag(known)[2:] for known in fields], 1)
-        such = f", such as --{near[0]}" if near else ""
-        raise SettingError(f"flag must be one that --help lists{such}, got --{name}")
+        flags = [_flag(known)[2:] for known in fields]
+        raise unknown("flag must be one that --help lists", name, f"--{name}", flags, elsewhere)
     if rest and not positional:
         raise SettingError(f"values must come behind a flag that takes them, got {rest[0][1:]!r}")
     found = vars(given) | ({positional: rest} if positional else {})
     return {name: _value(name, fields[name], hints[name], v) for name, v in found.items()}
+
+
+def unknown(
+    must: str, name: str, got: str, known: Iterable[str], elsewhere: Mapping[str, str] | None
+) -> SettingError:
+    """Return the refusal of a name that is not known, with what may be meant."""
+    if here := (elsewhere or {}).get(name.replace("_", "-")):
+        return SettingError(f"{must}, got {got}, which is {here} here")
+    near = difflib.get_close_matches(name, known, 1)
+    dashes = "--" if got.startswith("--") else ""
+    such = f", such as {dashes}{near[0]}" if near else ""
+    return SettingError(f"{must}{such}, got {got}")
 
 
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:

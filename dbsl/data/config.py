@@ -72,7 +72,7 @@ class ImageConfig:
     # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
     reprob: Annotated[float, Within(0, 1)] = 0.0
     remode: EraseMode = "const"  # what is in its place: zeros, a random colour, or random pixels
-    recount: Annotated[int, Within(1)] = 1  # rectangles of an image at most; more are smaller
+    recount: Annotated[int, Within(1, 100)] = 1  # rectangles of an image at most; more are smaller
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
     # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None

@@ -234,7 +234,12 @@ def figures_of_workers(
 
 
 def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
-    """Return a warning if a worker's time in an epoch is far from the plan's."""
+    """Return a warning if a worker's time in an epoch is far from the plan's.
+
+    Of one worker alone there is none: nothing is planned by its time.
+    """
+    if len(workers) == 1:
+        return None
     errors = {
         worker: values["time_s"] / values["predicted_time_s"] - 1
         for worker, values in workers.items()

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from dbsl.base.bounds import in_range
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 
@@ -87,16 +88,15 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
     factors: dict[int, float] = {}
     for value in values:
         worker, _, factor = str(value).partition(":")
-        if not worker.isdecimal() or not _is_number(factor):
+        if not _is_count(worker) or not _is_number(factor):
             raise SettingError(
                 f"slowdown must be worker:factor (in YAML in quotes), such as 0:2.0, got {value}"
             )
         if int(worker) >= workers:
             raise SettingError(f"slowdown must name a worker in [0, {workers - 1}], got {worker}")
-        if not 1 <= float(factor) < math.inf:
-            raise SettingError(
-                f"slowdown must be a factor of at least 1, got {factor} for worker {worker}"
-            )
+        if int(worker) in factors:
+            raise SettingError(f"slowdown must name each worker once, got {worker} twice")
+        in_range(f"slowdown of worker {worker}", float(factor), 1)
         factors[int(worker)] = float(factor)
     return factors
 
@@ -112,7 +112,7 @@ def parse_disturb(value: str) -> Disturbance:
     shortest, _, longest = epochs.partition("-")
     longest, factor = longest or shortest, factor or "2"
     numeric = _is_number(probability) and _is_number(factor)
-    if not (numeric and shortest.isdecimal() and longest.isdecimal()):
+    if not (numeric and _is_count(shortest) and _is_count(longest)):
         raise SettingError(
             "disturb must be probability:epochs[:factor], such as 0.1:4-20 or 0.1:4-20:3, "
             f"got {value}"
@@ -123,9 +123,12 @@ def parse_disturb(value: str) -> Disturbance:
             "disturb must have a probability in [0, 1] and ascending numbers of epochs from 1 on, "
             f"got {value}"
         )
-    if not 1 <= found.factor < math.inf:
-        raise SettingError(f"disturb must have a factor of at least 1, got {factor}")
+    in_range("disturb factor", found.factor, 1)
     return found
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 def _is_number(text: str) -> bool:

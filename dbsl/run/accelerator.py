@@ -93,13 +93,8 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
         accelerator = PlainAccelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
     del meeting_point  # the group has it now
-    if accelerator.num_processes == 1 and _asked_for_several():
-        print(
-            "warning: accelerate launch was asked for several processes and has started one; "
-            "without GPUs, accelerate launch --multi_gpu --num_processes 2 starts two, as does "
-            "torchrun --nproc-per-node 2",
-            file=sys.stderr,
-        )
+    if accelerator.num_processes == 1 and (warning := _others_expected()):
+        print(f"warning: {warning}", file=sys.stderr)
     return accelerator
 
 
@@ -208,13 +203,25 @@ def describe_precision(accelerator: Accelerator) -> str:
     return f"no ({', '.join(f'{name} in {_FLOAT32[allowed]}' for name, allowed in both)})"
 
 
-def _asked_for_several() -> bool:
-    """Whether accelerate launch has got --num_processes above 1, but starts processes itself.
-
-    Its simple launcher names a meeting point where there are several, but gives no ranks.
-    """
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    return by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+def _others_expected() -> str | None:
+    """Return why somebody may have expected other processes beside this one, which trains alone."""
+    if "WORLD_SIZE" in os.environ:
+        return None
+    # accelerate's simple launcher names a meeting point where there are several, but gives no
+    # ranks, and starts one.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ:
+        return (
+            "accelerate launch was asked for several processes and has started one; without GPUs, "
+            "accelerate launch --multi_gpu --num_processes 2 starts two, as does torchrun "
+            "--nproc-per-node 2"
+        )
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" and os.environ.get("SLURM_PROCID", "0") == "0":
+        return (
+            f"Slurm has {tasks} tasks, and each that runs train.py trains alone, since RANK and "
+            "WORLD_SIZE are unset; scripts/slurm.sbatch sets them"
+        )
+    return None
 
 
 def keep_freed_memory() -> None:

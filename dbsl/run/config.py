@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -34,7 +35,7 @@ class MachineConfig:
     seed: Annotated[int, Within(0)] = 0  # seed of everything random: split, order, weights, dropout
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
-    cpu_threads: Annotated[int | None, Within(1)] = None
+    cpu_threads: Annotated[int | None, Within(1, 1024)] = None
     # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
     # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
     # TF32, but not matrix products
@@ -198,8 +199,13 @@ def _check_places(config: RunConfig) -> None:
     if config.eval_only and config.output_dir and config.resume != "auto":
         raise SettingError(f"output_dir must be left out with eval_only, got {config.output_dir}")
     for name in ("mirror", "resume"):
-        if is_url(url := getattr(config, name)) and urlsplit(url).password is not None:
+        if not is_url(url := getattr(config, name)):
+            continue
+        parts = urlsplit(url)
+        if parts.password is not None:
             raise SettingError(f"{name} must have no password in it, which fsspec has settings for")
+        if not (parts.netloc + parts.path).strip("/"):
+            raise SettingError(f"{name} must name a folder at the URL, got {url}")
     if config.mirror not in (None, "none") and not is_url(config.mirror):
         raise SettingError(
             f"mirror must be a URL such as s3://bucket/runs/x, or none, got {config.mirror}"
@@ -219,6 +225,7 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
         (bounded, "staleness", "except with sync ssp"),
         (outer, "outer_lr", "except with merge delta"),
         (outer, "outer_momentum", "except with merge delta"),
+        (config.balance != "none", "balance_every", "with balance none"),
     ):
         value = getattr(config, name)
         if not holds and value != getattr(RunConfig, name):
@@ -319,13 +326,11 @@ def parse_interval(value: int | str) -> Interval:
     Raises:
         SettingError: If it is neither.
     """
-    text = str(value).strip()
-    if text.isdecimal():
-        return Interval(epochs=int(text))
-    try:
+    text, minutes = str(value).strip(), math.nan
+    with suppress(ValueError):
+        if text.isdecimal():
+            return Interval(epochs=int(text))
         minutes = float(text.removesuffix("m")) if text.endswith("m") else math.nan
-    except ValueError:
-        minutes = math.nan
     if not 0 < minutes < math.inf:
         raise SettingError(
             f"checkpoint_every must be epochs (2) or minutes (10m), at least 0, got {value}"

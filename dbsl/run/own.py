@@ -96,7 +96,7 @@ class Own:
         # What `build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = []
-        _check_scores(model, inputs, data.num_classes)
+        check_scores(model, _name(model), inputs, data.num_classes)
         return model
 
 
@@ -124,7 +124,7 @@ def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
 
 
 @torch.no_grad()
-def _check_scores(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
+def check_scores(model: nn.Module, name: str, inputs: torch.Tensor, classes: int) -> None:
     """Raise ``SettingError`` unless the model gives a score for each of the data's classes."""
     kind = f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
     training = model.training
@@ -134,12 +134,12 @@ def _check_scores(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
         reason = " ".join(str(error).split())[:200]
         raise SettingError(
             f"model must take the data's inputs, {kind}, got {type(error).__name__} of "
-            f"{_name(model)} ({reason})"
+            f"{name} ({reason})"
         ) from error
     model.train(training)
     shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
     if shape != [len(inputs), classes]:
         raise SettingError(
             f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
-            f"for inputs {kind}, got {shape} of {_name(model)}"
+            f"for inputs {kind}, got {shape} of {name}"
         )

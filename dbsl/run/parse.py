@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dbsl.base.errors import SettingError
-from dbsl.base.flags import UNSET, build, kinds_in_words, read_flags
+from dbsl.base.flags import UNSET, build, kinds_in_words, read_flags, unknown
 from dbsl.cluster.launch import recall
 from dbsl.run.accelerator import launched_precision
 from dbsl.run.bucket import pull_config, url_to_pull
@@ -33,6 +32,27 @@ COMMON = (
 )
 _COMMAND = "accelerate launch train.py"
 _CONFIG_HELP = {"config": "YAML file of settings; flags win over it"}
+# Names in timm and transformers that resemble none here, or another one; all: docs/timm.md.
+_LARGE = "--large-batch-size or --local-batch-sizes"
+_ELSEWHERE = {
+    "amp": "--mixed-precision",
+    "batch-size": _LARGE,
+    "bf16": "--mixed-precision",
+    "class-weights": "a line of loss_function in train.py",
+    "fp16": "--mixed-precision",
+    "grad-accum-steps": "--micro-batch-size, a number of samples,",
+    "gradient-accumulation-steps": "--micro-batch-size, a number of samples,",
+    "img-size": "--resolutions",
+    "input-size": "--resolutions",
+    "learning-rate": "--lr",
+    "log-wandb": "--report-to wandb",
+    "model-ema": "--ema-decay",
+    "num-workers": "--loader-workers",
+    "opt": "--optimizer",
+    "per-device-train-batch-size": _LARGE,
+    "sched": "--lr-schedule",
+    "val-split": "--holdout",
+}
 _REMOVED = {"damp_stale": False}  # settings of older files, by name: their default
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
@@ -52,7 +72,7 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
             or is no mapping of settings, or there is no such run to resume.
     """
     flags = sys.argv[1:] if argv is None else argv
-    said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP)
+    said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP, _ELSEWHERE)
     known = {field.name for field in fields(cls) if field.metadata.get("flag", True)}
     sources = [_Source.read(said.pop("config"), known)] if "config" in said else []
     settings = (sources[0].settings if sources else {}) | said
@@ -276,7 +296,7 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an endless number, say
         reason = " ".join(str(error).split())
         raise SettingError(f"config must be a readable YAML file, got {path} ({reason})") from None
     if settings is None:
@@ -289,7 +309,6 @@ def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
     for key in settings if known else ():
         name = str(key).replace("-", "_")
         if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED}):
-            near = difflib.get_close_matches(name, known, 1)
-            such = f", such as {near[0]}" if near else ""
-            raise SettingError(f"config must set what --help lists{such}, got {key} in {path}")
+            must, got = "config must set what --help lists", f"{key} in {path}"
+            raise unknown(must, name, got, known, _ELSEWHERE)
     return settings

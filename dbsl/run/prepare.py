@@ -44,7 +44,7 @@ from dbsl.run.checks import (
 )
 from dbsl.run.config import RunConfig
 from dbsl.run.notes import with_notes
-from dbsl.run.own import Own
+from dbsl.run.own import Own, check_scores
 from dbsl.run.plans import PlanMaker
 from dbsl.run.run import Run, round_sampler, steps_of
 from dbsl.run.workers import know_workers
@@ -243,8 +243,9 @@ def _build_model(
         seed=config.seed,
         say=accelerator.print,
         settings=config.model_settings,
-    )
+    ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
+    check_scores(model, config.model, data.example(2, config.resolutions[0])[0], data.num_classes)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
     if config.head_init_scale is not None or config.head_init_bias is not None:
@@ -256,7 +257,7 @@ def _build_model(
             raise SettingError(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"
             ) from error
-    return model.to(accelerator.device, memory_format=torch.channels_last)
+    return model
 
 
 def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:

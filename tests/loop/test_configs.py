@@ -135,15 +135,19 @@ def test_a_base_is_read_first_from_beside_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "such"),
-    [("epocs", ", such as epochs"), ("label-smothing", r", such as label_smoothing")],
+    ("key", "such", "here"),
+    [
+        ("epocs", ", such as epochs", ""),
+        ("label-smothing", ", such as label_smoothing", ""),
+        ("img_size", "", ", which is --resolutions here"),
+    ],
 )
 def test_a_name_that_no_setting_has_is_told_with_its_file_and_what_may_be_meant(
-    tmp_path, key, such
+    tmp_path, key, such, here
 ):
     (tmp_path / "first.yaml").write_text(f"{key}: 3\n")
     (tmp_path / "second.yaml").write_text("base: first.yaml\nlr: 0.1\n")
-    message = rf"^config must set what --help lists{such}, got {key} in .*/first\.yaml$"
+    message = rf"^config must set what --help lists{such}, got {key} in .*/first\.yaml{here}$"
     with pytest.raises(ValueError, match=message):
         parse_config(train.Config, ["--config", str(tmp_path / "second.yaml")])
 

@@ -525,7 +525,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
         (["--push-every", "2"], "push_every must be 1 with push weights, got 2"),
-        (["--slowdown", "0:0.5"], "slowdown must be a factor of at least 1, got 0.5"),
+        (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
         (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
         (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
         (["--balance-every", "0"], "balance_every must be at least 1, got 0"),
@@ -603,6 +603,7 @@ def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, tex
             {"outer_momentum": 0.5, "merge": "mean"},
             "outer_momentum must be left out except with mer",
         ),
+        ({"balance_every": 3}, "balance_every must be left out with balance none, got 3"),
         ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
         ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
     ],
@@ -615,6 +616,7 @@ def test_a_setting_that_changes_nothing_is_refused_in_a_new_run(settings, messag
 def test_settings_that_have_their_default_or_an_effect_are_taken():
     check_effects(Config(staleness=1, outer_lr=0.7, outer_momentum=0.9))
     check_effects(Config(staleness=3, sync="ssp"))
+    check_effects(Config(balance_every=3, balance="dbs"))
     check_effects(Config(outer_lr=0.5, outer_momentum=0.5, merge="delta"))
     check_effects(Config(workers=1, small_workers=0, small_ratio=0.1))
     check_effects(Config(workers=1, small_workers=1), processes=2)  # their number wins
@@ -646,6 +648,15 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
         (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'b"),
         (["--large-batch-size", "auto", "8"], "--large-batch-size must be whole numbers or auto"),
         (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
+        (
+            ["--batch-size=3"],
+            "flag must be one that --help lists, got --batch-size, which is --large-batch-size or "
+            "--local-batch-sizes here",
+        ),
+        (
+            ["--class_weights", "1", "2"],
+            "flag must be one that --help lists, got --class-weights, which is a line of loss_func",
+        ),
         (["--lrr", "1"], "flag must be one that --help lists, such as --lr, got --lrr"),
         (["lr", "1"], "values must come behind a flag that takes them, got 'lr'"),
     ],

@@ -107,6 +107,25 @@ def test_what_the_launcher_sets_by_itself_is_not_refused(monkeypatch):
     check_launcher()
 
 
+@pytest.mark.parametrize(
+    ("environment", "warns"),
+    [
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, True),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, False),  # the first says it for all
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        ({"SLURM_NTASKS": "4", "RANK": "0", "WORLD_SIZE": "1"}, False),
+    ],
+)
+def test_tasks_of_slurm_that_train_alone_are_warned_of(
+    fresh_accelerator, monkeypatch, capsys, environment, warns
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    start_accelerator("no", 20.0)
+    said = "warning: Slurm has 4 tasks, and each that runs train.py trains alone"
+    assert (said in capsys.readouterr().err) == warns
+
+
 def test_a_launch_in_another_precision_drops_what_a_run_found_in_its_own(monkeypatch, tmp_path):
     found = "resolved:\n  processes: 1\n  mixed_precision: 'no'\n  slope: [0.1]\n  workers: 4\n"
     (tmp_path / "c.yaml").write_text(found)

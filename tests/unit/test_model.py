@@ -1,4 +1,5 @@
 import json
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from dbsl.architecture import (
     join_batch_norm,
     set_dropout,
 )
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.model import build_model, load_model, save_model
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
@@ -124,6 +125,20 @@ def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["label_names"] == ["cat", "dog", "owl"]
     assert config["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.3]
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_one_line_and_leaves_nothing(tmp_path, capsys):
+    model = build_model("test_resnet", 3, final_resolution=32)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # bytes that a file may have
+    try:
+        with pytest.raises(SystemExit) as stopped, one_line_errors():
+            save_model(model, tmp_path, 32, DATA)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: File too large: the run folder\n"
+    assert not any(tmp_path.iterdir())
 
 
 def test_load_model_says_what_is_missing(tmp_path):

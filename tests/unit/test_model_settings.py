@@ -5,8 +5,12 @@ import torch
 from safetensors.torch import save_file
 
 from dbsl.architecture import init_head
+from dbsl.base.errors import SettingError
 from dbsl.model import build_model, load_initial, load_model, save_model
 from dbsl.run.config import RunConfig
+from dbsl.run.prepare import prepare
+from tests.helpers import TINY
+from train import Config
 
 DATA = SimpleNamespace(
     class_names=("a", "b"), mean=(0.5,) * 3, std=(0.2,) * 3, crop_pct=1.0, interpolation="bilinear"
@@ -31,6 +35,40 @@ def test_settings_that_a_model_does_not_take_are_refused():
         build_model("test_resnet", 2, final_resolution=32, settings={"typo": 1})
     with pytest.raises(ValueError, match="initial_checkpoint must be unset with other weights"):
         RunConfig(initial_checkpoint="x", pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("num_classes=3", "num_classes to the data, got num_classes=3"),
+        ("in_chans=1", "in_chans to the data, got in_chans=1"),
+        ("pretrained=True", "pretrained to pretrained, got pretrained=True"),
+        ("drop_path_rate=0.1", "drop_path_rate to drop_path, got drop_path_rate=0.1"),
+    ],
+)
+def test_an_argument_of_a_model_that_is_another_setting_is_refused(argument, message):
+    with pytest.raises(SettingError, match=f"^model_kwargs must leave {message}$"):
+        _ = RunConfig(model_kwargs=(argument,)).model_settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_kwargs": ("block=1",)}, "take the settings .* with block=1"),
+        (
+            {"model_kwargs": ("features_only=True",), "head_init_scale": 0.5},
+            "10 classes, .2, 10. for .*, got list of test_resnet",
+        ),
+        ({"gp": ""}, "the data.s inputs, float32 .2, 3, 16, 16., got RuntimeError of te"),
+        (
+            {"model": "convnext_atto"},
+            "the data's inputs, float32 .2, 3, 16, 16., got RuntimeError of convnext_atto",
+        ),
+    ],
+)
+def test_a_model_that_has_no_score_for_each_class_is_refused(accelerator, settings, message):
+    with pytest.raises(SettingError, match=f"^model must .*{message}"):
+        prepare(Config(**{**TINY, **settings}), accelerator, loss_of=None)
 
 
 @pytest.mark.parametrize("classes", [2, 5])

@@ -1,19 +1,44 @@
 """Bounds of settings."""
 
 import math
+from dataclasses import dataclass
+from typing import Annotated
 
 import pytest
 
-from dbsl.base.bounds import in_range
+from dbsl.base.bounds import Within, check_bounds, in_range
+from dbsl.base.errors import SettingError
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_no_bound_lets_infinity_pass(value):
-    with pytest.raises(ValueError, match=f"^seconds must be finite, got {value}$"):
-        in_range("seconds", value)
-    in_range("seconds", 1e300)
+@dataclass
+class Settings:
+    share: Annotated[float | None, Within(0, 1)] = None
+    sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
+    rates: tuple[float, ...] = ()  # no bounds of their own
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.inf, "finite, got inf"),
+        (-math.inf, "finite, got -inf"),
+        (1e39, r"at most 1e\+15, got 1e\+39"),
+        (10**400, r"at most 1e\+15, got one of 401 digits"),
+        (math.nan, r"at least -1e\+15, got nan"),
+    ],
+)
+def test_no_setting_is_beyond_what_arithmetic_holds(value, message):
+    with pytest.raises(SettingError, match=f"^rates must be {message}$"):
+        check_bounds(Settings(rates=(0.1, value)))
+    in_range("seconds", 1e15)
 
 
 def test_not_a_number_is_within_no_bounds():
-    with pytest.raises(ValueError, match=r"^seconds must be in \[0, 1\), got nan$"):
-        in_range("seconds", math.nan, 0, 1, open_high=True)
+    with pytest.raises(SettingError, match=r"^share must be in \[0, 1\], got nan$"):
+        check_bounds(Settings(share=math.nan))
+
+
+def test_a_list_with_bounds_has_a_number_at_least():
+    with pytest.raises(SettingError, match=r"^sizes must have a value, got none$"):
+        check_bounds(Settings(sizes=()))
+    check_bounds(Settings(rates=()))

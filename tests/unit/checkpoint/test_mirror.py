@@ -441,6 +441,9 @@ def test_a_url_without_permission_is_refused(tmp_path, accelerator, monkeypatch)
     ("settings", "message"),
     [
         ({"mirror": "/mnt/x"}, "mirror must be a URL such as s3://bucket/runs/x, or none, got"),
+        ({"mirror": "file://"}, "mirror must name a folder at the URL, got file://"),
+        ({"mirror": "s3:///"}, "mirror must name a folder at the URL, got s3:///"),
+        ({"resume": "file:///"}, "resume must name a folder at the URL, got file:///"),
         ({"mirror": "ftp://me:secret@host/x"}, "mirror must have no password in it"),
         ({"resume": URL, "eval_only": True}, "resume must be a run folder with eval_only, got"),
         ({"resume": URL, "plan_only": True}, "resume must be a run folder with plan_only, got"),

@@ -491,6 +491,10 @@ def test_times_are_warned_of_only_if_half_off(error, said):
     assert bool(missed_times({0: values, 1: {"time_s": 1.0, "predicted_time_s": 0.0}})) == said
 
 
+def test_one_worker_alone_is_not_warned_of_its_time():
+    assert missed_times({0: {"time_s": 2.0, "predicted_time_s": 1.0}}) is None
+
+
 def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accelerator, capsys):
     plans, stages = make_plans(), make_stages(4, [24, 32])
     slower = TimeModel(2e-3, 0.02)

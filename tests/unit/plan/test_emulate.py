@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
 
 
@@ -37,14 +38,20 @@ def test_disturbances_start_and_last_as_the_paper_says():
         ("2.0", "in quotes"),
         ("a:2", "worker:factor"),
         ("4:2", r"a worker in \[0, 3\], got 4"),
-        ("1:0.5", "at least 1, got 0.5 for worker 1"),
+        ("1:0.5", "slowdown of worker 1 must be at least 1, got 0.5"),
         ("1:nan", "worker:factor"),
-        ("1:inf", "at least 1, got inf"),
+        ("1:inf", "must be finite, got inf"),
+        (f"{'9' * 5000}:2", "worker:factor"),
     ],
 )
 def test_slowdowns_that_are_none_are_refused(value, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingError, match=message):
         parse_slowdown([value], 4)
+
+
+def test_two_slowdowns_of_one_worker_are_refused():
+    with pytest.raises(SettingError, match=r"^slowdown must name each worker once, got 0 twice$"):
+        parse_slowdown(["0:2", "1:2", "0:3"], 4)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +62,10 @@ def test_slowdowns_that_are_none_are_refused(value, message):
         ("1.5:4-20", r"probability in \[0, 1\]"),
         ("0.1:20-4", "ascending"),
         ("0.1:0-4", "from 1 on"),
-        ("0.1:4-20:0.5", "factor of at least 1, got 0.5"),
+        ("0.1:4-20:0.5", "factor must be at least 1, got 0.5"),
+        (f"0.1:4-{'9' * 5000}", "probability:epochs"),
     ],
 )
 def test_disturbances_that_are_none_are_refused(value, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SettingError, match=message):
         parse_disturb(value)

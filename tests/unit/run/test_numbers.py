@@ -1,0 +1,111 @@
+"""Every setting that is a number, at values that nobody means: one line each."""
+
+import math
+import typing
+from contextlib import suppress
+
+import pytest
+
+from dbsl.base.errors import SettingError
+from dbsl.plan.emulate import parse_slowdown
+from dbsl.run.config import check_effects
+from dbsl.run.parse import parse_config
+from tests.helpers import run, slow
+from train import Config
+
+NEVER = (math.nan, math.inf, -math.inf, 1e300, 10**30, 10**400)
+HARDLY = (-1, 0, 1e-300, 10**15)
+
+# What a setting is given with, or its place would be refused before its value.
+TWO, SMALL = {"workers": 2}, {"workers": 4, "small_workers": 2}
+COSINE, ADAMW = {"lr_schedule": "cosine"}, {"optimizer": "adamw"}
+LINK, STEP, MIXUP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}, {"mixup": 0.2}
+WITH = {
+    "balance_every": TWO | {"balance": "dynamic"},
+    "bce_target_thresh": {"bce_loss": True},
+    "color_jitter_prob": {"color_jitter": (0.4,)},
+    "cooldown_epochs": COSINE,
+    "floor": TWO,
+    "global_batch_size": STEP,
+    "intercept": TWO,
+    "large_batch_size": TWO,
+    "layer_decay_min_scale": {"layer_decay": 0.5},
+    "link_gbps": TWO,
+    "link_ms": LINK,
+    "link_overlap": LINK | STEP,
+    "local_batch_sizes": TWO,
+    "lr_k_decay": COSINE,
+    "lr_power": {"lr_schedule": "poly"},
+    "memory_limit": {"large_batch_size": "auto"},
+    "micro_batch_size": TWO,
+    "min_batch_size": SMALL,
+    "min_lr": COSINE,
+    "mixup_off_epoch": MIXUP,
+    "mixup_prob": MIXUP,
+    "mixup_switch_prob": MIXUP | {"cutmix": 1.0},
+    "node_rounds": TWO | {"rounds_per_epoch": 2, "node_workers": (1, 1)},
+    "node_workers": LINK,
+    "opt_betas": ADAMW,
+    "opt_eps": ADAMW,
+    "outer_lr": TWO | {"merge": "delta"},
+    "outer_momentum": TWO | {"merge": "delta"},
+    "push_every": TWO | {"push": "gradients"},
+    "recount": {"reprob": 0.5},
+    "rounds_per_epoch": TWO,
+    "shuffle_block": {"cache_gib": 1.0},
+    "slope": TWO,
+    "small_batch_size": SMALL,
+    "small_ratio": TWO,
+    "small_share": SMALL,
+    "staleness": TWO | {"sync": "ssp"},
+    "time_noise": TWO,
+    "time_ratio": SMALL,
+    "warmup_lr": COSINE,
+}
+
+
+def kinds(hint):
+    """Return the types that values of a type have, or the values of its lists."""
+    return {hint}.union(*map(kinds, typing.get_args(hint)))
+
+
+HINTS = {name: kinds(hint) for name, hint in typing.get_type_hints(Config).items()}
+NAMES = [name for name, found in HINTS.items() if {int, float} & found]
+
+
+def settings_of(name, value):
+    is_list = any(typing.get_origin(kind) is tuple for kind in HINTS[name])
+    return WITH.get(name, {}) | {name: (value,) if is_list else value}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_that_nobody_means_is_refused_in_one_line_or_taken(name):
+    for value in NEVER:
+        with pytest.raises(SettingError, match=rf"^{name} must be [^\n]{{,200}}$"):
+            Config(**settings_of(name, value))
+    for value in HARDLY:
+        with suppress(SettingError):  # anything else is a fault
+            check_effects(Config(**settings_of(name, value)))
+
+
+@slow
+@pytest.mark.parametrize("value", HARDLY)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_that_hardly_any_run_means_is_planned_or_refused(tmp_path, name, value):
+    if int in HINTS[name] and float not in HINTS[name] and isinstance(value, float):
+        return  # refused where flags are read
+    with suppress(SettingError):
+        run(tmp_path / "run", **{"epochs": 2, "plan_only": True, **settings_of(name, value)})
+
+
+@pytest.mark.parametrize("flag", ["seed", "lr", "resolutions", "checkpoint-every", "slowdown"])
+@pytest.mark.parametrize("value", ["nan", "1e300", "9" * 5001])
+def test_such_a_number_of_a_flag_is_refused_in_one_line(flag, value):
+    with pytest.raises(SettingError, match=rf"^(--)?{flag.replace('-', '.')} must be [^\n]*$"):
+        parse_slowdown(parse_config(Config, [f"--{flag}", value]).slowdown, 1)
+
+
+def test_a_whole_number_without_end_in_a_file_is_refused_in_one_line(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"seed: {'9' * 5001}\n")
+    with pytest.raises(SettingError, match=r"^config must be a readable YAML file, got .*c.yaml"):
+        parse_config(Config, ["--config", str(tmp_path / "c.yaml")])
