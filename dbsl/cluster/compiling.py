@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
 from dbsl.architecture import set_dropout
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import Batch
+from dbsl.loss import LossOf
 
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
@@ -47,6 +47,7 @@ def compile_for(
     dropout: Mapping[int, float],
     accelerator: Accelerator,
     example: Callable[[int, int], Batch],
+    loss_of: LossOf,
     *,
     sums: bool = False,
 ) -> None:
@@ -59,8 +60,9 @@ def compile_for(
         weights: Its weights, where they will stay: graphs keep their addresses.
         batch_sizes: Samples of the batches that are trained on, by resolution.
         dropout: Before the classifier, by resolution.
-        accelerator: Tells the device and the precision.
+        accelerator: Tells the device.
         example: Batch of a size at a resolution, on the device.
+        loss_of: Mean loss of the model on a batch.
         sums: Whether an optimizer sums the gradients of several calls, of micro-batches.
     """
     device = accelerator.device
@@ -73,9 +75,7 @@ def compile_for(
             for size in sorted(sizes):
                 images, labels = example(size, resolution)
                 for _ in range(_CALLS):
-                    with accelerator.autocast():
-                        loss = F.cross_entropy(model(images), labels)
-                    loss.backward()
+                    loss_of(model, images, labels).backward()
                     # Gradients lie in the graph's memory, which its next call overwrites.
                     model.zero_grad(set_to_none=True)
                 graphs += 1

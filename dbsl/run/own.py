@@ -125,7 +125,10 @@ def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
 
 @torch.no_grad()
 def _check_scores(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
-    """Raise ``SettingError`` unless the model gives a score for each of the data's classes."""
+    """Raise ``SettingError`` unless the model takes the data, and tells their classes apart.
+
+    One that gives several tensors is a matter of the loss function and of `evaluate`.
+    """
     kind = f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
     training = model.training
     try:
@@ -137,9 +140,8 @@ def _check_scores(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
             f"{_name(model)} ({reason})"
         ) from error
     model.train(training)
-    shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-    if shape != [len(inputs), classes]:
+    if isinstance(scores, torch.Tensor) and scores.shape != (len(inputs), classes):
         raise SettingError(
             f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
-            f"for inputs {kind}, got {shape} of {_name(model)}"
+            f"for inputs {kind}, got {list(scores.shape)} of {_name(model)}"
         )

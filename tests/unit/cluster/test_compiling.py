@@ -39,7 +39,11 @@ def test_every_graph_is_called_three_times_from_gradients_of_its_own(calls):
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-    compile_for(model, weights, {16: {4, 6}}, {16: 0.5}, Accelerator(cpu=True), examples)
+
+    def loss_of(model, images, labels):
+        return torch.nn.functional.cross_entropy(model(images), labels)
+
+    compile_for(model, weights, {16: {4, 6}}, {16: 0.5}, Accelerator(cpu=True), examples, loss_of)
     assert [call.shape[0] for call in calls] == [4] * 3 + [6] * 3
     assert not any(call.left_over for call in calls)
     assert all(parameter.grad is None for parameter in model.parameters())
