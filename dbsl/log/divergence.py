@@ -14,7 +14,7 @@ from dbsl.base.errors import DivergedError
 from dbsl.run.config import RunConfig
 from dbsl.run.evaluation import Evaluation
 
-# A training loss that has risen to so many times what it began with, and 1, does not come back.
+# An epoch's training loss above so many times the first one's, and 1, has diverged.
 _RISES = 3
 # Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
 # than to guess, in so many epochs or steps. The first ones at the full rate are often worse.
@@ -38,30 +38,25 @@ class DivergenceWarning:
 
     def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
         self._config, self._classes, self._say = config, classes, say
-        self.first: float | None = None  # the run's first training loss
+        self.first: float | None = None  # training loss of the run's first epoch
         self._said = self._said_none_learnt = False
         self._before = math.nan  # training loss of the epoch before
         self._epochs = self._steps = 0  # since the warm-up, or an evaluation better than guessing
 
-    def look(self, loss: float, what: str) -> None:
-        """Take a loss, and in words what it is of, such as ``the training loss of epoch 3``."""
-        if self.first is None and math.isfinite(loss):
-            self.first = loss
-        if self._said or (self.first is not None and loss <= _RISES * abs(self.first) + 1):
-            return
-        self._said = True
-        finite = math.isfinite(loss)
-        is_what = f"is {loss:.3g} and began at {self.first:.3g}" if finite else "is not finite"
-        self._say(
-            f"warning: {what} {is_what}: training diverges; lower lr ({self._config.lr:g} with "
-            f"{self._config.optimizer})"
-        )
+    def look(self, loss: float, epoch: int) -> None:
+        """Take the training loss of a round."""
+        if not math.isfinite(loss):
+            self._diverges(epoch, "is not finite")
 
     def look_at_epoch(
         self, epoch: int, loss: float, found: Evaluation | None, *, steps: int, batch_size: int
     ) -> None:
         """Take an epoch's training loss, its evaluation, if any, and the steps of a worker."""
         config, guessing = self._config, math.log(self._classes)
+        if self.first is None and math.isfinite(loss):
+            self.first = loss
+        if self.first is not None and loss > _RISES * abs(self.first) + 1:
+            self._diverges(epoch, f"is {loss:.3g}, and was {self.first:.3g} in the first epoch")
         falls = loss < self._before - _FALLS * abs(self._before)
         self._before, last = loss, epoch + 1 == config.epochs
         warm = last or epoch >= (config.warmup_epochs or 0)
@@ -83,6 +78,14 @@ class DivergenceWarning:
             f"learnt with lr {config.lr:g} ({config.optimizer}, {batch_size} samples a step); try "
             f"another, {config.lr / 10:g} first"
         )
+
+    def _diverges(self, epoch: int, how: str) -> None:
+        if not self._said:
+            self._say(
+                f"warning: the training loss of epoch {epoch + 1} {how}: training diverges; lower "
+                f"lr ({self._config.lr:g} with {self._config.optimizer})"
+            )
+        self._said = True
 
 
 def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:

@@ -232,8 +232,8 @@ class RunLog:
         for line in report.lines:  # a worker in another process has sent them
             self.step(line)
         self.meter.hear(report)
-        if self._divergence is not None and report.samples:
-            self._divergence.look(report.loss, f"the training loss of epoch {report.epoch + 1}")
+        if self._divergence is not None:
+            self._divergence.look(report.loss, report.epoch)
         self.members.came(report)
         report = replace(report, logged=0, lines=())
         if not self._pushes:

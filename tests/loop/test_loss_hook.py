@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,9 @@ from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
 from dbsl.log.rows import read_metrics
 from dbsl.open import open_session
-from dbsl.profile.step_time import StepProfile, TrainingStep, fit_profile
+from dbsl.profile.memory import GIB, MemoryModel
+from dbsl.profile.noise_probe import NoiseProbe
+from dbsl.profile.step_time import fit_profile
 from dbsl.run.evaluation import Evaluation
 from tests.helpers import Forked, free_port, slow, wait_all
 
@@ -34,8 +35,8 @@ MODES = {
     "bsp": ROUNDS,
     "asp": {**ROUNDS, "sync": "asp"},
     "ssp": {**ROUNDS, "sync": "ssp"},
-    "step": {"sync": "step", "local_batch_sizes": (2, 3, 5, 1)},
-    "gradients": {"push": "gradients", "local_batch_sizes": (2, 3, 5, 1), "push_every": 2},
+    "step": {"sync": "step", "local_batch_sizes": (2, 3, 2, 4)},
+    "gradients": {"push": "gradients", "local_batch_sizes": (2, 3, 2, 4), "push_every": 2},
     "micro": {**ROUNDS, "micro_batch_size": (2,)},
     "nodes": {**ROUNDS, "node_workers": (2, 2), "node_rounds": 2},
 }
@@ -152,7 +153,8 @@ def test_figures_are_means_over_the_samples_of_all_workers_and_batches(tmp_path,
     run(tmp_path / "run", numbered, **MODES[mode], log_every=2)
     check_means(tmp_path / "run")
     assert rows(tmp_path / "run", "step")
-    loss, told = capsys.readouterr().out.split("epoch 1/2")[1].split("  number ")
+    line = capsys.readouterr().out.split("epoch 1/2")[1].splitlines()[0]
+    loss, told = line.split("  number ")
     assert loss.split("loss ")[1] == told.split("like_the_loss ")[1].split()[0]
     assert told.startswith("21.500  one 1.000  ")
 
@@ -318,6 +320,11 @@ def test_settling_the_names_leaves_weights_statistics_gradients_and_random_strea
 # --- one function for all that trains and measures
 
 
+def profile_of(step, sizes):
+    times = [0.01 + 0.001 * size for size in sizes]
+    return fit_profile(step.resolution, sizes, times, [0.0] * len(sizes))
+
+
 def test_step_times_and_memory_of_a_distilling_run_call_the_teacher_as_often_as_the_model(
     tmp_path, monkeypatch
 ):
@@ -329,22 +336,17 @@ def test_step_times_and_memory_of_a_distilling_run_call_the_teacher_as_often_as_
         return forward(self, inputs)
 
     def profiled(step, sizes, **_):
-        assert isinstance(step, TrainingStep)
         before, own = teacher.calls, len(students)
         for size in sizes:
             step(size)
         calls["times"] = teacher.calls - before, len(students) - own
-        return fit_profile(
-            step.resolution, sizes, [0.01 + 0.001 * x for x in sizes], [0.0] * len(sizes)
-        )
+        return profile_of(step, sizes)
 
     def memory(step, sizes):
         before, own = teacher.calls, len(students)
         step(max(sizes))
         calls["memory"] = teacher.calls - before, len(students) - own
-        return MEMORY
-
-    from tests.unit.profile.test_profile import MEMORY
+        return MemoryModel(1e9, 2e7, 12 * GIB, 0.05, 1e9, "a test's")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Net, "forward", student)
@@ -369,10 +371,7 @@ def test_the_noise_scale_of_a_distilling_run_is_of_its_own_loss(tmp_path, monkey
             trained.append(len(inputs))
         return forward(self, inputs)
 
-    measure = train.Session.__mro__  # noqa: F841
     monkeypatch.setattr(Net, "forward", student)
-    from dbsl.profile.noise_probe import NoiseProbe
-
     whole = NoiseProbe.measure
 
     def counted(self, *arguments):
@@ -394,9 +393,7 @@ def test_step_times_are_kept_by_the_text_of_the_loss_function(tmp_path, monkeypa
 
     def profiled(step, sizes, **_):
         measured.append(step)
-        return fit_profile(
-            step.resolution, sizes, [0.01 + 0.001 * x for x in sizes], [0.0] * len(sizes)
-        )
+        return profile_of(step, sizes)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
