@@ -166,9 +166,11 @@ def in_ranks(folder, ranks, loss_function, model=Net, evaluate=train.evaluate, *
         train.evaluate = evaluate
         run(folder, loss_function, model, **{**settings, "workers": None})
 
-    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1 if "node_rounds" in settings else ranks}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environments = [
-        {"MASTER_ADDR": "127.0.0.1", **launched, "RANK": r, "LOCAL_RANK": r} for r in range(ranks)
+        {**launched, "RANK": r, "LOCAL_RANK": r % launched["LOCAL_WORLD_SIZE"]}
+        for r in range(ranks)
     ]
     processes = [Forked(one, **{k: str(v) for k, v in e.items()}) for e in environments]
     assert wait_all(processes) == [0] * ranks, [process.stderr for process in processes]
@@ -186,7 +188,12 @@ TWO = {"local_batch_sizes": (2, 5)}
         pytest.param("gradients", {"push": "gradients", **TWO, "push_every": 2}, marks=slow),
         pytest.param("served", {"large_batch_size": (6,), "dedicated_server": True}, marks=slow),
         pytest.param(
-            *("nodes", {"large_batch_size": (6,), "node_workers": (1, 1), "node_rounds": 2}),
+            "nodes",
+            {
+                "large_batch_size": (4,),
+                "rounds_per_epoch": 2,
+                "node_rounds": 2,
+            },
             marks=slow,
         ),
     ],

@@ -150,7 +150,7 @@ def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0], micro=
 
 
 def example_loss(model):
-    return model(torch.zeros(2, 3, 8, 8)).sum()
+    return model(torch.zeros(2, 3, 8, 8).to(next(model.parameters()))).sum()
 
 
 def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CLIPS[0], micro=None):
