@@ -12,7 +12,7 @@ process all workers live in it (a simulated cluster); with several, each process
 
 `open_session` loads the data, plans every worker's batches, and builds the model, the optimizers
 and the cluster. Then workers take rounds. A round is a worker's pass over its share of an epoch, or
-over a part of it (`--rounds-per-epoch`). What it does depends on how workers meet:
+a part of that (`--rounds-per-epoch`; `--push-every` steps). What it does depends on how they meet:
 
     setting            in a round, a worker          what is merged, and when
     --sync bsp         pulls, takes steps, pushes    weights: a weighted mean, once all have pushed
@@ -22,33 +22,33 @@ over a part of it (`--rounds-per-epoch`). What it does depends on how workers me
                        pushes                        with them
 
 In a joint step every worker computes its part of one global batch. The parts' losses are weighted
-by their samples, so that the gradient is that of the whole batch.
+by their samples, so that the gradient is that of the whole batch (but for batch norm, which takes
+each part by itself). A round whose loss or weights are not finite is refused: weights stay as they
+were, and the worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
 
-Who gets how much: dbsl/run/plans.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py,
-`--merge`, or `open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
+How much each gets: dbsl/run/plans.py, as times are measured dbsl/plan/follow.py; which samples:
+dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py, `--merge`, or
+`open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
+`# dbsl:` marks what a plain loop does not have.
 """
 
 from __future__ import annotations
 
-import os
-import signal
+if __name__ == "__main__":
+    from dbsl.base.errors import one_line_errors, quiet_interrupts
 
-if __name__ == "__main__":  # Ctrl-C during the imports, which take seconds, ends without traceback
-    on_interrupt = signal.getsignal(signal.SIGINT)
-    if on_interrupt is signal.default_int_handler:  # not ignored, as in a background job
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    quiet_interrupts()  # Ctrl-C during the imports, which take seconds, ends without traceback
 
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dbsl.base.bounds import Within
-from dbsl.base.errors import one_line_errors
-from dbsl.data.images import ImageSource
-from dbsl.loss import BceConfig, binary_cross_entropy, check_bce
+from dbsl.data.sources import Source
+from dbsl.loss import BceConfig, Loss, binary_cross_entropy, check_bce, with_figures
 from dbsl.model import BEST, EMA, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
@@ -81,11 +81,14 @@ class Config(BceConfig, RunConfig):
         check_bce(self)
 
 
-def loss_function(logits: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Return the mean loss of logits [B, C] and labels, [B] or shares of classes [B, C].
+def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> Loss:
+    """Return the mean loss of images [B, 3, R, R] and labels, [B] or shares of classes [B, C].
 
-    The measured step times and the gradient noise scale take the loss from here, too.
+    It may return (loss, figures): {"penalty": tensor, ...} is then logged wherever the loss is.
+    The loop, step times, memory and the noise scale all call this one function. Call `model(...)`,
+    not its layers: DDP may be around it.
     """
+    logits = model(images)
     if config.bce_loss:
         return binary_cross_entropy(logits, labels, config, config.label_smoothing)
     return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
@@ -99,6 +102,7 @@ def learning_rate(session: Session, moment: float) -> float:
         stages=session.run.stages,
         base=config.lr,
         schedule=config.lr_schedule,
+        # warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, lr_k_decay, lr_power
         **config.curve,
     )
 
@@ -106,32 +110,36 @@ def learning_rate(session: Session, moment: float) -> float:
 def train_round(session: Session, turn: Round) -> None:
     """Train one round: of one worker, or, in joint steps, of all workers of this process."""
     config, stepper, accelerator = session.config, session.stepper, session.accelerator
-    with session.round(turn) as work:  # enter: pull, and model.train(); leave: push
+    with session.round(turn) as work:  # dbsl: pulls weights (not in joint steps); at its end pushes
         for step in work.steps():
-            # One part, this worker's batch; for a joint step in one process, one of every worker.
+            # dbsl: This worker's batch; for a joint step in one process one of every worker. With
+            # --micro-batch-size each comes in several parts.
             for part, images, labels in work.parts(step):
-                # images [B, 3, R, R]: B is the worker's batch size, R the stage's side
-                # labels [B], or with mixup and CutMix shares of the classes [B, C]
-                with stepper.part(step, part) as weight:  # 1; in a joint step B / sum of all B
+                # images [b, 3, R, R]: b is the worker's batch size at most, R the stage's side
+                # labels [b], or with mixup and CutMix shares of the classes [b, C]
+                # dbsl: The weight is 1, or b / B where all workers' parts make one batch of B, or
+                # n * b / B where DDP averages over n processes; of a micro-batch its share of that.
+                with stepper.part(step, part) as weight:
                     with accelerator.autocast():
-                        loss = loss_function(stepper.model(images), labels, config)
-                    accelerator.backward(loss if weight == 1 else loss * weight)  # 1: spares a pass
-                work.add(part, loss, len(labels))
+                        found = loss_function(stepper.model, images, labels, config)
+                    loss, figures = with_figures(found)
+                    accelerator.backward(loss * weight)  # all that goes backward needs the weight
+                work.add(part, len(labels), loss, figures)  # dbsl: without waiting for the device
+            # dbsl: each worker is at its own place in the epoch, and may have its --lr-scaling
             lr = work.lr_factor * learning_rate(session, turn.epoch + step.progress)
-            with work.stepping(step, lr):  # counts the step; measures its gradients if it is time
-                # Clips, steps and clears the gradients. With --push gradients it leaves them: the
-                # round's sum is pushed, and the server steps.
-                stepper.step(step, lr)
-            # If it is time, saves or stops, here in the middle of a round, too: nothing is pushed
-            # then, and a resumed run takes the steps that are left.
+            with work.stepping(step, lr):  # dbsl: counts the step; measures gradients if it is time
+                stepper.step(step, lr)  # clips, steps, clears; --push gradients: the server steps
+            # dbsl: Saves if it is time. If the run is to stop it raises RunStopped, so that nothing
+            # is pushed, and a resumed run takes the steps that are left of the round.
             session.checkpointer.after_step(round_over=work.over)
 
 
 @torch.no_grad()
-def evaluate(session: Session | EvaluationSession, source: ImageSource | None = None) -> Evaluation:
-    """Return accuracy, cross-entropy and top-5 accuracy on a source, unset the evaluation images.
+def evaluate(session: Session | EvaluationSession, source: Source | None = None) -> Evaluation:
+    """Return accuracy, cross-entropy and top-5 accuracy (None below 6 classes) on a source.
 
-    Top-5 accuracy is None where there are 5 classes or fewer.
+    Without a source it takes the evaluation images. `Evaluation(..., more={"name": number})` logs
+    metrics of your own.
     """
     model, accelerator = session.model, session.accelerator
     model.eval()
@@ -209,5 +217,4 @@ def main(config: Config) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        signal.signal(signal.SIGINT, on_interrupt)
         main(parse_config(Config))

@@ -50,7 +50,7 @@ def main() -> None:
     def step() -> float:
         began = time.perf_counter()
         with accelerator.autocast():
-            train.loss_function(model(images), labels, train.Config()).backward()
+            train.loss_function(model, images, labels, train.Config()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return time.perf_counter() - began

@@ -1,16 +1,100 @@
-"""Binary cross-entropy as timm has it: each class is a yes or no of its own."""
+"""A run's loss function as the loop and all measuring call it; and timm's binary cross-entropy."""
 
 from __future__ import annotations
 
-import math
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
+from dbsl.data.streams import GlobalStreams
+from dbsl.plan.turns import RESERVED
+
+Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
+Loss = Tensor | tuple[Tensor, Figures]  # the mean loss of a batch, or it and figures
+# Of a model, its inputs, their labels and the settings.
+LossFunction = Callable[[nn.Module, Tensor, Tensor, Any], Loss]
+LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the same for one run, without figures
+
+
+def with_figures(found: Loss) -> tuple[Tensor, Figures]:
+    """Return what a loss function gave as a pair, also where it gave the loss alone."""
+    return found if isinstance(found, tuple) else (found, {})
+
+
+def figure_names(
+    found: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Figures]],
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+) -> tuple[str, ...]:
+    """Return the names of the figures that a loss function gives, from one call with an example.
+
+    Raises:
+        SettingError: If the loss is no mean, or the name of a figure stands for something else.
+    """
+    with without_trace(model):
+        loss, figures = found(model.train(), images, labels)
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SettingError(
+            f"loss_function must return a mean loss, a tensor [], or (loss, figures), got {got}"
+        )
+    for name in figures:
+        if name in RESERVED:
+            raise SettingError(
+                f"a figure of loss_function must have a name that no field has, got {name!r}"
+            )
+    return tuple(figures)
+
+
+@contextmanager
+def without_trace(model: nn.Module) -> Iterator[None]:
+    """Leave a model's buffers and all random streams as they were."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    with GlobalStreams(next(model.parameters()).device):
+        yield
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), kept, strict=True):
+            buffer.copy_(before)
+
+
+def digest_of(loss_of: LossOf) -> str | None:
+    """Return what tells a loss function's text from others; None: it has none that can be read."""
+    try:
+        return hashlib.sha256(inspect.getsource(loss_of).encode()).hexdigest()[:16]
+    except (OSError, TypeError):  # it was typed at a prompt, or is no plain function
+        return None
+
+
+def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
+    """Return the loss and the figures of these names on the device, [1 + F], without waiting.
+
+    Raises:
+        SettingError: If they have other names.
+    """
+    if {*figures} != {*names}:
+        raise SettingError(
+            "loss_function must give the same figures in every call, "
+            f"{', '.join(names) or 'none'} as in the first, got {', '.join(figures) or 'none'}"
+        )
+    values = [loss.detach()]
+    for name in names:
+        value = figures[name]
+        if isinstance(value, Tensor):
+            value = value.detach().to(loss.device, torch.float32, non_blocking=True).reshape(())
+        else:  # copied there it would wait
+            value = torch.full((), value, dtype=torch.float32, device=loss.device)
+        values.append(value)
+    return torch.stack(values)
 
 
 @dataclass(frozen=True)
@@ -33,27 +117,6 @@ def check_bce(config: BceConfig) -> None:
     for name, is_given in given.items():
         if is_given and not config.bce_loss:
             raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
-
-
-def first_loss(config: object, classes: int) -> float:
-    """Return the loss of a network that has learnt nothing, all of whose logits are 0."""
-    if not (isinstance(config, BceConfig) and config.bce_loss):
-        return math.log(classes)
-    return math.log(2) * (classes if config.bce_sum else 1)
-
-
-def guessing_loss(config: object, classes: int) -> float:
-    """Return the loss of guessing, all classes being as likely: cross-entropy's, or of `BceConfig`.
-
-    Smoothing and mixing leave it as it is. Shares above a threshold count as whole: mixed images
-    then have two classes.
-    """
-    if not (isinstance(config, BceConfig) and config.bce_loss):
-        return math.log(classes)
-    mixed = config.bce_target_thresh is not None and getattr(config, "mixes", False)
-    share = min(2 if mixed else 1, classes / 2) / classes
-    loss = -share * math.log(share) - (1 - share) * math.log(1 - share)
-    return loss * classes if config.bce_sum else loss
 
 
 def binary_cross_entropy(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from dbsl.base.cores import threads_of_process
 from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
@@ -35,6 +35,7 @@ from dbsl.log.hub import check_hub, push_run
 from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
 from dbsl.log.trackers import check_tracker
+from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
 from dbsl.run.announce import print_run
@@ -51,7 +52,6 @@ from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, deadline_of
 from dbsl.run.stopwatch import Stopwatch
 
-LossFunction = Callable[[Tensor, Tensor, RunConfig], Tensor]
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
 
@@ -71,7 +71,9 @@ def open_session(
 
     Args:
         given: The settings as they were given.
-        loss_function: Mean loss of logits [B, C] and labels, [B] or shares of classes [B, C].
+        loss_function: ``loss_function(model, images, labels, config)`` gives the mean loss of a
+            batch, [], or it and figures: a dict of means by name, tensors [] or numbers. Labels are
+            [B], or with mixing shares of classes [B, C]. All that trains or measures calls it.
         data: Data of one's own, such as `dbsl.data.tensors.TensorData`; None: the images that
             `dataset` names.
         model: A module of one's own, or a function that builds one from the run's seed; None:
@@ -137,12 +139,7 @@ class _Opening:
 
     def prepare(self, config: RunConfig, accelerator: Accelerator) -> Run:
         """Return the run; its steps are in the accelerator's precision."""
-
-        def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-            with accelerator.autocast():
-                return self.loss_function(model(images), labels, config)
-
-        return prepare(config, accelerator, loss_of, self.own)
+        return prepare(config, accelerator, self.loss_function, self.own)
 
     def start(
         self,
@@ -156,7 +153,7 @@ class _Opening:
         """Build the cluster and the stepper, and bring them to where a resumed run was."""
         cluster, stepper = connect(run, accelerator, self.merge, job)
         mirror.saving = cluster.saving  # for shards that come late
-        meter = StepMeter(run.config.log_every)
+        meter = StepMeter(run.config.log_every, figures=run.figures)
         meter.attach(cluster.workers, stepper, accelerator)
         parts = (self.stopping, self.stopwatch, meter, mirror)
         session = Session(run, folder, accelerator, cluster, stepper, *parts)

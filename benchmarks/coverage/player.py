@@ -155,7 +155,7 @@ class _Player:
                 own,
                 resolution=run.stage_at(turn.epoch).resolution,
                 learning_rate=1.0,
-                losses={},
+                sums={},
                 clock=self._stepper.clock,
             )
         )

@@ -40,7 +40,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
 
     def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with accelerator.autocast():
-            return train.loss_function(model(images), labels, train.Config())
+            return train.loss_function(model, images, labels, train.Config())
 
     whole = Step((Part(0, np.arange(len(labels)), 1.0),), 0.0)
     probes = {

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -60,6 +61,16 @@ class RunStopped(Exception):
     """The run was asked to stop, has saved and ends; the message says how to go on."""
 
 
+def quiet_interrupts() -> None:
+    """Have Ctrl-C end the process without a traceback until `one_line_errors` is entered."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _end_at_once(*_: object) -> None:
+    os._exit(EXIT_INTERRUPTED)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """End the process with one line and a status for the errors that this module defines.
@@ -70,6 +81,8 @@ def one_line_errors() -> Iterator[None]:
     error is a fault: it keeps its traceback, and the status is 1. A process among several ends at
     once either way. On its way out it would otherwise wait for the others, and they for it.
     """
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:

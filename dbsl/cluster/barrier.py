@@ -55,7 +55,7 @@ class BarrierCluster(Cluster):
         self._gathers = gathers
         self._has_global = False
         summed = self.outgoing[:0] if gathers else self.outgoing  # then their reports alone
-        self._sum = FusedSum(summed, wire or self.outgoing.dtype)
+        self._sum = FusedSum(summed, wire or self.outgoing.dtype, self._figures)
         # What the workers' changes count from; only where changes are what travels.
         changes = self._averages and self._sum.vector.dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None

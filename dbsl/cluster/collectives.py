@@ -27,7 +27,7 @@ from dbsl.cluster.messages import (
     with_lines,
 )
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import RoundReport, StepLine
+from dbsl.plan.turns import RoundReport
 from dbsl.plan.types import CurrentPlan
 
 
@@ -57,7 +57,7 @@ def exchange_reports(report: RoundReport, device: torch.device) -> list[RoundRep
     row = encode(report, device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    return [decode(row) for row in rows]
+    return [decode(row, report.figures) for row in rows]
 
 
 class FusedSum:
@@ -69,10 +69,12 @@ class FusedSum:
     Args:
         like: A vector as they are summed.
         dtype: What travels.
+        figures: Names of the reports' figures.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._row = ROW * torch.float64.itemsize
+    def __init__(self, like: Tensor, dtype: torch.dtype, figures: Sequence[str] = ()) -> None:
+        self._figures = figures
+        self._row = (ROW + len(figures)) * torch.float64.itemsize
         room = dist.get_world_size() * (1 + self._row)
         self._all = torch.zeros(len(like) + room, dtype=dtype, device=like.device)
         self.vector = self._all[: len(like)]  # this rank's, then the sum
@@ -89,7 +91,8 @@ class FusedSum:
         dist.all_reduce(self._all)
         rows = self._rows.cpu()
         found = rows[rows[:, 0] != 0, 1:]
-        return [decode(row.view(torch.float64)) for row in found.to(torch.uint8).contiguous()]
+        letters = found.to(torch.uint8).contiguous()
+        return [decode(row.view(torch.float64), self._figures) for row in letters]
 
 
 def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:
@@ -145,7 +148,8 @@ class ControlGroup:
         if not most:
             return list(reports)
         self.enter()
-        mine = torch.full((most, len(StepLine._fields)), -1.0, dtype=torch.float64)
+        width = line_rows(reports[0]).shape[1]
+        mine = torch.full((most, width), -1.0, dtype=torch.float64)
         if own is not None and own.lines:
             mine[: len(own.lines)] = encode_lines(own.lines)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -156,15 +160,23 @@ class ControlGroup:
             for report in reports
         ]
 
-    def gather_reports(self, own: RoundReport | None) -> list[RoundReport]:
-        """Return all processes' reports without their lines (a collective); None: there is none."""
+    def gather_reports(
+        self, own: RoundReport | None, figures: Sequence[str] = ()
+    ) -> list[RoundReport]:
+        """Return all processes' reports without their lines (a collective).
+
+        Args:
+            own: This process's; None: it has none.
+            figures: Names of the reports' figures.
+        """
         self.enter()
-        mine = torch.full((ROW,), torch.nan, dtype=torch.float64)
+        mine = torch.full((ROW + len(figures),), torch.nan, dtype=torch.float64)
         if own is not None:
             mine = encode(own, CPU)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine, group=self._group)
-        return [decode(row) for row in rows if not row[0].isnan()]  # a worker is a number
+        there = (row for row in rows if not row[0].isnan())  # a worker is a number
+        return [decode(row, figures) for row in there]
 
     def gather_rows(self, row: Tensor) -> list[Tensor]:
         """Return the rows of all processes (a collective of their writer threads)."""

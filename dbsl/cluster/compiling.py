@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from dbsl.architecture import set_dropout
 from dbsl.cluster.weights import FlatWeights
 from dbsl.data.sources import Batch
+from dbsl.loss import LossOf
 
 _MOST_GRAPHS = 64  # in a run; further shapes run uncompiled
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
@@ -46,7 +47,7 @@ def make_ready(
     dropout: Mapping[int, float],
     accelerator: Accelerator,
     example: Callable[[int, int], Batch],
-    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    loss_of: LossOf,
     *,
     compiled: bool,
     sums: bool = False,
@@ -63,7 +64,7 @@ def make_ready(
         dropout: Before the classifier, by resolution.
         accelerator: Tells the device, and prints.
         example: Batch of a size at a resolution, on the device.
-        loss_of: Mean loss of a model on images and labels.
+        loss_of: Mean loss of the model on a batch.
         compiled: Whether to compile the model in place first.
         sums: Whether an optimizer sums the gradients of several calls, of micro-batches.
     """

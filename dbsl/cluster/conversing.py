@@ -200,7 +200,7 @@ class Conversing(Cluster):
                 self._door.leave_word(rank, number, reason)
 
     def _converse(self, peer: _Peer) -> None:
-        head = message(Kind.DONE)
+        head = message(Kind.DONE, figures=len(self._figures))
         while True:
             receive(head, peer.pair)
             kind = message_kind(head)
@@ -231,7 +231,7 @@ class Conversing(Cluster):
         send(answer(stop=True, announced=self._announced), peer.pair)
 
     def _take_push(self, peer: _Peer, head: Tensor, *, is_change: bool) -> None:
-        report = decode(head[1:])
+        report = decode(head[1:], self._figures)
         rows = line_rows(report)
         if len(rows):
             receive(rows, peer.pair)

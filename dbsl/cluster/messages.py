@@ -6,7 +6,7 @@ Nothing is pickled, and what comes is checked. Here is no communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from enum import IntEnum
 
@@ -21,9 +21,11 @@ SERVER_RANK = 0
 CPU = torch.device("cpu")
 NOTHING_ANNOUNCED = (0, -1)
 
-_FIELDS = [field for field in fields(RoundReport) if field.name != "lines"]  # which come behind
+_APART = ("lines", "figures")  # of a report: step lines come behind it, figures are more columns
+_FIELDS = [field for field in fields(RoundReport) if field.name not in _APART]
+_LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
 _PLAN_FIELDS = fields(WorkerPlan)
-ROW = len(_FIELDS)  # numbers of an encoded report
+ROW = len(_FIELDS)  # numbers of an encoded report without figures
 _KINDS = {"int": int, "float": float, "bool": bool}
 _WHOLE = 4  # numbers at the start of a step line that are whole
 
@@ -41,38 +43,41 @@ class Kind(IntEnum):
 
 
 def encode(report: RoundReport, device: torch.device) -> Tensor:
-    """Return a report as float64 [fields]; integers up to 2**53 stay exact.
+    """Return a report as float64 [fields + figures]; integers up to 2**53 stay exact.
 
     Its step lines are sent apart (`encode_lines`).
     """
     values = [getattr(report, field.name) for field in _FIELDS]
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return torch.tensor([*values, *report.figures.values()], dtype=torch.float64, device=device)
 
 
-def decode(row: Tensor) -> RoundReport:
-    """Return the report that `encode` was given.
+def decode(row: Tensor, figures: Iterable[str] = ()) -> RoundReport:
+    """Return the report that `encode` was given, with figures of these names.
 
     Raises:
         SettingError: If the row is none such.
     """
-    if row.shape != (len(_FIELDS),) or row.dtype != torch.float64:
+    names = tuple(figures)
+    if row.shape != (ROW + len(names),) or row.dtype != torch.float64:
         raise SettingError(
-            f"report must be float64 [{len(_FIELDS)}], got {row.dtype} {list(row.shape)}"
+            f"report must be float64 [{ROW + len(names)}], got {row.dtype} {list(row.shape)}"
         )
-    counts = [v for f, v in zip(_FIELDS, row.tolist(), strict=True) if f.type != "float"]
+    values, own = row[:ROW].tolist(), row[ROW:].tolist()
+    counts = [v for f, v in zip(_FIELDS, values, strict=True) if f.type != "float"]
     if not all(value.is_integer() and abs(value) <= 2**53 for value in counts):
         raise SettingError(f"report must have whole numbers up to 2**53, got {counts}")
-    values = zip(_FIELDS, row.tolist(), strict=True)
-    return RoundReport(*(_KINDS[field.type](value) for field, value in values))
+    found = {f.name: _KINDS[f.type](value) for f, value in zip(_FIELDS, values, strict=True)}
+    return RoundReport(**found, figures=dict(zip(names, own, strict=True)))
 
 
 def encode_lines(lines: Sequence[StepLine]) -> Tensor:
-    """Return step lines as float64 [lines, fields]."""
-    return torch.tensor(lines, dtype=torch.float64).view(len(lines), len(StepLine._fields))
+    """Return step lines as float64 [lines, fields + figures]."""
+    rows = [[*line[:_LINE], *line.figures.values()] for line in lines]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def line_rows(report: RoundReport) -> Tensor:
-    """Return room for the step lines that follow a report, float64 [lines, fields].
+    """Return room for the step lines that follow a report, float64 [lines, fields + figures].
 
     Raises:
         SettingError: If there are more of them than steps.
@@ -81,7 +86,7 @@ def line_rows(report: RoundReport) -> Tensor:
         raise SettingError(
             f"report must have at most a line for each of {report.steps} steps, got {report.logged}"
         )
-    return torch.zeros(report.logged, len(StepLine._fields), dtype=torch.float64)
+    return torch.zeros(report.logged, _LINE + len(report.figures), dtype=torch.float64)
 
 
 def with_lines(report: RoundReport, rows: Tensor) -> RoundReport:
@@ -95,7 +100,8 @@ def with_lines(report: RoundReport, rows: Tensor) -> RoundReport:
         whole = row[:_WHOLE]
         if not all(value.is_integer() and 0 <= value <= 2**53 for value in whole):
             raise SettingError(f"step line must begin with whole numbers, got {whole}")
-        line = StepLine(*map(int, whole), *row[_WHOLE:])
+        figures = dict(zip(report.figures, row[_LINE:], strict=True))
+        line = StepLine(*map(int, whole), *row[_WHOLE:_LINE], figures)
         if line.worker != report.worker:
             raise SettingError(f"step line must be of worker {report.worker}, got {line.worker}")
         lines.append(line)
@@ -103,10 +109,18 @@ def with_lines(report: RoundReport, rows: Tensor) -> RoundReport:
 
 
 def message(
-    kind: int, report: RoundReport | None = None, *, epoch: int = 0, round_: int = 0
+    kind: int,
+    report: RoundReport | None = None,
+    *,
+    epoch: int = 0,
+    round_: int = 0,
+    figures: int = 0,
 ) -> Tensor:
-    """Return a message's head, float64 [1 + fields]: its kind, then a push's report or numbers."""
-    head = torch.zeros(1 + len(_FIELDS), dtype=torch.float64)
+    """Return a message's head: its kind, then a push's report or numbers.
+
+    It is float64 [1 + fields + figures], whatever is in it.
+    """
+    head = torch.zeros(1 + ROW + figures, dtype=torch.float64)
     head[0] = kind
     head[1], head[2] = epoch, round_
     if report is not None:

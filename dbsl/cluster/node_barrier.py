@@ -80,7 +80,8 @@ class NodeBarrier(BarrierCluster):
     def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
         """Merge what the workers of the node push, or all; no `report` on a dedicated server."""
         began = time.perf_counter()
-        reports = self.control.with_lines(self.control.gather_reports(report), report)
+        reports = self.control.gather_reports(report, self._figures)
+        reports = self.control.with_lines(reports, report)
         self._refused += sum(r.refused for r in reports)
         merged: dict[int, float] = {}  # f_i by node, in this round
         for r in reports:

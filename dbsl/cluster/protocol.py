@@ -43,6 +43,7 @@ class Cluster(ABC):
         rounds_per_epoch: Rounds that make an epoch.
         outgoing: What a push hands over, in the layout of the weights; None: the weights.
         control: How processes that meet agree on what to do; None where they do not meet.
+        figures: Names of the figures in reports.
 
     Attributes:
         time_s: The virtual clock of simulated workers; None where times are real.
@@ -72,12 +73,13 @@ class Cluster(ABC):
         rounds_per_epoch: int,
         outgoing: Tensor | None = None,
         control: ControlGroup | None = None,
+        figures: Sequence[str] = (),
     ) -> None:
         self.weights = weights
         self.server = server
         self.workers = tuple(workers)
         self.outgoing = weights.vector if outgoing is None else outgoing
-        self.control = control
+        self.control, self._figures = control, figures
         self._plans = SharedPlans(planner, control)
         self._rounds = epochs * rounds_per_epoch
         self._rounds_per_epoch = rounds_per_epoch

@@ -183,7 +183,7 @@ class DistributedSteps(_Stepper):
         clock: ComputeClock,
         build_optimizer: BuildOptimizer,
         worker: int,
-        example: Tensor,  # inputs that the model takes, [B, ...]
+        example_loss: Callable[[nn.Module], Tensor],  # of a model, as in training
         on_exchange: Callable[[], object] = lambda: None,
         wire: torch.dtype | None = None,  # that gradients are rounded to on their way
     ) -> None:
@@ -203,7 +203,7 @@ class DistributedSteps(_Stepper):
         self.warm = False
         self._worker = worker
         self._weight = 1 / self._world_size  # this worker's, in an average
-        self._warm_up(weights, example)
+        self._warm_up(weights, example_loss)
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
@@ -246,17 +246,16 @@ class DistributedSteps(_Stepper):
             dist.all_reduce(self._buffers)
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
 
-    def _warm_up(self, weights: FlatWeights, example: Tensor) -> None:
+    def _warm_up(self, weights: FlatWeights, example_loss: Callable[[nn.Module], Tensor]) -> None:
         """Take one step's forward and backward pass and forget it.
 
         After the first one DDP orders its buckets anew, and a sum over three ranks rounds by the
         buckets: a resumed run would differ from an unbroken one, which has that behind it.
         """
         vector = weights.vector
-        example = example.to(vector if example.is_floating_point() else vector.device)
         devices = [vector.device] if vector.is_cuda else []
         with weights.kept(), torch.random.fork_rng(devices), uncompiled(self._raw):
-            self.model(example).sum().backward()
+            example_loss(self.model).backward()
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
 

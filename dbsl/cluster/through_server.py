@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class ServedCluster(Cluster):
         **common: Any,
     ) -> None:
         super().__init__(weights, **common)
+        self._message = partial(message, figures=len(self._figures))
         self._asks_place = asks_place
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
@@ -146,7 +148,7 @@ class ServedCluster(Cluster):
         like = planner.current_at(turn.epoch)
         rows = plan_tensor(len(like.workers), CPU)
         with self._exchange():
-            send(message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), self._pair)
+            send(self._message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), self._pair)
             receive(rows, self._pair)
         return decode_plan(rows, like)
 
@@ -170,10 +172,8 @@ class ServedCluster(Cluster):
         began = time.perf_counter()
         with self._exchange():
             # It is on its way while the next round is prepared, and there before the pull ends.
-            send(
-                message(Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, report),
-                self._pair,
-            )
+            kind = Kind.PUSH_CHANGE if self._can_change else Kind.PUSH
+            send(self._message(kind, report), self._pair)
             if report.lines:
                 send(encode_lines(report.lines), self._pair)
             if self._can_change:
@@ -210,7 +210,7 @@ class ServedCluster(Cluster):
         """Tell the server that this worker is done."""
         self._pulse.close()
         with self._exchange():
-            send(message(Kind.DONE), self._pair)
+            send(self._message(Kind.DONE), self._pair)
             self._sent()
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class ServedCluster(Cluster):
     def _ask(self, kind: int) -> tuple[bool, tuple[int, int]]:
         """Send a question; return whether the run stops, and the save to take part in."""
         head = answer()
-        send(message(kind), self._pair)
+        send(self._message(kind), self._pair)
         receive(head, self._pair)
         self._sent()
         return read_answer(head)
@@ -253,7 +253,7 @@ class ServedCluster(Cluster):
             return
         began, head = time.perf_counter(), place()
         with self._exchange():
-            send(message(Kind.PLACE), self._pair)
+            send(self._message(Kind.PLACE), self._pair)
             receive(head, self._pair)
             self._sent()
         self._waited_s += time.perf_counter() - began

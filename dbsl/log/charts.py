@@ -23,6 +23,7 @@ from accelerate.tracking import GeneralTracker
 from PIL import Image
 
 from dbsl.log.rows import STEP_CHARTS, STEPS, WORKERS, figures_of_workers
+from dbsl.plan.turns import RESERVED
 
 THOUSANDTHS = 1000  # a tracker whose axis has whole numbers alone counts thousandths of an epoch
 _LINES = 10  # workers of a chart; of more, as many are shown, evenly spaced
@@ -272,8 +273,8 @@ class _WandB(_Tracker):
 
     def _keep(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
         for worker in values.keys() & {*self._shown}:
-            for name in OVERLAID[kind]:
-                if name in values[worker]:
+            for name in values[worker]:
+                if name in OVERLAID[kind] or name not in RESERVED:  # or a loss function's figure
                     line = self._lines[f"{kind}/{name}"].setdefault(worker, [])
                     line.append((epochs, values[worker][name]))
                     if len(line) > 2 * _POINTS:

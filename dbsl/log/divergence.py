@@ -11,17 +11,18 @@ from typing import Any
 from accelerate import Accelerator
 
 from dbsl.base.errors import DivergedError
-from dbsl.loss import first_loss, guessing_loss
 from dbsl.run.config import RunConfig
+from dbsl.run.evaluation import Evaluation
 
+# An epoch's training loss above so many times the first one's, and 1, has diverged.
+_RISES = 3
 # Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
-# than to guess. Whole epochs are judged: they may be many more. Where they are few, the first ones
-# at the full rate are often worse before they are better: it takes so many epochs, or steps.
+# than to guess, in so many epochs or steps. The first ones at the full rate are often worse.
 _JUDGED_STEPS = 16
 _JUDGED_EPOCHS, _MANY_STEPS = 3, 100
-_NO_BETTER = 0.99  # times the loss of guessing
-# A loss above guessing that has lost so much of what is above in one epoch is on its way down.
-_FALLS = 0.5
+_NO_BETTER = 0.99  # times the cross-entropy of guessing
+_CHANCE = 1.2  # times its accuracy: confident models that tell classes apart are above
+_FALLS = 0.05  # share that a training loss loses from one epoch to the next, on its way down
 
 # Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
 # confident or overfitted models that still tell classes apart are far below it.
@@ -29,73 +30,62 @@ _NO_RESULT = 1000.0
 
 
 class DivergenceWarning:
-    """Says once that a loss is not finite or far above that of guessing, and once that it stays.
+    """Says once that training diverges, and once that it learns nothing.
 
-    Far above is more than twice that, or what it began with, and 1: a first round at a high
-    learning rate may well be above it. `say` takes the line.
+    Of a training loss, which may be anybody's function, it knows whether it is finite, rises and
+    falls. An evaluation's cross-entropy is held against that of guessing. `say` takes the line.
     """
 
     def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
-        self._config = config
-        self._classes = classes
-        self._guessing = guessing_loss(config, classes)
-        self._say = say
-        self._far_above = 2 * max(self._guessing, first_loss(config, classes)) + 1
-        self._shown = f"{self._guessing:{'.2f' if self._guessing >= 0.1 else '.2g'}}"
+        self._config, self._classes, self._say = config, classes, say
+        self.first: float | None = None  # training loss of the run's first epoch
         self._said = self._said_none_learnt = False
-        self._since: tuple[int, int, float, int] | None = None  # epoch, steps, loss, samples
-        self._before: float | None = None  # loss of the epoch before
+        self._before = math.nan  # training loss of the epoch before
+        self._epochs = self._steps = 0  # since the warm-up, or an evaluation better than guessing
 
-    def look(self, loss: float, what: str) -> None:
-        """Take a loss, and in words what it is of, such as ``the training loss of epoch 3``."""
-        if self._said or loss <= self._far_above:  # NaN is not
-            return
-        self._said = True
-        is_what = f"is {loss:.3g}" if math.isfinite(loss) else "is not finite"
-        self._say(
-            f"warning: {what} {is_what}, where guessing among {self._classes} classes has "
-            f"{self._shown}: training diverges; lower lr ({self._config.lr:g} with "
-            f"{self._config.optimizer})"
-        )
+    def look(self, loss: float, epoch: int) -> None:
+        """Take the training loss of a round."""
+        if not math.isfinite(loss):
+            self._diverges(epoch, "is not finite")
 
     def look_at_epoch(
-        self, epoch: int, loss: float, *, samples: int, steps: int, batch_size: int
+        self, epoch: int, loss: float, found: Evaluation | None, *, steps: int, batch_size: int
     ) -> None:
-        """Take an epoch's training loss, mean over the samples, with the steps of a worker.
-
-        Epochs of few steps are judged together; the warm-up is not, unless the run is over. A
-        newest epoch that is better than guessing, or falls clearly, is no alarm.
-        """
-        config, loss_before = self._config, self._before
-        self._before = loss
-        last = epoch + 1 == config.epochs
+        """Take an epoch's training loss, its evaluation, if any, and the steps of a worker."""
+        config, guessing = self._config, math.log(self._classes)
+        if self.first is None and math.isfinite(loss):
+            self.first = loss
+        if self.first is not None and loss > _RISES * abs(self.first) + 1:
+            self._diverges(epoch, f"is {loss:.3g}, and was {self.first:.3g} in the first epoch")
+        falls = loss < self._before - _FALLS * abs(self._before)
+        self._before, last = loss, epoch + 1 == config.epochs
         warm = last or epoch >= (config.warmup_epochs or 0)
-        if self._said or self._said_none_learnt or not warm or not self._guessing:
+        if self._said or self._said_none_learnt or not warm or self._classes < 2:
             return
-        if loss < _NO_BETTER * self._guessing:  # whatever was before, it learns
-            self._since = None
+        self._epochs, self._steps = self._epochs + 1, self._steps + steps
+        if found is None:
             return
-        first, steps_before, sum_before, before = self._since or (epoch, 0, 0.0, 0)
-        steps, samples = steps + steps_before, samples + before
-        total = loss * (samples - before) + sum_before
-        self._since = (first, steps, total, samples)
-        enough = last or epoch - first + 1 >= _JUDGED_EPOCHS or steps >= _MANY_STEPS
-        if steps < _JUDGED_STEPS or not samples or not enough:
+        if found.loss < _NO_BETTER * guessing or found.accuracy > _CHANCE / self._classes:
+            self._epochs = self._steps = 0
             return
-        mean = total / samples
-        if not math.isfinite(mean):
-            return
-        above = loss - self._guessing
-        if loss_before is not None and above <= _FALLS * (loss_before - self._guessing):
+        enough = last or self._epochs >= _JUDGED_EPOCHS or self._steps >= _MANY_STEPS
+        if falls or self._steps < _JUDGED_STEPS or not enough or not math.isfinite(found.loss):
             return
         self._said_none_learnt = True
-        which = f"epoch {epoch + 1}" if first == epoch else f"epochs {first + 1} to {epoch + 1}"
         self._say(
-            f"warning: the training loss of {which} is {mean:.3g}, no better than guessing among "
-            f"{self._classes} classes ({self._shown}): nothing is learnt with lr "
-            f"{config.lr:g} ({config.optimizer}, {batch_size} samples a step); try another, "
-            f"{config.lr / 10:g} first"
+            f"warning: the evaluation's cross-entropy is {found.loss:.3g} after epoch {epoch + 1}, "
+            f"no better than guessing among {self._classes} classes ({guessing:.2f}): nothing is "
+            f"learnt with lr {config.lr:g} ({config.optimizer}, {batch_size} samples a step); try "
+            f"another, {config.lr / 10:g} first"
         )
+
+    def _diverges(self, epoch: int, how: str) -> None:
+        if not self._said:
+            self._say(
+                f"warning: the training loss of epoch {epoch + 1} {how}: training diverges; lower "
+                f"lr ({self._config.lr:g} with {self._config.optimizer})"
+            )
+        self._said = True
 
 
 def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:

@@ -31,6 +31,7 @@ from dbsl.log.rows import (
     epoch_charts,
     evaluation_charts,
     evaluation_in_words,
+    figures_together,
     given_values,
     last_learning_rate,
     mean_times,
@@ -43,6 +44,7 @@ from dbsl.log.rows import (
     result_in_words,
     round_row,
     step_charts,
+    step_row,
     strict_numbers,
     times_by_worker,
     times_in_words,
@@ -79,7 +81,7 @@ class RunLog:
         samples: Training samples; None: those of the plans, which may leave out a last batch.
         evaluated: Evaluation samples that were told; a line says if fewer can be read.
         bce: Whether training's loss is binary cross-entropy: evaluation's is cross-entropy.
-        divergence: Is shown every round's loss, and every epoch's.
+        divergence: Is shown every round's loss, and every epoch's with its evaluation.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
         restart: What other workers or plans have handed over; None: it goes on as it was.
@@ -170,6 +172,7 @@ class RunLog:
             "epoch": self._epochs_done - 1,
             **self.members.state_dict(),
             "noise": self._noise.state_dict(),
+            "first_loss": self._divergence and self._divergence.first,
             "trackers": tracker_ids(self._accelerator),
         }
 
@@ -181,6 +184,8 @@ class RunLog:
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         self._epochs_done = epochs_done(state)
         self.members.load_state_dict(state)
+        if self._divergence is not None:
+            self._divergence.first = state["first_loss"]
         if "noise" in state:  # not in checkpoints of before
             self._noise.load_state_dict(state["noise"])
 
@@ -216,7 +221,7 @@ class RunLog:
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""
-        self._sink.write("step", line._asdict())
+        self._sink.write("step", step_row(line))
         self._display.loss = line.loss
         self._charts.workers(STEPS, {line.worker: step_charts(line)}, line.epoch + line.progress)
 
@@ -228,7 +233,7 @@ class RunLog:
             self.step(line)
         self.meter.hear(report)
         if self._divergence is not None:
-            self._divergence.look(report.loss, f"the training loss of epoch {report.epoch + 1}")
+            self._divergence.look(report.loss, report.epoch)
         self.members.came(report)
         report = replace(report, logged=0, lines=())
         if not self._pushes:
@@ -277,7 +282,7 @@ class RunLog:
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
         self._all_refused = bool(reports) and all(report.refused for report in reports)
         plan, resolution = self._planned.at(epoch), stage_at(self._planned.stages, epoch).resolution
-        workers, total = of_workers(reports), together(reports)
+        workers, total, figures = of_workers(reports), together(reports), figures_together(reports)
         learning_rate = last_learning_rate(reports)
         if self._pushes:
             for worker, values in workers.items():
@@ -286,7 +291,8 @@ class RunLog:
         add_shares(workers)
         times = mean_times(workers, plan)
         by_worker = times_by_worker(workers)
-        self._sink.write("times", {"epoch": epoch, "resolution": resolution, **times, **by_worker})
+        row = {"epoch": epoch, "resolution": resolution, **times, **by_worker, **figures}
+        self._sink.write("times", row)
         self._noise.add_epoch(reports)
         speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
         self._train_time_s, self._epochs_done = train_time_s, epoch + 1
@@ -296,6 +302,7 @@ class RunLog:
             "learning_rate": learning_rate,
             "resolution": resolution,
             "images_per_s": speed,
+            **figures,
         }
         record = epoch_charts(training, clocks | times, plan)
         if evaluation is not None:
@@ -313,7 +320,8 @@ class RunLog:
         self._charts.workers(WORKERS, workers, epoch + 1)
         epochs = self._planned.epochs
         # Other workers may have taken all of its steps: their losses are not known.
-        loss = f"  {self._loss} {short_loss(total['loss'])}" if total["samples"] else ""
+        told = {self._loss: total["loss"]} | figures if total["samples"] else {}
+        loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
         found = evaluation_in_words(evaluation, self._eval_loss)
         self._display.print(
             f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
@@ -333,7 +341,7 @@ class RunLog:
             self._divergence.look_at_epoch(
                 epoch,
                 total["loss"],
-                samples=total["samples"],
+                evaluation,
                 steps=max(values["steps"] for values in workers.values()),
                 batch_size=plan.global_batch_size
                 or max(worker.local_batch_size for worker in plan.workers),

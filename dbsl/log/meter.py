@@ -11,13 +11,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, zip_longest
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dbsl.base.errors import SettingError
 from dbsl.plan.sampler import Step
 from dbsl.plan.turns import Round, RoundReport, StepLine
 from dbsl.profile.memory import GIB, memory_in_use
@@ -32,12 +34,12 @@ _KEPT_STARTS = 2  # rounds; a process that goes by itself may have saved one rou
 class _Window:
     """A worker's steps since its last line.
 
-    `loss` and `samples` are what earlier rounds add to the running sums of the round that is under
-    way, less what those sums were at the last line.
+    `sums`, of the loss and its figures, and `samples` are what earlier rounds add to the running
+    sums of the round that is under way, less what those sums were at the last line.
     """
 
     steps: int = 0  # the worker's in the run
-    loss: float = 0.0
+    sums: list[float] = field(default_factory=list)  # none: zeros
     samples: int = 0
     seconds: float = 0.0  # in earlier rounds
 
@@ -58,16 +60,18 @@ class StepMeter:
             them to the main process.
         on_step: Called after each step with its samples, epoch, learning rate, and its worker; None
             for a joint step.
+        figures: Names of the loss function's figures.
     """
 
     def __init__(
         self,
         every: int,
         *,
+        figures: Sequence[str] = (),
         tell: Callable[[StepLine], object] | None = None,
         on_step: Callable[[int, int, float, int | None], object] = lambda *_: None,
     ) -> None:
-        self._every = every
+        self._every, self._figures = every, tuple(figures)
         self.tell = tell
         self.on_step = on_step
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
@@ -136,16 +140,16 @@ class StepMeter:
             scale = self._scaler.scale(scale)
         self._square = square / scale**2
 
-    def end(self, losses: Mapping[int, float], samples: Mapping[int, int]) -> None:
-        """End a round with the workers' losses, summed over their samples."""
+    def end(self, sums: Mapping[int, Sequence[float]], samples: Mapping[int, int]) -> None:
+        """End a round with the workers' losses and figures, summed over their samples."""
         self._count_time()
         self._began = None
         for worker in self._turn.workers:
             window = self._windows[worker]
-            window.loss += losses.get(worker, 0.0)
+            window.sums = _added(window.sums, sums.get(worker, ()))
             window.samples += samples.get(worker, 0)
-            if not math.isfinite(window.loss):  # the round is not merged
-                self._windows[worker] = replace(window, loss=0.0, samples=0)
+            if not math.isfinite(sum(window.sums[:1])):  # the round is not merged
+                self._windows[worker] = replace(window, sums=[], samples=0)
 
     def take_lines(self, worker: int) -> tuple[StepLine, ...]:
         """Return the lines that a round's report is to bring to the main process."""
@@ -160,6 +164,7 @@ class StepMeter:
         """Return what `load_state_dict` goes on from, also in the middle of a round."""
         self._count_time()
         return {
+            "figures": self._figures,
             "windows": {worker: asdict(window) for worker, window in self._windows.items()},
             "starts": {worker: list(starts) for worker, starts in self._starts.items()},
             "kept": {worker: [tuple(x) for x in lines] for worker, lines in self._kept.items()},
@@ -167,7 +172,16 @@ class StepMeter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            SettingError: If the loss function had other figures.
+        """
+        if (before := state["figures"]) != self._figures:
+            raise SettingError(
+                f"loss_function must give the figures of before ({', '.join(before) or 'none'}), "
+                f"got {', '.join(self._figures) or 'none'}"
+            )
         self.restart(state)
         for worker, window in state["windows"].items():
             self._windows[worker] = _Window(**window)
@@ -197,32 +211,42 @@ class StepMeter:
     def _write(self, step: Step, learning_rate: float, progress: Progress) -> None:
         """Make a line for each worker that is due; the only wait for the device."""
         square = torch.full((), math.nan) if self._square is None else self._square
-        zero = torch.zeros_like(square)
-        running = [progress.losses.get(worker, zero).to(square) for worker in self._due]
-        *sums, square = torch.stack([*running, square]).tolist()
+        zeros = square.new_zeros(1 + len(self._figures))
+        running = [progress.sums.get(worker, zeros).to(square) for worker in self._due]
+        *flat, square = torch.cat([*running, square.reshape(1)]).tolist()
         norm = float(f"{math.sqrt(square):.{_DIGITS}g}") if square >= 0 else math.nan
         self._count_time()
         memory_gib = memory_in_use(self._device) / GIB
-        for worker, loss in zip(self._due, sums, strict=True):
+        rest = iter(flat)
+        for worker in self._due:
+            sums = list(islice(rest, len(zeros)))
             window, counted = self._windows[worker], progress.samples.get(worker, 0)
             samples = window.samples + counted
+            total = _added(window.sums, sums)
+            loss, *means = (value / samples if samples else math.nan for value in total)
             line = StepLine(
                 worker=worker,
                 epoch=self._turn.epoch,
                 round=self._turn.round,
                 step=window.steps,
                 progress=round(step.progress, 4),
-                loss=(window.loss + loss) / samples if samples else math.nan,
+                loss=loss,
                 learning_rate=learning_rate,
                 gradient_norm=norm,
                 images_per_s=round(samples / max(window.seconds, 1e-9), 1),
                 memory_gib=round(memory_gib, 3),
+                figures=dict(zip(self._figures, means, strict=True)),
             )
-            self._windows[worker] = _Window(window.steps, -loss, -counted)
+            self._windows[worker] = _Window(window.steps, [-value for value in sums], -counted)
             if self.tell is None:
                 self._kept[worker].append(line)
             else:
                 self.tell(line)
+
+
+def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
+    """Return sums one by one; where there are none yet, they are zeros."""
+    return [a + b for a, b in zip_longest(sums, more, fillvalue=0.0)]
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dbsl.base.files import write_bytes
 from dbsl.base.words import duration, px, short_loss
+from dbsl.log.rows import figures_of
 from dbsl.plan.stages import Stage
 from dbsl.plan.text import (
     MAX_ROWS,
@@ -151,7 +152,7 @@ def curves_figure(
     time_key = "virtual_time_s" if simulated else "train_time_s"
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
     times_s = [0.0, *(row[time_key] for row in evaluations)]
-    epochs, losses = _train_losses(metrics)
+    epochs, losses, figures = _train_losses(metrics)
 
     figure = Figure(figsize=(14, 9), dpi=DPI, layout="constrained")
     figure.suptitle(
@@ -169,6 +170,9 @@ def curves_figure(
         _line(top, x, [_number(row["accuracy"], 100) for row in evaluations], EVAL, "evaluation")
         trained = ", binary cross-entropy" if bce else ""
         _line(bottom, position(epochs), losses, TRAIN, f"training{trained}, mean of the epoch")
+        for number, (name, values) in enumerate(figures.items()):
+            color = f"C{(number + 4) % 10}"  # the first ones are much as those of the losses
+            _line(bottom, position(epochs), values, color, f"training, {name}")
         tested = "evaluation, cross-entropy" if bce else "evaluation"
         _line(bottom, x, [_number(row["loss"]) for row in evaluations], EVAL, tested)
         if any("ema_accuracy" in row for row in evaluations):
@@ -323,20 +327,28 @@ def _rate_at_end(metrics: Sequence[Mapping[str, Any]], span: Mapping[str, Any]) 
     return max(own, default=(None, math.nan))[1]
 
 
-def _train_losses(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Return completed epochs and, for each, its rounds' loss as a mean over samples."""
-    rounds: dict[int, list[tuple[float, int]]] = {}
+def _train_losses(
+    metrics: Sequence[Mapping[str, Any]],
+) -> tuple[list[float], list[float], dict[str, list[float]]]:
+    """Return completed epochs and, for each, its loss and figures as means over samples."""
+    rounds: dict[int, list[Mapping[str, Any]]] = {}
     for row in metrics:
         if row["event"] == "round":
-            rounds.setdefault(row["epoch"], []).append((_number(row["loss"]), row["samples"]))
+            rounds.setdefault(row["epoch"], []).append(row)
+
+    def means(name: str) -> list[float]:
+        own = [[row for row in rounds[epoch] if name in row] for epoch in epochs]
+        sums = [sum(_number(row[name]) * row["samples"] for row in rows) for rows in own]
+        counts = [sum(row["samples"] for row in rows) or math.nan for rows in own]
+        return [total / count for total, count in zip(sums, counts, strict=True)]
+
     # Of an epoch whose steps other workers took, all of them, no loss is known.
-    epochs = sorted(epoch for epoch, rows in rounds.items() if any(n for _, n in rows))
-    losses = [
-        sum(loss * samples for loss, samples in rounds[epoch])
-        / sum(samples for _, samples in rounds[epoch])
-        for epoch in epochs
-    ]
-    return [epoch + 1.0 for epoch in epochs], losses
+    epochs = sorted(epoch for epoch, rows in rounds.items() if any(row["samples"] for row in rows))
+    names = dict.fromkeys(
+        name for rows in rounds.values() for row in rows for name in figures_of(row)
+    )
+    figures = {name: means(name) for name in names}
+    return [epoch + 1.0 for epoch in epochs], means("loss"), figures
 
 
 def _number(value: float | None, factor: float = 1.0) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from dbsl.base.errors import SettingError
 from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
-from dbsl.plan.turns import RoundReport, StepLine
+from dbsl.plan.turns import RESERVED, RoundReport, StepLine
 from dbsl.plan.types import Plan
 from dbsl.run.evaluation import Evaluation
 
@@ -95,13 +95,26 @@ def round_row(report: RoundReport) -> dict[str, Any]:
     row = asdict(report)
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
     seldom += ("logged", "lines")
-    return {name: value for name, value in row.items() if value or name not in seldom}
+    figures = row.pop("figures")
+    return {name: value for name, value in row.items() if value or name not in seldom} | figures
 
 
 def report_from_row(row: Mapping[str, Any]) -> RoundReport:
     """Return a round's report from its row in a file; what was not finite is nan."""
     names = {field.name for field in fields(RoundReport)} & row.keys()
-    return RoundReport(**{name: math.nan if row[name] is None else row[name] for name in names})
+    found = {name: math.nan if row[name] is None else row[name] for name in names}
+    return RoundReport(**found, figures=figures_of(row))
+
+
+def step_row(line: StepLine) -> dict[str, Any]:
+    """Return a step line as a row."""
+    row = line._asdict()
+    return row | row.pop("figures")
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss function's figures in a round's row or in a step's."""
+    return {n: math.nan if row[n] is None else row[n] for n in row if n not in RESERVED}
 
 
 def plan_totals(plan: Plan) -> dict[str, float]:
@@ -127,7 +140,7 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def together(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Return what rounds come to together; the loss is the mean over their samples."""
+    """Return what rounds come to together; loss and figures are means over their samples."""
     samples = sum(report.samples for report in reports)
     losses = sum(report.loss * report.samples for report in reports)
     sums = ("time_s", "predicted_time_s", "compute_time_s", "wait_time_s", "steps")
@@ -137,7 +150,18 @@ def together(reports: Sequence[RoundReport]) -> dict[str, float]:
         "staleness": sum(report.staleness for report in reports) / max(len(reports), 1),
         "local_batch_size": reports[-1].local_batch_size if reports else 0,
         "samples": samples,
+        **figures_together(reports),
     }
+
+
+def figures_together(reports: Sequence[RoundReport]) -> dict[str, float]:
+    """Return the loss function's figures, each the mean over the samples of the rounds with it."""
+    found = {}
+    for name in dict.fromkeys(name for report in reports for name in report.figures):
+        own = [(r.figures[name], r.samples) for r in reports if name in r.figures]
+        samples = sum(count for _, count in own)
+        found[name] = sum(v * count for v, count in own) / samples if samples else math.nan
+    return found
 
 
 def last_learning_rate(reports: Sequence[RoundReport]) -> float:
@@ -155,7 +179,8 @@ def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
 
 def pushes_row(first: RoundReport, values: Mapping[str, float]) -> dict[str, Any]:
     """Return a worker's pushes of an epoch as one round: its first report, with their sums."""
-    own = {name: value for name, value in values.items() if name in asdict(first)}
+    names = {**asdict(first), **first.figures}
+    own = {name: value for name, value in values.items() if name in names}
     return round_row(first) | own | {"round": 0}
 
 
@@ -208,7 +233,7 @@ def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
 
 def step_charts(line: StepLine) -> dict[str, float]:
     """Return what trackers are given of a step line."""
-    return {name: getattr(line, name) for name in STEP_CHARTS}
+    return {name: getattr(line, name) for name in STEP_CHARTS} | dict(line.figures)
 
 
 def figures_of_workers(
@@ -223,6 +248,7 @@ def figures_of_workers(
     for row in records:
         if row["event"] == "step":
             own = {name: row[name] for name in STEP_CHARTS if row[name] is not None}
+            own |= figures_of(row)
             yield STEPS, row["worker"], own, row["epoch"] + row["progress"]
         elif row["event"] == "round" and row["epoch"] in over:
             reports[row["epoch"]].append(report_from_row(row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ class StepLine(NamedTuple):
     gradient_norm: float
     images_per_s: float  # since the line before, time between the worker's rounds left out
     memory_gib: float  # see `dbsl.profile.memory.memory_in_use`
+    figures: Mapping[str, float] = {}  # the loss function's own, as the loss
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,19 @@ class RoundReport:
     gradient_square: float = 0.0
     logged: int = 0  # step lines that follow the report on its way to the main process
     lines: tuple[StepLine, ...] = ()  # these
+    figures: Mapping[str, float] = field(default_factory=dict)  # the loss function's own
+
+
+# Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands.
+RESERVED = {
+    *(own.name for own in fields(RoundReport)),
+    *StepLine._fields,
+    *("event", "virtual_time_s", "share", "idle_time_share"),
+    *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),
+    *(f"workers_{name}" for name in ("compute_time_s", "wait_time_s", "idle_time_share")),
+    *(f"{kind}_workers_time_s" for kind in ("small", "large")),
+    *(f"predicted_{kind}_workers_time_s" for kind in ("small", "large")),
+}
 
 
 def report_from_plain(values: Mapping[str, Any]) -> RoundReport:

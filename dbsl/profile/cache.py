@@ -20,8 +20,8 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.words import px
+from dbsl.loss import LossOf
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
-from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import (
     Example,
@@ -274,7 +274,7 @@ def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
         ) from None
     for field in fields(Setup):
         ours, theirs = getattr(setup, field.name), found.get(field.name)
-        if ours != theirs:
+        if ours != theirs and field.name != "loss":  # a file's is for its user to say
             if strict:
                 raise SettingError(
                     f"profile must be of this run's {field.name} {ours!r}, got {theirs!r} in {path}"

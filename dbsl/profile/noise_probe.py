@@ -6,20 +6,20 @@ It is done at the first step of a round, when a worker has just pulled its weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dbsl.cluster.compiling import uncompiled
+from dbsl.loss import LossOf, without_trace
 from dbsl.plan.sampler import Step
 from dbsl.plan.turns import Round
 from dbsl.plan.types import Plan, TimeModel
 from dbsl.profile.memory import without_trials
 
 Kind = Literal["micro", "joined"]
-LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 _MICRO = 4  # a micro-batch is this part of a batch
 _COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
@@ -121,16 +121,11 @@ class NoiseProbe:
         return len(self._joined) == self._workers
 
     def _pass(self, images: Tensor, labels: Tensor, loss_of: LossOf) -> Tensor:
-        kept = [buffer.clone() for buffer in self._model.buffers()]
-        devices = [images.device] if images.is_cuda else []
         # Trials of cuDNN's algorithms for this one size would take longer than the pass.
-        with torch.random.fork_rng(devices), uncompiled(self._model), without_trials():
+        with without_trace(self._model), uncompiled(self._model), without_trials():
             loss = loss_of(self._model, images, labels)
             # DDP would take a backward() for the step's own.
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        with torch.no_grad():
-            for buffer, before in zip(self._model.buffers(), kept, strict=True):
-                buffer.copy_(before)
         return _square(gradient for gradient in gradients if gradient is not None)
 
 

@@ -21,7 +21,7 @@ timm = lazy_import("timm")
 class Setup:
     """Everything that a step's time depends on, but its resolution and its batch size.
 
-    The loss function is not in it: measure steps anew after changing the loss.
+    Of a loss function it has the text, not that of what it calls.
     """
 
     device: str  # name of the device
@@ -40,6 +40,7 @@ class Setup:
     timm: str
     clip: ClipMode | None = None  # how gradients are clipped
     micro_batch: int | None = None  # samples that are computed at once
+    loss: str | None = None  # digest of the loss function's text; None: cross-entropy
 
     @staticmethod
     def of(
@@ -54,6 +55,7 @@ class Setup:
         compiled: bool = False,
         clip: ClipMode | None = None,
         micro_batch: int | None = None,
+        loss: str | None = None,
     ) -> Setup:
         """Return the setup of this process."""
         return Setup(
@@ -73,6 +75,7 @@ class Setup:
             timm=timm.__version__,
             clip=clip,
             micro_batch=micro_batch,
+            loss=loss,
         )
 
 

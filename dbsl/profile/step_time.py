@@ -30,12 +30,12 @@ from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.collectives import wait_for_all
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
+from dbsl.loss import LossOf
 from dbsl.optimizer import ClipMode, build_optimizer
 from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
 from dbsl.profile.fit import TOLERANCE, fit_time_model
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
-from dbsl.profile.noise_probe import LossOf
 
 Example = Callable[[int, int], Batch]  # by batch size and resolution
 
@@ -176,7 +176,7 @@ class TrainingStep:
         for part in parts:
             count = len(part.indices)
             loss = self._loss_of(self._model, self._images[:count], self._labels[:count])
-            (loss if part.weight == 1 else loss * part.weight).backward()
+            (loss * part.weight).backward()
         if self._optimizer is not None:
             self._clip(self._optimizer)
             self._optimizer.step()

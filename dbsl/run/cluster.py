@@ -80,6 +80,7 @@ class _Builder:
             "epochs": config.epochs,
             "rounds_per_epoch": run.rounds,
             "workers": self._workers,
+            "figures": run.figures,
         }
 
     def joint(self) -> tuple[Cluster, Stepper]:
@@ -94,9 +95,10 @@ class _Builder:
             return JointCluster(weights, **self._common), stepper
         if config.sync_batch_norm:
             model = join_batch_norm(model)
-        example, _ = run.data.example(2, config.resolutions[0])
+        images, labels = run.data.example(2, config.resolutions[0])
         stepper = DistributedSteps(
-            *(model, weights, self._clock, self._prepared, *self._workers, example),
+            *(model, weights, self._clock, self._prepared, *self._workers),
+            example_loss=lambda parallel: run.loss_of(parallel, images, labels),
             on_exchange=control.enter,
             wire=self._wire,
         )
@@ -122,7 +124,8 @@ class _Builder:
             stepper.clip = self._clip()
             server = self._server(weights, device, merge)
         if self._alone:
-            del common["workers"], common["rounds_per_epoch"]  # the server has them
+            for name in ("workers", "rounds_per_epoch", "figures"):  # which the server has
+                del common[name]
             common |= {"duration": self._run.duration, "exchange": self._run.exchange}
             return SimulatedCluster(weights, server, **common), stepper
         common["wire"] = self._wire

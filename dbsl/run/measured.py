@@ -13,10 +13,10 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.data.sources import TrainingData
+from dbsl.loss import LossOf, digest_of
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
-from dbsl.profile.noise_probe import LossOf
 from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import BAD_FIT, NO_OPTIMIZER, StepProfile
 from dbsl.run.by_worker import for_workers
@@ -102,6 +102,7 @@ def make_profiler(
         compiled=config.compile,
         # The server clips what is pushed, and a worker's step does not.
         clip=config.clip_mode if config.clip_grad and config.push == "weights" else None,
+        loss=digest_of(loss_of),
     )
     rough = config.profile_seconds is None and config.workers == 1 and not config.small_workers
     seconds = config.profile_seconds or (_SECONDS_OF_ONE if rough else _SECONDS)

@@ -96,7 +96,7 @@ class Own:
         # What `build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = []
-        check_scores(model, _name(model), inputs, data.num_classes)
+        check_scores(model, _name(model), inputs, data.num_classes, several=True)
         return model
 
 
@@ -124,8 +124,13 @@ def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
 
 
 @torch.no_grad()
-def check_scores(model: nn.Module, name: str, inputs: torch.Tensor, classes: int) -> None:
-    """Raise ``SettingError`` unless the model gives a score for each of the data's classes."""
+def check_scores(
+    model: nn.Module, name: str, inputs: torch.Tensor, classes: int, *, several: bool = False
+) -> None:
+    """Raise ``SettingError`` unless the model gives a score for each of the data's classes.
+
+    With `several` it may give several tensors, which the loss function and `evaluate` take apart.
+    """
     kind = f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
     training = model.training
     try:
@@ -137,8 +142,9 @@ def check_scores(model: nn.Module, name: str, inputs: torch.Tensor, classes: int
             f"{name} ({reason})"
         ) from error
     model.train(training)
-    shape = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-    if shape != [len(inputs), classes]:
+    tensor = isinstance(scores, torch.Tensor)
+    shape = list(scores.shape) if tensor else type(scores).__name__
+    if shape != [len(inputs), classes] and (tensor or not several):
         raise SettingError(
             f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
             f"for inputs {kind}, got {shape} of {name}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from dbsl.architecture import check_patches, check_sides, init_head, least_batch
 from dbsl.base.bounds import in_range
@@ -15,6 +17,7 @@ from dbsl.base.errors import SettingError
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
+from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import build_model, load_initial
 from dbsl.plan.dual_batch import count_workers
 from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
@@ -32,7 +35,7 @@ from dbsl.plan.stages import (
 from dbsl.plan.turns import Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.memory import give_back
-from dbsl.profile.noise_probe import LossOf, choose_probe
+from dbsl.profile.noise_probe import choose_probe
 from dbsl.run.accelerator import first_on_node, nodes_of
 from dbsl.run.average import WeightAverage
 from dbsl.run.checks import (
@@ -53,16 +56,25 @@ _NOTHING_OWN = Own()
 
 
 def prepare(
-    config: RunConfig, accelerator: Accelerator, loss_of: LossOf, own: Own = _NOTHING_OWN
+    config: RunConfig,
+    accelerator: Accelerator,
+    loss_function: LossFunction,
+    own: Own = _NOTHING_OWN,
 ) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
     Args:
         config: The run's settings.
         accelerator: Device, precision, processes.
-        loss_of: Mean loss of a model on images and labels, a part of the steps that are measured.
+        loss_function: As for `open_session`. It is called once for the names of its figures, and
+            is a part of the steps that are measured.
         own: Data and a model that are not those that the settings name.
     """
+
+    def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
+        with accelerator.autocast():  # the config is as complete as it is when this is called
+            return with_figures(loss_function(model, images, labels, config))
+
     default_workers = config.workers is None and accelerator.num_processes == 1
     default_resolutions = config.resolutions is None or "resolutions" in config.resolved
     config, nodes = _count_workers(config, accelerator)
@@ -77,6 +89,12 @@ def prepare(
     else:
         least = check_sides(config.model, model, data, config.resolutions)
     check_samples(data, config, least)
+    figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
+
+    @wraps(loss_function)  # whose text step times are kept by
+    def loss_of(*batch: Any) -> Tensor:
+        return found(*batch)[0]
+
     known, config = know_workers(config, model, data, accelerator, loss_of)
     give_back(accelerator.device)  # what measuring took
     check_micro_batches(known, least)
@@ -87,8 +105,9 @@ def prepare(
     }
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
+    config = replace(config, small_batch_size=maker.small_batch_size())
     run = Run(
-        config=replace(config, small_batch_size=maker.small_batch_size()),
+        config=config,
         data=data,
         stages=stages,
         model=model,
@@ -119,6 +138,7 @@ def prepare(
         default_workers=default_workers,
         default_resolutions=default_resolutions,
         nodes=nodes,
+        figures=figures,
     )
     check_room(run)
     return run

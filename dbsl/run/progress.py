@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class Progress:
 
     steps: int = 0  # taken
     counted: int = 0  # those that earlier workers took: in no report, but in the log's samples
-    losses: dict[int, Tensor] = field(default_factory=dict)  # by worker, summed over samples
+    # By worker the loss and its figures, [1 + F], summed over samples.
+    sums: dict[int, Tensor] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
     # What the first step measured (`dbsl.profile.noise_probe`).
     noise: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +32,7 @@ class Progress:
     def clear(self) -> None:
         """Begin anew: the round was pushed."""
         self.steps, self.counted, self.learning_rate = 0, 0, 0.0
-        self.losses, self.samples, self.noise = {}, {}, {}
+        self.sums, self.samples, self.noise = {}, {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
@@ -40,22 +42,28 @@ class Progress:
         """Go on from what `state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
-        self.losses = {worker: loss.to(device) for worker, loss in self.losses.items()}
+        self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
 
 
-def read_round(progress: Progress, vector: Tensor) -> tuple[dict[int, float], bool, dict[str, Any]]:
-    """Return losses by worker, whether they and a whole vector are finite, and the noise measured.
+def read_round(
+    progress: Progress, vector: Tensor
+) -> tuple[dict[int, list[float]], bool, dict[str, Any]]:
+    """Return the sums by worker, whether losses and a whole vector are finite, and the noise.
 
     It waits for the device, once.
     """
-    losses, noise = progress.losses, progress.noise
+    sums, noise = progress.sums, progress.noise
     on_device = [name for name, value in noise.items() if isinstance(value, Tensor)]
-    tensors = [*losses.values(), *(noise[name] for name in on_device)]
     # A sum of finite weights does not overflow.
-    values = torch.stack([vector.sum(), *(tensor.to(vector) for tensor in tensors)]).tolist()
-    own, squares = values[: 1 + len(losses)], values[1 + len(losses) :]
+    tensors = [vector.sum(), *(noise[name] for name in on_device), *sums.values()]
+    flat = torch.cat([tensor.to(vector).reshape(-1) for tensor in tensors]).tolist()
+    weights, *squares = flat[: 1 + len(on_device)]
     noise = noise | dict(zip(on_device, squares, strict=True))
-    return dict(zip(losses, own[1:], strict=True)), all(map(math.isfinite, own)), noise
+    rest, found = iter(flat[1 + len(on_device) :]), {}
+    for worker, own in sums.items():
+        found[worker] = list(islice(rest, len(own)))
+    finite = all(math.isfinite(value) for value in (weights, *(own[0] for own in found.values())))
+    return found, finite, noise
 
 
 def make_reports(
@@ -66,20 +74,23 @@ def make_reports(
     *,
     resolution: int,
     learning_rate: float,
-    losses: Mapping[int, float],
+    sums: Mapping[int, Sequence[float]],
     clock: ComputeClock,
+    figures: Sequence[str] = (),
     refused: bool = False,
     noise: Mapping[str, Any] | None = None,
     lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
-    `samples` and `losses`, by worker and summed over the samples, lack a worker without any. The
-    noise goes with the first worker. `lines_of` gives the lines that the main process lacks.
+    `samples` and `sums`, of the loss and the figures over the samples, lack a worker without any.
+    The noise goes with the first worker. `lines_of` gives the lines that the main process lacks.
     """
+    nothing = [0.0] * (1 + len(figures))
     reports = []
     for worker in turn.workers:
         mine, count = plan.workers[worker], samples.get(worker, 0)
+        loss, *means = (value / max(count, 1) for value in sums.get(worker, nothing))
         lines = lines_of(worker)[:steps]  # more are refused, and a log is not worth a worker
         reports.append(
             RoundReport(
@@ -91,13 +102,14 @@ def make_reports(
                 samples=count,
                 steps=steps,
                 time_s=clock.seconds(worker),
-                loss=losses.get(worker, 0.0) / max(count, 1),
+                loss=loss,
                 merge_weight=mine.merge_weight,
                 learning_rate=learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=refused,
                 logged=len(lines),
                 lines=lines,
+                figures=dict(zip(figures, means, strict=True)),
                 **(noise or {} if worker == turn.workers[0] else {}),
             )
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
+from dbsl.loss import LossOf
 from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
@@ -29,7 +30,7 @@ from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.turns import Restart, Round, nodes_meet
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
-from dbsl.profile.noise_probe import LossOf, NoiseProbe
+from dbsl.profile.noise_probe import NoiseProbe
 from dbsl.run.average import WeightAverage
 from dbsl.run.config import RunConfig
 
@@ -61,6 +62,7 @@ class Run:
         default_workers: Whether nobody has said how many workers there are.
         default_resolutions: Whether nobody has said at which resolutions it trains.
         nodes: The node of each process, from 0.
+        figures: Names of what the loss function gives besides the loss.
     """
 
     config: RunConfig
@@ -83,6 +85,7 @@ class Run:
     default_workers: bool = False
     default_resolutions: bool = False
     nodes: tuple[int, ...] = (0,)
+    figures: tuple[str, ...] = ()
 
     @property
     def worker_nodes(self) -> tuple[int, ...]:

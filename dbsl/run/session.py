@@ -17,6 +17,7 @@ from dbsl.base.seeds import stream_seed
 from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.protocol import Cluster
+from dbsl.loss import Figures, scalars
 from dbsl.model import save_model
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage, resets_momentum
@@ -123,7 +124,12 @@ class Session:
 
     @contextmanager
     def round(self, turn: Round) -> Iterator[Work]:
-        """Enclose a turn: on entering the global weights are pulled, on leaving work is pushed."""
+        """Enclose a turn: on entering the global weights are pulled, on leaving work is pushed.
+
+        That is weights, or with `--push gradients` the sum of the turn's weighted gradients. Joint
+        steps pull and push none: all have the same, of which a copy is kept. Work that is not
+        finite is refused: weights stay as they were, and the optimizer's state is cleared.
+        """
         run, cluster, stepper, progress = self.run, self.cluster, self.stepper, self.progress
         stage, plan = run.stage_at(turn.epoch), cluster.plan(turn)
         self.log.plan(turn.epoch, turn.round, plan.plan)
@@ -212,7 +218,7 @@ class Work:
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
         self.lr_factor = run.rate_factor(plan, turn)
         self._measures = run.noise.due(turn)
-        self._zero = torch.zeros((), device=session.accelerator.device)
+        self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
     @property
     def over(self) -> bool:
@@ -232,11 +238,16 @@ class Work:
             self._batch = next(self._batches)
             yield part, *self._batch
 
-    def add(self, part: Part, loss: Tensor, samples: int) -> None:
-        """Count a part's mean loss, on the device: .item() would wait for it."""
+    def add(self, part: Part, samples: int, loss: Tensor, figures: Figures) -> None:
+        """Count a part's mean loss and figures, on the device: .item() would wait for it.
+
+        Raises:
+            SettingError: If the figures have other names than at the start.
+        """
         progress = self._session.progress
-        so_far = progress.losses.get(part.worker, self._zero)
-        progress.losses[part.worker] = so_far + loss.detach() * samples
+        means = scalars(loss, figures, self._session.run.figures)
+        so_far = progress.sums.get(part.worker, self._zeros)
+        progress.sums[part.worker] = so_far + means * samples
         progress.samples[part.worker] = progress.samples.get(part.worker, 0) + samples
 
     @contextmanager
@@ -260,8 +271,8 @@ class Work:
     def reports(self) -> list[Any]:
         """Return what the round came to, worker by worker; it waits for the device, once."""
         session, progress = self._session, self._session.progress
-        losses, finite, noise = read_round(progress, session.cluster.outgoing)
-        session.meter.end(losses, progress.samples)
+        sums, finite, noise = read_round(progress, session.cluster.outgoing)
+        session.meter.end(sums, progress.samples)
         return make_reports(
             self._turn,
             self._plan.plan,
@@ -269,8 +280,9 @@ class Work:
             progress.samples,
             resolution=self._stage.resolution,
             learning_rate=progress.learning_rate,
-            losses=losses,
+            sums=sums,
             clock=session.stepper.clock,
+            figures=session.run.figures,
             refused=not finite,
             noise=noise,
             lines_of=session.meter.take_lines,

@@ -12,8 +12,8 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
+from dbsl.loss import LossOf
 from dbsl.plan.types import TimeModel
-from dbsl.profile.noise_probe import LossOf
 from dbsl.run.by_worker import for_workers, from_workers
 from dbsl.run.config import RunConfig, takes_joint_steps
 from dbsl.run.evidence import useful_batch_size

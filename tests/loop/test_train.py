@@ -397,7 +397,7 @@ def test_micro_batches_train_as_whole_batches_do_without_batch_norm(tmp_path, mo
     monkeypatch.setattr(
         "train.loss_function",
         lambda *arguments, loss=train.loss_function: (
-            sizes.append(len(arguments[1])),
+            sizes.append(len(arguments[2])),
             loss(*arguments),
         )[1],
     )

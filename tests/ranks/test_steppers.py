@@ -149,14 +149,17 @@ def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0], micro=
     return train(cluster, stepper, sizes, samples, weighted, micro)
 
 
+def example_loss(model):
+    return model(torch.zeros(2, 3, 8, 8).to(next(model.parameters()))).sum()
+
+
 def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CLIPS[0], micro=None):
     planner, plan = make_planner(sizes, samples)
     clock = ComputeClock(CPU)
     common = {"planner": planner, "epochs": EPOCHS}
     if how == "step":
         weights = FlatWeights(model)
-        example = torch.zeros(2, 3, 8, 8)
-        stepper = DistributedSteps(model, weights, clock, build, rank, example, wire=wire)
+        stepper = DistributedSteps(model, weights, clock, build, rank, example_loss, wire=wire)
         stepper.clip = make_clip(model, *clip)
         cluster = JointCluster(
             weights,

@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dbsl.cluster.collectives import SharedPlans, exchange_reports
 from dbsl.cluster.messages import (
     CPU,
+    ROW,
     Kind,
     answer,
     check_report,
@@ -37,6 +38,20 @@ REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1
 def test_a_report_comes_back_as_it_was_sent():
     assert decode(encode(REPORT, CPU)) == REPORT
     assert decode(message(Kind.PLAN, REPORT)[1:]) == REPORT
+
+
+def test_figures_of_the_loss_are_more_columns_of_a_report_and_of_its_step_lines():
+    names, figures = ("kd", "penalty"), {"kd": 1 / 3, "penalty": math.inf}
+    line = StepLine(3, 7, 1, 12, 0.5, 2.0, 0.1, 1.0, 9.0, 0.5, {"kd": -1.5, "penalty": 0.25})
+    sent = replace(REPORT, figures=figures, logged=1, lines=(line,))
+    assert encode(sent, CPU).shape == (ROW + 2,)
+    head = decode(encode(sent, CPU), names)
+    assert head.figures == figures
+    assert line_rows(head).shape == encode_lines([line]).shape
+    assert with_lines(head, encode_lines([line])) == replace(sent, logged=0)
+    assert message(Kind.DONE, figures=2).shape == message(Kind.PUSH, sent, figures=2).shape
+    with pytest.raises(ValueError, match=rf"report must be float64 \[{ROW}\]"):
+        decode(encode(sent, CPU))
 
 
 def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_workers():
@@ -100,7 +115,7 @@ def test_reports_keep_integers_that_floats_of_half_the_size_would_lose():
 NUMBERS = st.one_of(st.floats(), st.integers(-3, 2**60).map(float))
 
 
-@given(st.lists(NUMBERS, min_size=len(fields(RoundReport)), max_size=len(fields(RoundReport))))
+@given(st.lists(NUMBERS, min_size=ROW, max_size=ROW))
 def test_numbers_of_any_kind_are_a_report_or_refused(numbers):
     try:
         report = decode(torch.tensor(numbers, dtype=torch.float64))
@@ -115,8 +130,8 @@ def test_numbers_of_any_kind_are_a_report_or_refused(numbers):
     "row",
     [
         torch.zeros(3, dtype=torch.float64),
-        torch.zeros(len(fields(RoundReport))),
-        torch.full((len(fields(RoundReport)),), float("nan"), dtype=torch.float64),
+        torch.zeros(ROW),
+        torch.full((ROW,), float("nan"), dtype=torch.float64),
     ],
     ids=["length", "dtype", "nan"],
 )

@@ -245,7 +245,7 @@ def test_a_run_from_other_weights_normalises_as_they_were_trained(tmp_path, acce
     save_model(first, tmp_path / "run", 16, DATA)
     settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
     config = Config(model=f"local-dir:{tmp_path}/run", lr=0.1, intercept=(0.01,), **settings)
-    run = prepare(config, accelerator, lambda model, images, labels: model(images).sum())
+    run = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
     assert (run.data.mean, run.data.std) == (DATA.mean, DATA.std)  # saved with the model
     assert (run.transforms[16].mean, run.transforms[16].std) == (DATA.mean, DATA.std)
 
@@ -265,7 +265,7 @@ def test_a_file_of_weights_normalises_as_the_config_beside_it_says_else_as_timm(
 
     def lines(file, **more):
         config = Config(initial_checkpoint=str(tmp_path / file), **settings | more)
-        run = prepare(config, accelerator, lambda model, images, labels: model(images).sum())
+        run = prepare(config, accelerator, lambda model, images, *_: model(images).sum())
         said.append(run.data.normalisation)
         return run.data.mean, run.data.std
 

@@ -66,7 +66,7 @@ def test_the_loss_of_shares_is_that_of_labels_where_nothing_is_mixed():
     shares = torch.nn.functional.one_hot(labels, 5).float()
     for smoothing in (0.0, 0.1):
         of = [
-            train.loss_function(model(images / 4), target, train.Config(label_smoothing=smoothing))
+            train.loss_function(model, images / 4, target, train.Config(label_smoothing=smoothing))
             for target in (labels, shares)
         ]
         torch.testing.assert_close(*of)

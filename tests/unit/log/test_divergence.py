@@ -8,33 +8,48 @@ import pytest
 from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
 from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.optimizer import default_learning_rate
+from dbsl.run.evaluation import Evaluation
 from tests.helpers import run
 from train import Config
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 74.0, 5.7])
-def test_a_loss_far_above_guessing_is_said_once_with_what_to_lower(loss):
+def told_of(losses, **settings):
+    """Return what is said of epochs with these training losses, none of which is evaluated."""
     said = []
-    warning = DivergenceWarning(Config(lr=0.1, optimizer="adamw"), 10, said.append)
-    for usual in (0.0, 2.3, 3.0, 5.5):
-        warning.look(usual, "the training loss of epoch 1")
-    assert not said
-    warning.look(loss, "the training loss of epoch 2")
-    warning.look(loss, "the training loss of epoch 3")
-    (line,) = said
-    assert line.startswith("warning: the training loss of epoch 2 is ")
-    assert "guessing among 10 classes has 2.30" in line
+    warning = DivergenceWarning(Config(lr=0.1, optimizer="adamw", **settings), 10, said.append)
+    for epoch, loss in enumerate(losses):
+        warning.look(loss, epoch)
+        warning.look_at_epoch(epoch, loss, None, steps=100, batch_size=16)
+    return said
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 74.0, 8.0])
+def test_a_training_loss_that_is_not_finite_or_has_risen_far_is_said_once_with_what_to_lower(loss):
+    (line,) = told_of([2.3, 3.0, 5.5, loss, loss])
+    assert line.startswith("warning: the training loss of epoch 4 is ")
     assert "lower lr (0.1 with adamw)" in line
+    assert (", and was 2.3 in the first epoch" in line) == (loss < math.inf)
+    assert told_of([math.nan, 2.3]) == told_of([math.nan])
 
 
-def told(losses, steps=8, samples=120, classes=3, **settings):
-    """Return the epoch after which a warning is said, and the warning, of epochs with losses."""
+@pytest.mark.parametrize("losses", [[693.0, 7.7], [51.2, 60.0, 40.0], [-3.0, -50.0], [0.01, 0.9]])
+def test_a_training_loss_of_any_size_is_no_alarm_as_long_as_it_does_not_rise_far(losses):
+    """Distillation, penalties and sums over classes know nothing of the logarithm of classes."""
+    assert told_of(losses) == []
+
+
+def told(losses, evaluations=None, steps=8, classes=3, accuracy=0.33, **settings):
+    """Return the epoch after which a warning is said, and the warning.
+
+    Losses are those of training, by epoch, and so are the evaluations' unless they are given.
+    """
     said = []
     config = Config(**{"lr": 0.1, "epochs": 10, "warmup_epochs": 1.0, **settings})
     warning = DivergenceWarning(config, classes, said.append)
     for epoch, loss in enumerate(losses):
-        warning.look(loss, f"the training loss of epoch {epoch + 1}")
-        warning.look_at_epoch(epoch, loss, samples=samples, steps=steps, batch_size=16)
+        found = (evaluations or losses)[epoch]
+        evaluation = None if found is None else Evaluation(accuracy, found, 100, 16)
+        warning.look_at_epoch(epoch, loss, evaluation, steps=steps, batch_size=16)
         if said:
             return epoch + 1, said[0]
     return None
@@ -43,40 +58,27 @@ def told(losses, steps=8, samples=120, classes=3, **settings):
 def test_a_run_that_learns_nothing_after_its_warm_up_is_told_the_setting_and_what_to_try():
     """Losses of a ResNet-18 at lr 0.1 in batches of 16: far from diverging, and useless."""
     epoch, line = told([1.124, 1.910, 1.468, 1.415])
-    assert epoch == 4  # after epoch 3 it still fell
+    assert epoch == 4
     assert line == (
-        "warning: the training loss of epochs 2 to 4 is 1.6, no better than guessing among 3 "
-        "classes (1.10): nothing is learnt with lr 0.1 (sgd, 16 samples a step); try another, "
-        "0.01 first"
+        "warning: the evaluation's cross-entropy is 1.42 after epoch 4, no better than guessing "
+        "among 3 classes (1.10): nothing is learnt with lr 0.1 (sgd, 16 samples a step); try "
+        "another, 0.01 first"
     )
     assert told([1.124, 1.910, 1.468], steps=16) is None
     assert told([1.124, 1.910, 1.468], steps=100)[0] == 2  # an epoch is enough
     assert told([1.2], steps=16, epochs=1)[0] == 1  # the run is over, be it all warm-up
     assert told([1.2] * 2, steps=4, epochs=2) is None  # too few steps to tell
-    assert told([1.124, 1.3, 0.7, 1.2, 0.9, 1.1]) is None
-    assert told([1.124, 1.5, 0.9, 1.2]) is None  # it has learnt something
+    assert told([1.124, 1.3, 0.7, 1.2, 1.1, 0.9]) is None
+    assert told([1.2] * 6, [None, None, None, None, 1.2, 1.2])[0] == 5  # where it is evaluated
 
 
-@pytest.mark.parametrize("steps", [4, 8, 16, 36])
-@pytest.mark.parametrize("warmup", [0.0, 0.5, 1.0, 2.0])
-def test_a_loss_that_falls_clearly_is_no_alarm(steps, warmup):
-    """Losses of a run that learns: a mean over epochs hides that the newest is better."""
-    losses = [2.44, 2.94, 2.89, 1.93, 1.31]
-    assert warmup < 1 or told(losses, steps, classes=10, warmup_epochs=warmup) is None
-    assert told([3.9, 3.0, 2.5, 2.2], steps, classes=10, warmup_epochs=warmup) is None
-    assert told([3.0, 2.5], steps, classes=10, epochs=2, warmup_epochs=warmup) is None
-
-
-def test_binary_cross_entropy_is_held_against_guessing_by_its_own_loss():
-    """It begins at ln 2 a class, which sums to 693 for 1,000 classes, and is no divergence."""
-    bce = {"bce_loss": True, "classes": 1000, "steps": 100}
-    assert told([693.0, 7.7, 7.5], bce_sum=True, **bce) is None
-    assert told([693.0, 7.7, 8.5], bce_sum=True, **bce)[0] == 3
-    assert told([0.69, 0.007], **bce) is None
-    assert told([0.69, 0.009], **bce) is None  # it fell
-    assert told([0.69, 0.009, 0.009], **bce)[0] == 3
-    mixed = {"mixup": 0.1, "cutmix": 1.0, "bce_target_thresh": 0.2}
-    assert told([0.69, 0.009], **bce, **mixed) is None  # two classes in an image
+def test_only_the_evaluation_is_held_against_guessing():
+    assert told([52.0] * 6, [0.9] * 6) is None  # a training loss that is 50 times something
+    assert told([0.2] * 6, [1.2] * 6)[0] == 4
+    assert told([0.001] * 6, [1.5] * 6, accuracy=0.7) is None  # confident, and wrong at times
+    assert told([9.0, 8.0, 7.0, 6.0, 5.0], [1.2] * 5) is None  # it falls clearly
+    assert told([-9.0, -8.0, -10.0, -12.0, -14.0], [1.2] * 5) is None
+    assert told([1.0] * 6, [0.0] * 6, classes=1) is None
 
 
 def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, capsys):

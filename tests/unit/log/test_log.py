@@ -18,7 +18,7 @@ from dbsl.base.words import short_loss
 from dbsl.log import display
 from dbsl.log.log import RunLog
 from dbsl.log.plots import stage_spans
-from dbsl.log.rows import missed_times, read_metrics, times_in_words
+from dbsl.log.rows import missed_times, read_metrics, step_row, times_in_words
 from dbsl.log.trackers import start_trackers
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
@@ -324,7 +324,7 @@ def test_another_processes_step_lines_come_before_their_round_with_its_own(
     accelerator.end_training()
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2:]
     assert [row["event"] for row in rows] == ["step", "round"]
-    assert rows[0] == {"event": "step", **line._asdict(), "epoch": 1, "gradient_norm": None}
+    assert rows[0] == {"event": "step", **step_row(line), "epoch": 1, "gradient_norm": None}
     assert set(rows[1]) == ROUND_KEYS
     events = EventAccumulator(str(tmp_path / "tensorboard/worker-1")).Reload()
     (loss,) = events.Scalars("steps/loss")

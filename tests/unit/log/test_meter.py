@@ -40,15 +40,15 @@ def train(meter, stepper, todo, progress, until=math.inf):
             played += 1
             value = float(round_ * STEPS + number + 1)
             step = Step((Part(worker, np.arange(BATCH), 1.0),), number / STEPS)
-            before = progress.losses.get(worker, torch.zeros(()))
-            progress.losses[worker] = before + BATCH * value
+            before = progress.sums.get(worker, torch.zeros(1))
+            progress.sums[worker] = before + BATCH * value
             progress.samples[worker] = progress.samples.get(worker, 0) + BATCH
             with meter.step(step, 0.1, progress):
                 stepper.model.weight.grad = torch.tensor([[3.0, 4.0]]) * value
                 stepper.on_gradients(0.5)
             progress.steps += 1
-        losses = {w: float(loss) for w, loss in progress.losses.items()}
-        meter.end(losses, progress.samples)
+        sums = {w: own.tolist() for w, own in progress.sums.items()}
+        meter.end(sums, progress.samples)
         progress = Progress()
         todo.pop(0)
     return progress
@@ -105,7 +105,7 @@ def test_a_round_behind_one_that_is_begun_again_goes_on_from_what_that_came_to()
     meter, stepper = make_meter(again)
     meter.load_state_dict(saved.state_dict())
     meter.begin(Round((0,), 0, 0), anew=True)  # as the server has not had the first
-    meter.end({0: 10 * BATCH}, {0: BATCH})  # whose weights were others: so is its loss
+    meter.end({0: [10 * BATCH]}, {0: BATCH})  # whose weights were others: so is its loss
     train(meter, stepper, [(0, 1)], Progress())
     assert [(line.step, line.loss) for line in again] == [(3, (10 + 6 + 7 + 8) / 4)]
 
@@ -128,7 +128,7 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
             {0: 8},
             resolution=8,
             learning_rate=0.1,
-            losses={0: 1.0},
+            sums={0: [1.0]},
             clock=SimpleNamespace(seconds=lambda worker: 1.0),
             lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
         )
@@ -140,7 +140,7 @@ def test_a_round_that_is_not_finite_leaves_the_next_lines_alone():
     lines = []
     meter, stepper = make_meter(lines)
     train(meter, stepper, [(0, 0)], Progress())
-    meter.end({0: math.nan}, {0: BATCH})
+    meter.end({0: [math.nan]}, {0: BATCH})
     train(meter, stepper, [(0, 1)], Progress())
     assert [line.loss for line in lines] == [2.0, 6.0, 8.0]  # without the first round's rest
 

@@ -152,6 +152,7 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(mo
     now = CurrentPlan(run.planner.current[8])
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._plans, cluster._pair = SharedPlans(run.planner), None
+    cluster._message = lambda *what, **which: None
     monkeypatch.setattr(through_server, "send", lambda tensor, pair: None)
     monkeypatch.setattr(
         through_server, "receive", lambda rows, pair: rows.copy_(encode_plan(now, CPU))

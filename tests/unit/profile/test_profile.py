@@ -292,7 +292,7 @@ def test_a_run_measures_its_own_step(monkeypatch):
         return fit_profile(step.resolution, batch_sizes, times, [0.0] * len(times))
 
     monkeypatch.setattr("dbsl.profile.cache.profile_steps", fake)
-    monkeypatch.setattr(train, "loss_function", lambda logits, labels, config: 7 * logits.sum())
+    monkeypatch.setattr(train, "loss_function", lambda model, x, labels, config: 7 * model(x).sum())
     for number, extra in enumerate(({"optimizer": "adamw"}, {"push": "gradients"})):
         AcceleratorState._reset_state(True)
         train.main(

@@ -1,0 +1,484 @@
+"""One function is the loss of training, step times, memory and the noise scale, with figures."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import train
+from dbsl.base.errors import RunStopped, SettingError
+from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.data.tensors import TensorData
+from dbsl.log.rows import read_metrics
+from dbsl.open import open_session
+from dbsl.profile.memory import GIB, MemoryModel
+from dbsl.profile.noise_probe import NoiseProbe
+from dbsl.profile.step_time import fit_profile
+from dbsl.run.evaluation import Evaluation
+from tests.helpers import Forked, free_port, slow, wait_all
+
+SAMPLES, CLASSES, WIDTH = 44, 3, 6
+SETTINGS = {
+    **{"workers": 4, "epochs": 2, "lr": 0.05, "lr_milestones": (1,)},
+    **{"slope": (0.001,), "intercept": (0.01,)},
+    **{"report_to": "none", "mixed_precision": "no", "cpu_threads": 1},
+}
+ROUNDS = {"large_batch_size": (6,), "small_workers": 1, "rounds_per_epoch": 2}
+MODES = {
+    "bsp": ROUNDS,
+    "asp": {**ROUNDS, "sync": "asp"},
+    "ssp": {**ROUNDS, "sync": "ssp"},
+    "step": {"sync": "step", "local_batch_sizes": (2, 3, 2, 4)},
+    "gradients": {"push": "gradients", "local_batch_sizes": (2, 3, 2, 4), "push_every": 2},
+    "micro": {**ROUNDS, "micro_batch_size": (2,)},
+    "nodes": {**ROUNDS, "node_workers": (2, 2), "node_rounds": 2},
+}
+HERE = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def own_accelerator(monkeypatch):
+    """No pictures, and each run with an accelerator of its own."""
+    for name in ("plots.plan_timeline", "plots.accuracy_and_loss", "worker_plots.worker_history"):
+        monkeypatch.setattr(f"dbsl.log.{name}", lambda *arguments, **options: None)
+    monkeypatch.setattr("dbsl.log.log.RunLog.images", lambda *arguments, **options: None)
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def table():
+    stream = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=stream)
+    inputs[:, 0] = torch.arange(SAMPLES)  # a sample's number
+    labels = torch.arange(SAMPLES) % CLASSES
+    return TensorData(TensorDataset(inputs, labels), TensorDataset(inputs, labels), CLASSES)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs))
+
+
+class TwoHeads(Net):
+    """It gives a tuple in training and in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(8, 1)
+
+    def forward(self, inputs):
+        features = self.body(inputs)
+        return self.head(features), self.second(features)
+
+
+class NamedHeads(TwoHeads):
+    def forward(self, inputs):
+        return dict(zip(("scores", "number"), super().forward(inputs), strict=True))
+
+
+class Teacher(nn.Module):
+    """It counts its calls and the samples in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls, self.samples = nn.Linear(WIDTH, CLASSES), 0, 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.samples += len(inputs)
+        return self.net(inputs)
+
+
+def numbered(model, inputs, labels, config):
+    """Return the loss, and figures whose means over an epoch are known."""
+    loss = F.cross_entropy(model(inputs), labels)
+    return loss, {"number": inputs[:, 0].mean(), "one": 1.0, "like_the_loss": loss.detach()}
+
+
+def distilling(teacher):
+    def loss_function(model, inputs, labels, config):
+        scores = model(inputs)
+        with torch.no_grad():
+            soft = teacher(inputs).softmax(1)
+        kd = F.kl_div(scores.log_softmax(1), soft, reduction="batchmean")
+        return F.cross_entropy(scores, labels) + 50 * kd, {"kd": kd.detach()}
+
+    return loss_function
+
+
+def run(folder, loss_function, model=Net, **settings):
+    config = train.Config(**{**SETTINGS, **settings, "output_dir": str(folder)})
+    AcceleratorState._reset_state(True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "loss_function", loss_function)
+        with open_session(config, loss_function, data=table(), model=model) as session:
+            train.train(session)
+
+
+def rows(folder, event):
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["event"] == event]
+
+
+def check_means(folder):
+    """Each sample once: the mean number is known, whatever the workers' batches were."""
+    for row in rows(folder, "times"):
+        assert row["number"] == pytest.approx((SAMPLES - 1) / 2)
+        assert row["one"] == pytest.approx(1)
+        own = [r for r in rows(folder, "round") if r["epoch"] == row["epoch"]]
+        assert sum(r["samples"] for r in own) == SAMPLES
+        loss = sum(r["loss"] * r["samples"] for r in own) / SAMPLES
+        assert row["like_the_loss"] == pytest.approx(loss)
+    for row in [*rows(folder, "round"), *rows(folder, "step")]:
+        assert row["like_the_loss"] == pytest.approx(row["loss"])
+        assert row["one"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "mode", ["bsp", "step", "gradients", *(pytest.param(m, marks=slow) for m in ("asp", "micro"))]
+)
+def test_figures_are_means_over_the_samples_of_all_workers_and_batches(tmp_path, mode, capsys):
+    run(tmp_path / "run", numbered, **MODES[mode], log_every=2)
+    check_means(tmp_path / "run")
+    assert rows(tmp_path / "run", "step")
+    line = capsys.readouterr().out.split("epoch 1/2")[1].splitlines()[0]
+    loss, told = line.split("  number ")
+    assert loss.split("loss ")[1] == told.split("like_the_loss ")[1].split()[0]
+    assert told.startswith("21.500  one 1.000  ")
+
+
+def in_ranks(folder, ranks, loss_function, model=Net, evaluate=train.evaluate, **settings):
+    port = free_port()
+
+    def one():
+        train.evaluate = evaluate
+        run(folder, loss_function, model, **{**settings, "workers": None})
+
+    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1 if "node_rounds" in settings else ranks}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environments = [
+        {**launched, "RANK": r, "LOCAL_RANK": r % launched["LOCAL_WORLD_SIZE"]}
+        for r in range(ranks)
+    ]
+    processes = [Forked(one, **{k: str(v) for k, v in e.items()}) for e in environments]
+    assert wait_all(processes) == [0] * ranks, [process.stderr for process in processes]
+
+
+TWO = {"local_batch_sizes": (2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        ("bsp", {"large_batch_size": (6,), "rounds_per_epoch": 2}),
+        ("step", {"sync": "step", **TWO}),
+        pytest.param("asp", {"sync": "asp", "large_batch_size": (6,)}, marks=slow),
+        pytest.param("gradients", {"push": "gradients", **TWO, "push_every": 2}, marks=slow),
+        pytest.param("served", {"large_batch_size": (6,), "dedicated_server": True}, marks=slow),
+        pytest.param(
+            "nodes",
+            {
+                "large_batch_size": (4,),
+                "rounds_per_epoch": 2,
+                "node_rounds": 2,
+            },
+            marks=slow,
+        ),
+    ],
+)
+def test_figures_of_other_processes_come_with_their_reports(tmp_path, mode, settings):
+    ranks = 2 + (mode == "served")
+    in_ranks(tmp_path / "run", ranks, numbered, **settings, log_every=2)
+    check_means(tmp_path / "run")
+    assert {row["worker"] for row in rows(tmp_path / "run", "step")} == {0, 1}
+
+
+def stopped_at_step(number, folder, *arguments, **settings):
+    """Run until so many steps are taken, and have SIGTERM come then."""
+    after_step, taken = Checkpointer.after_step, []
+
+    def counted(self, **options):
+        taken.append(1)
+        if len(taken) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        after_step(self, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "after_step", counted)
+        with pytest.raises(RunStopped):
+            run(folder, *arguments, **settings)
+
+
+@pytest.mark.parametrize("mode", ["step", *(pytest.param(m, marks=slow) for m in ("bsp", "asp"))])
+def test_a_run_resumed_inside_a_round_has_the_figures_of_an_unbroken_one(tmp_path, mode):
+    settings = {**MODES[mode], "log_every": 3}
+    run(tmp_path / "whole", numbered, **settings)
+    stopped_at_step(3, tmp_path / "broken", numbered, **settings)
+    with pytest.raises(SettingError, match=r"must give the figures of before \(number, one, like"):
+        run(tmp_path / "broken", distilling(Teacher()), **settings, resume=str(tmp_path / "broken"))
+    run(tmp_path / "broken", numbered, **settings, resume=str(tmp_path / "broken"))
+    check_means(tmp_path / "broken")
+    for event in ("round", "step"):
+        for ours, theirs in zip(
+            *(rows(tmp_path / name, event) for name in ("broken", "whole")), strict=True
+        ):
+            for name in ("worker", "loss", "number", "one"):
+                assert ours[name] == theirs[name]
+
+
+def test_figures_are_counted_without_a_wait_for_the_device(tmp_path, monkeypatch):
+    waits = []
+    item = torch.Tensor.item
+
+    def counted(tensor):
+        waits.append(1)
+        return item(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "item", counted)
+    monkeypatch.setattr(torch.Tensor, "__float__", counted)
+    seen = []
+
+    def plain(model, inputs, labels, config):
+        return F.cross_entropy(model(inputs), labels)
+
+    for name, loss_function in (("plain", plain), ("numbered", numbered)):
+        waits.clear()
+        run(tmp_path / name, loss_function, **MODES["bsp"])
+        seen.append(len(waits))
+    assert seen[0] == seen[1]
+
+
+# --- names
+
+
+def figures(**named):
+    return lambda model, inputs, labels, config: (F.cross_entropy(model(inputs), labels), named)
+
+
+@pytest.mark.parametrize("name", ["loss", "epoch", "workers_wait_time_s", "event", "share"])
+def test_a_figure_with_the_name_of_a_field_is_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(SettingError, match=rf"must have a name that no field has, got '{name}'"):
+        run(tmp_path / "run", figures(**{name: 1.0}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_figures_that_change_their_names_are_refused(tmp_path):
+    calls = []
+
+    def loss_function(model, inputs, labels, config):
+        calls.append(1)
+        loss = F.cross_entropy(model(inputs), labels)
+        return loss, {"first": 1.0} | ({"late": 2.0} if len(calls) > 3 else {})
+
+    with pytest.raises(SettingError, match="in every call, first as in the first, got first, late"):
+        run(tmp_path / "run", loss_function, **MODES["bsp"])
+
+
+def test_a_loss_that_is_no_mean_is_refused_and_a_bug_shows_itself_before_anything_is_written(
+    tmp_path,
+):
+    def each(model, inputs, labels, config):
+        return F.cross_entropy(model(inputs), labels, reduction="none")
+
+    def broken(model, inputs, labels, config):
+        raise ZeroDivisionError("of a forker")
+
+    with pytest.raises(SettingError, match=r"must return a mean loss, .* got \[2\]"):
+        run(tmp_path / "run", each)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "run", broken)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settling_the_names_leaves_weights_statistics_gradients_and_random_streams(
+    tmp_path, monkeypatch
+):
+    """The same bits as with a function that is not called for its names."""
+
+    def noisy(model, inputs, labels, config):
+        torch.rand(3), np.random.rand(3)  # noqa: NPY002
+        return F.cross_entropy(model(inputs), labels)
+
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random, numpy = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    stop = RuntimeError("settled")
+    monkeypatch.setattr("dbsl.run.prepare.know_workers", lambda *_: (_ for _ in ()).throw(stop))
+    with pytest.raises(RuntimeError, match="settled"):
+        run(tmp_path / "run", noisy, lambda: model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert np.random.get_state()[1].tolist() == numpy  # noqa: NPY002
+
+
+# --- one function for all that trains and measures
+
+
+def profile_of(step, sizes):
+    times = [0.01 + 0.001 * size for size in sizes]
+    return fit_profile(step.resolution, sizes, times, [0.0] * len(sizes))
+
+
+def test_step_times_and_memory_of_a_distilling_run_call_the_teacher_as_often_as_the_model(
+    tmp_path, monkeypatch
+):
+    teacher, calls, students = Teacher(), {}, []
+    forward = Net.forward
+
+    def student(self, inputs):
+        students.append(len(inputs))
+        return forward(self, inputs)
+
+    def profiled(step, sizes, **_):
+        before, own = teacher.calls, len(students)
+        for size in sizes:
+            step(size)
+        calls["times"] = teacher.calls - before, len(students) - own
+        return profile_of(step, sizes)
+
+    def memory(step, sizes):
+        before, own = teacher.calls, len(students)
+        step(max(sizes))
+        calls["memory"] = teacher.calls - before, len(students) - own
+        return MemoryModel(1e9, 2e7, 12 * GIB, 0.05, 1e9, "a test's")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(Net, "forward", student)
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
+    monkeypatch.setattr("dbsl.profile.cache.profile_memory", memory)
+    settings = {"slope": None, "intercept": None, "large_batch_size": "auto", "plan_only": True}
+    config = train.Config(**{**SETTINGS, **settings, "output_dir": str(tmp_path / "run")})
+    with open_session(config, distilling(teacher), data=table(), model=Net):
+        pass
+    assert calls["times"][0] == calls["times"][1] > 0
+    assert calls["memory"] == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["step", *(pytest.param(m, marks=slow) for m in ("bsp", "asp"))])
+def test_the_noise_scale_of_a_distilling_run_is_of_its_own_loss(tmp_path, monkeypatch, mode):
+    """Whatever passes the model passes the teacher, too: in training and in what is measured."""
+    teacher, trained, within = Teacher(), [], []
+    forward = Net.forward
+
+    def student(self, inputs):
+        if self.training and torch.is_grad_enabled():
+            trained.append(len(inputs))
+        return forward(self, inputs)
+
+    monkeypatch.setattr(Net, "forward", student)
+    whole = NoiseProbe.measure
+
+    def counted(self, *arguments):
+        before = teacher.calls
+        found = whole(self, *arguments)
+        within.append((teacher.calls - before, "micro_square" in found))
+        return found
+
+    monkeypatch.setattr(NoiseProbe, "measure", counted)
+    run(tmp_path / "run", distilling(teacher), **MODES[mode])
+    assert teacher.calls == len(trained)
+    assert teacher.samples == sum(trained)
+    if mode != "bsp":  # which joins gradients that are there
+        assert (1, True) in within
+
+
+def test_step_times_are_kept_by_the_text_of_the_loss_function(tmp_path, monkeypatch):
+    measured = []
+
+    def profiled(step, sizes, **_):
+        measured.append(step)
+        return profile_of(step, sizes)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("dbsl.profile.cache.profile_steps", profiled)
+    settings = {"slope": None, "intercept": None, "large_batch_size": (8,), "plan_only": True}
+    for loss_function in (numbered, numbered, distilling(Teacher()), distilling(Teacher())):
+        AcceleratorState._reset_state(True)
+        config = train.Config(**{**SETTINGS, **settings, "output_dir": str(tmp_path / "run")})
+        with open_session(config, loss_function, data=table(), model=Net):
+            pass
+    assert len(measured) == 2
+
+
+# --- models of several outputs
+
+
+def of_heads(model, inputs, labels, config):
+    found = model(inputs)
+    scores, number = found.values() if isinstance(found, dict) else found
+    second = F.mse_loss(number[:, 0], labels.float())
+    return F.cross_entropy(scores, labels) + second, {"second": second.detach()}
+
+
+def evaluate_heads(session, source=None):
+    """As train.py's, of the first output."""
+    session.model.eval()
+    totals = torch.zeros(3)
+    with torch.no_grad():
+        for inputs, labels in session.evaluation_images(source):
+            found = session.model(inputs)
+            scores = next(iter(found.values())) if isinstance(found, dict) else found[0]
+            loss = F.cross_entropy(scores, labels, reduction="sum")
+            right = (scores.argmax(1) == labels).sum()
+            totals += torch.stack([right, loss, torch.tensor(float(len(labels)))])
+    if session.shares_evaluation:
+        totals = session.accelerator.reduce(totals)
+    right, loss, samples = totals.tolist()
+    return Evaluation(right / samples, loss / samples, round(samples), session.side)
+
+
+@pytest.mark.parametrize("model", [TwoHeads, NamedHeads])
+def test_a_model_that_gives_a_tuple_or_a_dict_trains_and_is_evaluated(tmp_path, monkeypatch, model):
+    monkeypatch.setattr(train, "evaluate", evaluate_heads)
+    run(tmp_path / "run", of_heads, model, **MODES["step"], ema_decay=0.5)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert 0 <= summary["final_accuracy"] <= 1
+    assert all(row["second"] > 0 for row in rows(tmp_path / "run", "round"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync": "step", **TWO},
+        pytest.param({"large_batch_size": (6,)}, marks=slow),
+        pytest.param({"push": "gradients", **TWO}, marks=slow),
+    ],
+)
+def test_a_model_that_gives_a_tuple_trains_in_two_processes(tmp_path, settings):
+    in_ranks(tmp_path / "run", 2, of_heads, TwoHeads, evaluate_heads, **settings)
+    assert {row["worker"] for row in rows(tmp_path / "run", "round")} == {0, 1}
+    assert all(row["second"] > 0 for row in rows(tmp_path / "run", "times"))
+
+
+def penalised(model, inputs, labels, config):
+    inputs = inputs.requires_grad_()
+    loss = F.cross_entropy(model(inputs), labels)
+    (slopes,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    penalty = slopes.square().sum(1).mean()
+    return loss + 0.1 * penalty, {"penalty": penalty.detach()}
+
+
+@pytest.mark.parametrize("mode", ["step", *(pytest.param(m, marks=slow) for m in MODES)])
+def test_a_gradient_penalty_is_one_function(tmp_path, mode):
+    run(tmp_path / "run", penalised, **MODES[mode])
+    assert all(row["penalty"] > 0 for row in rows(tmp_path / "run", "round"))
+
+
+def test_losses_of_any_size_are_no_alarm(tmp_path, capsys):
+    run(tmp_path / "run", distilling(Teacher()), **MODES["bsp"], epochs=4)
+    said = capsys.readouterr()
+    assert "diverges" not in said.out + said.err
+    assert "nothing is learnt" not in said.out + said.err
