@@ -60,7 +60,8 @@ def figure_names(
 def without_trace(model: nn.Module) -> Iterator[None]:
     """Leave a model's buffers and all random streams as they were."""
     kept = [buffer.clone() for buffer in model.buffers()]
-    with GlobalStreams(next(model.parameters()).device):
+    device = next(model.parameters()).device
+    with GlobalStreams(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), kept, strict=True):

@@ -88,6 +88,8 @@ def prepare(
         least = least_batch(model, data.example(1, config.resolutions[0])[0])
     else:
         least = check_sides(config.model, model, data, config.resolutions)
+        example = data.example(2, config.resolutions[0])[0]
+        check_scores(model, config.model, example, data.num_classes)
     check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
 
@@ -265,7 +267,6 @@ def _build_model(
         settings=config.model_settings,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
-    check_scores(model, config.model, data.example(2, config.resolutions[0])[0], data.num_classes)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
     if config.head_init_scale is not None or config.head_init_bias is not None:

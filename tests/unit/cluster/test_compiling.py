@@ -32,7 +32,7 @@ def examples(size, side):
     return image_batch(size, side, 3, torch.device("cpu"))
 
 
-def loss_of(model, images, labels):
+def loss_of(model, images, labels, config=None):
     return F.cross_entropy(model(images), labels)
 
 
@@ -47,10 +47,6 @@ def test_every_shape_is_met_from_gradients_of_its_own_and_nothing_moves(
     weights = FlatWeights(model)
     before = weights.vector.clone()
     random = torch.get_rng_state()
-
-    def loss_of(model, images, labels):
-        return torch.nn.functional.cross_entropy(model(images), labels)
-
     make_ready(
         *(model, weights, {16: {4, 6}}, {16: 0.5}, accelerator, examples, loss_of),
         compiled=compiled,

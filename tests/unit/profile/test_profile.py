@@ -424,7 +424,7 @@ def test_what_measuring_took_of_a_gpu_is_given_back_before_training(accelerator,
     monkeypatch.setattr("dbsl.run.prepare.give_back", given.append)
     settings = {"train_samples": 60, "eval_samples": 20, "resolutions": (16,), "slope": (0.001,)}
     config = RunConfig(model="test_resnet", lr=0.1, intercept=(0.01,), **settings)
-    prepare(config, accelerator, lambda model, images, labels: model(images).sum())
+    prepare(config, accelerator, lambda model, images, *_: model(images).sum())
     assert given == [accelerator.device]
 
 
