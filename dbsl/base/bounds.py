@@ -30,7 +30,7 @@ class Within:
         below = value < self.high if self.open_high else value <= self.high
         if above and below:  # NaN is neither
             return
-        if value in (math.inf, -math.inf):
+        if value in (math.inf, -math.inf) or (value != value and self == Within()):
             bound = "finite"
         elif self.high != LARGEST:
             ends = "(" if self.open_low else "[", ")" if self.open_high else "]"

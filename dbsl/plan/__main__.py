@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from dbsl.base.bounds import check_bounds
 from dbsl.base.errors import SettingError
 from dbsl.base.flags import parse_flags
 from dbsl.plan.dual_batch import plan_dual_batch
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m dbsl.plan`` and return the exit status."""
     try:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
+        check_bounds(arguments)
         slopes, floors = arguments.slope, arguments.floor
         floors = floors * len(slopes) if len(floors) == 1 else floors
         for name, values in (("intercept", arguments.intercept), ("floor", floors)):

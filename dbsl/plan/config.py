@@ -103,7 +103,7 @@ class StageConfig:
 
     # --- schedule
     # passes over the training data; all workers share each pass
-    epochs: Annotated[int, Within(1)] = 20
+    epochs: Annotated[int, Within(1, 10**6)] = 20
     # image sides in pixels, ascending, as --schedule has them; one trains at that alone; unset: 3/4
     # of the images' own side, then all of it; 160 and 224 where sides differ
     resolutions: tuple[int, ...] | None = None

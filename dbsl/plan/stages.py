@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dbsl.base.bounds import in_range
 from dbsl.base.errors import SettingError
 
 Schedule = Literal["cyclic", "progressive", "fixed"]
@@ -21,6 +22,7 @@ LrScaling = Literal["none", "sqrt", "linear"]
 ResetMomentum = Literal["never", "stage", "round"]
 
 NO_SIDE = 0  # the only resolution of inputs that are no images
+LARGEST_SIDE = 8192  # pixels
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
         raise SettingError("resolutions must name at least one image side in pixels, got none")
     if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):
         raise SettingError(f"resolutions must be positive and ascend, got {_join(resolutions)}")
+    in_range("resolutions", resolutions[-1], 1, LARGEST_SIDE)
 
 
 def stage_at(stages: Sequence[Stage], epoch: int) -> Stage:

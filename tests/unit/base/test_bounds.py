@@ -24,7 +24,7 @@ class Settings:
         (-math.inf, "finite, got -inf"),
         (1e39, r"at most 1e\+15, got 1e\+39"),
         (10**400, r"at most 1e\+15, got one of 401 digits"),
-        (math.nan, r"at least -1e\+15, got nan"),
+        (math.nan, "finite, got nan"),
     ],
 )
 def test_no_setting_is_beyond_what_arithmetic_holds(value, message):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dbsl.plan.__main__ import main as plan_from_the_shell
 from dbsl.plan.dual_batch import (
     NoPlanError,
     TimeModel,
@@ -475,6 +476,11 @@ def test_planner_from_the_shell_refuses_in_one_line():
     done = run_cli(*SHELL, "--small-workers", "5")
     assert done.returncode == 2
     assert done.stderr == "error: small_workers must be in [0, workers=4], got 5\n"
+
+
+def test_planner_from_the_shell_refuses_numbers_beyond_arithmetic(capsys):
+    assert plan_from_the_shell([*SHELL, "--slope", "1e308", "--intercept", "1e308"]) == 2
+    assert capsys.readouterr().err == "error: slope must be at most 1e+15, got 1e+308\n"
 
 
 def test_a_small_batch_that_is_nearly_large_says_that_dual_batch_gains_nothing():

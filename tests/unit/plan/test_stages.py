@@ -110,6 +110,7 @@ def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
         ({"resolutions": ()}, "resolutions must name at least one"),
         ({"resolutions": (32, 24)}, "resolutions must be positive and ascend, got 32,24"),
         ({"resolutions": (24, 24)}, "resolutions must be positive and ascend, got 24,24"),
+        ({"resolutions": (24, 9000)}, r"resolutions must be in \[1, 8192\], got 9000"),
         ({"resolutions": (0, 24)}, "resolutions must be positive and ascend, got 0,24"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"milestones": (10,)}, r"lr_milestones must ascend inside \(0, epochs=10\), got 10"),
