@@ -247,8 +247,8 @@ def figures_of_workers(
     reports: dict[int, list[RoundReport]] = defaultdict(list)
     for row in records:
         if row["event"] == "step":
-            own = {name: row[name] for name in STEP_CHARTS if row[name] is not None}
-            own |= figures_of(row)
+            own = {name: row[name] for name in (*STEP_CHARTS, *figures_of(row))}
+            own = {name: value for name, value in own.items() if value is not None}
             yield STEPS, row["worker"], own, row["epoch"] + row["progress"]
         elif row["event"] == "round" and row["epoch"] in over:
             reports[row["epoch"]].append(report_from_row(row))

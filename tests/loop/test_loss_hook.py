@@ -2,7 +2,11 @@
 
 import json
 import os
+import re
 import signal
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,7 +98,10 @@ class Teacher(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.calls, self.samples = nn.Linear(WIDTH, CLASSES), 0, 0
+        self.calls = self.samples = 0
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, inputs):
         self.calls += 1
@@ -477,8 +484,19 @@ def test_a_gradient_penalty_is_one_function(tmp_path, mode):
     assert all(row["penalty"] > 0 for row in rows(tmp_path / "run", "round"))
 
 
+def test_the_teacher_of_the_docs_trains(tmp_path):
+    page = (Path(train.__file__).parent / "docs/forks.md").read_text()
+    code = re.search(r"```python\n(@cache.*?)```", page, re.DOTALL)[1]
+    timm = SimpleNamespace(create_model=lambda *_, **__: Teacher())
+    there = {"cache": cache, "torch": torch, "F": F, "timm": timm}
+    exec(code, there)
+    run(tmp_path / "run", there["loss_function"], **MODES["bsp"])
+    assert all(row["kd"] > 0 for row in rows(tmp_path / "run", "times"))
+
+
 def test_losses_of_any_size_are_no_alarm(tmp_path, capsys):
-    run(tmp_path / "run", distilling(Teacher()), **MODES["bsp"], epochs=4)
+    run(tmp_path / "run", distilling(Teacher()), **MODES["bsp"], epochs=4, lr=0.001)
+    assert all(row["loss"] > 5 for row in rows(tmp_path / "run", "round") if not row["epoch"])
     said = capsys.readouterr()
     assert "diverges" not in said.out + said.err
     assert "nothing is learnt" not in said.out + said.err

@@ -1,5 +1,6 @@
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import dbsl.cluster.launch
 import dbsl.run.accelerator
-from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors
+from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors, quiet_interrupts
 from dbsl.base.lazy import lazy_import
 from dbsl.cluster.launch import chosen_backend, join_processes, remember
 from dbsl.run.accelerator import (
@@ -215,6 +216,18 @@ def test_ctrl_c_during_the_imports_ends_quietly(tmp_path):
         [sys.executable, "-c", RUN_TRAIN, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (EXIT_INTERRUPTED, "", "")
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_after_the_imports_ctrl_c_is_what_it_was_before_them(before):
+    usual = signal.signal(signal.SIGINT, before)
+    try:
+        quiet_interrupts()
+        assert (signal.getsignal(signal.SIGINT) is before) == (before == signal.SIG_IGN)
+        with one_line_errors():
+            assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def test_a_lazy_module_runs_when_it_is_used_and_a_missing_one_is_named(tmp_path, monkeypatch):

@@ -89,10 +89,11 @@ def test_wandb_charts_of_all_workers_come_ever_more_seldom_and_stay_small(monkey
 def test_a_resumed_run_keeps_the_lines_of_the_sessions_before_in_wandbs_charts():
     tracker = Recorder("wandb")
     shown = charts_of(tracker)
-    line = {"event": "step", "worker": 1, "epoch": 0, "progress": 0.5, "loss": 2.0}
+    line = {"event": "step", "worker": 1, "epoch": 0, "progress": 0.5, "loss": 2.0, "kd": 0.5}
     nothing = dict.fromkeys(("learning_rate", "gradient_norm", "images_per_s", "memory_gib"))
     round_ = {"event": "round", "worker": 1, "epoch": 0, "round": 0, "resolution": 24}
     round_ |= {"local_batch_size": 8, "samples": 20, "steps": 3, "time_s": 1.0, "loss": None}
+    round_ |= {"kd": 0.25}
     round_ |= {"merge_weight": 1.0, "compute_time_s": 2.0, "virtual_time_s": 2.0}
     times = {"event": "times", "epoch": 0}
     begun = round_ | {"epoch": 1}  # is recorded as a whole when it is over
@@ -100,6 +101,8 @@ def test_a_resumed_run_keeps_the_lines_of_the_sessions_before_in_wandbs_charts()
     shown.close()
     (_, values), *_ = tracker.records
     assert values["all steps: loss"].table.data == [[0.5, "worker 1", 2.0]]
+    assert values["all steps: kd"].table.data == [[0.5, "worker 1", 0.5]]  # a figure of the loss
+    assert values["all workers: kd"].table.data == [[1, "worker 1", 0.25]]
     assert values["all workers: local_batch_size"].table.data == [[1, "worker 1", 8]]
     assert values["all workers: share"].table.data == [[1, "worker 1", 1.0]]
 

@@ -191,6 +191,20 @@ def test_averaged_weights_have_curves_where_they_were_evaluated():
         assert axes.lines[-1].get_label() == "evaluation, averaged weights"
 
 
+def test_figures_of_the_loss_function_have_curves_next_to_it():
+    rows = metrics_of(STAGES, 4)
+    for row in (row for row in rows if row["event"] == "round" and row["epoch"]):
+        row["kd"] = 2.0 if row["samples"] == 30 else None
+    for axes in plots.curves_figure(rows).axes[2:]:
+        (line,) = (line for line in axes.lines if line.get_label() == "training, kd")
+        assert len(line.get_ydata()) == 4
+    for row in (row for row in rows if row["event"] == "round" and row["epoch"]):
+        row["kd"] = row["samples"]
+    line = plots.curves_figure(rows).axes[2].lines[1]
+    assert line.get_ydata()[1:] == pytest.approx([(30 * 30 + 10 * 10) / 40] * 3)
+    assert math.isnan(line.get_ydata()[0])  # not in that epoch
+
+
 def test_curves_null_loss_leaves_a_gap():
     rows = metrics_of(STAGES, 4)
     next(row for row in rows if row["event"] == "round" and row["epoch"] == 1)["loss"] = None
