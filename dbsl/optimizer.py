@@ -58,30 +58,43 @@ class OptimizerConfig:
 
 
 def check_optimizer(name: str, settings: dict[str, Any] | None = None) -> None:
-    """Refuse an optimizer that timm does not have, or settings that it does not take."""
+    """Refuse an optimizer that timm does not have, or that takes no step with its settings."""
     from timm.optim import get_optimizer_info, list_optimizers  # slow to import, as timm is
 
     if name not in list_optimizers():
         raise SettingError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
-    if settings:
-        info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
-        for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
-            if key in settings and not known:
-                raise SettingError(
-                    f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
-                    f"with {name}"
-                )
-        try:
-            build_optimizer(name, nn.Linear(2, 2), 1e-3, 0.9, 1e-4, **settings)
-        except Exception as error:  # any optimizer's own checks
-            given = ", ".join(f"{key}={value}" for key, value in settings.items())
-            reason = " ".join(str(error).split())[:200]
+    settings = settings or {}
+    info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
+    for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
+        if key in settings and not known:
             raise SettingError(
-                f"optimizer must take the settings that are given, got {name} with {given} "
-                f"({reason})"
-            ) from None
+                f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
+                f"with {name}"
+            )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = _TwoLayers(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if not name.startswith(("bnb", "fused")):  # these step on CUDA alone
+            optimizer.step()
+    except Exception as error:  # any optimizer's own checks
+        given = ", ".join(f"{key}={value}" for key, value in settings.items())
+        reason = " ".join(str(error).split())[:200]
+        must = "the settings that are given" if given else "a step here"
+        raise SettingError(
+            f"optimizer must take {must}, got {name}{given and ' with '}{given} ({reason})"
+        ) from None
+
+
+class _TwoLayers(nn.Sequential):
+    """What an optimizer is tried on; layers are told apart as in timm's models."""
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        return {"stem": "^0", "blocks": "^1"}
 
 
 def optimizer_class(name: str) -> type:
