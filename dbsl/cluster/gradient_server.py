@@ -14,9 +14,8 @@ from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.part_of_step import take_part, take_step
 from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import BuildOptimizer
 from dbsl.cluster.weights import FlatWeights
-from dbsl.optimizer import ClipMode, load_optimizer
+from dbsl.optimizer import BuildOptimizer, ClipMode, load_optimizer
 from dbsl.plan.turns import Restart, RoundReport
 
 

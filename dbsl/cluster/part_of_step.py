@@ -21,6 +21,13 @@ def take_step(
         optimizer.zero_grad(set_to_none=True)
 
 
+def takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `take_part` knows what a part of this optimizer's step is."""
+    if type(optimizer) is torch.optim.SGD:
+        return not any(g["dampening"] or g["maximize"] for g in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
 @torch.no_grad()
 def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: float) -> None:
     """Take a part of an optimizer step, in (0, 1): parts that sum to 1 come to the whole step.

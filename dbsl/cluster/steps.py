@@ -26,7 +26,7 @@ from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.part_of_step import take_step
 from dbsl.cluster.statistics import RunningStatistics
 from dbsl.cluster.weights import FlatWeights
-from dbsl.optimizer import load_optimizer
+from dbsl.optimizer import BuildOptimizer, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.turns import Round
 
@@ -34,8 +34,6 @@ from dbsl.plan.turns import Round
 _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "forward_sync_buffers"
-
-BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class _Stepper:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -73,7 +74,9 @@ def prepare(
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
-    known, config = know_workers(config, model, data, accelerator, loss_of)
+    own.check_optimizer(config, model)
+    builder = own.optimizer and partial(own.build_optimizer, config)
+    known, config = know_workers(config, model, data, accelerator, loss_of, builder)
     check_micro_batches(known, least)
     maker = PlanMaker(config, known, len(data.train), least)
     plans = {
@@ -108,6 +111,7 @@ def prepare(
         ),
         mixing=mixing,
         loss_of=loss_of,
+        build_optimizer=partial(own.build_optimizer, config),
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dbsl.data.mixing import Mixing
@@ -54,6 +55,7 @@ class Run:
         noise: Measures what the gradient noise scale is estimated from.
         mixing: Mixes images and labels of a batch; None: they stay as they are.
         loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
+        build_optimizer: Builds what steps on a model; each group's rate is in ``lr_scale``.
         ema: Average of the global weights over epochs; None: not kept.
         measured: Whether the time models were measured, not given.
         micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
@@ -77,6 +79,7 @@ class Run:
     noise: NoiseProbe
     mixing: Mixing | None
     loss_of: LossOf
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     ema: WeightAverage | None
     measured: bool
     micro_batch_sizes: Mapping[int, Sequence[int]] | None = None

@@ -1,5 +1,6 @@
 """The forks of train.py in examples/forks/ apply, stay short, and train what they say."""
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -21,12 +22,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import train
-from dbsl.base.errors import RunStopped
+from dbsl.base.errors import RunStopped, SettingError
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
 from dbsl.log.meter import MEASURED
 from dbsl.log.rows import evaluation_charts
 from dbsl.open import open_session
+from dbsl.optimizer import join_optimizers, load_optimizer
 from dbsl.run.evaluation import Evaluation
 
 ROOT = Path(train.__file__).resolve().parent
@@ -231,11 +233,12 @@ def linear(width=4, classes=3):
     return nn.Sequential(nn.Linear(width, classes))
 
 
-def opened(folder, data, own, **settings):
+def opened(folder, data, own, build=None, loop=train.train, **settings):
     AcceleratorState._reset_state(True)
     config = train.Config(**{**COMMON, **settings, "output_dir": str(folder)})
-    with open_session(config, train.loss_function, data=data, model=own) as session:
-        train.train(session)
+    given = {"data": data, "model": own, "optimizer": build}
+    with open_session(config, train.loss_function, **given) as session:
+        loop(session)
 
 
 def test_a_module_is_taken_as_it_is_and_images_keep_their_resolutions(tmp_path):
@@ -392,6 +395,121 @@ def test_three_batch_sizes_are_a_setting(tmp_path):
     run(train, tmp_path / "run", settings)
     found = {row["worker"]: row["local_batch_size"] for row in rows(tmp_path / "run", "round")}
     assert found == {0: 4, 1: 8, 2: 16, 3: 16}
+
+
+# --- an optimizer
+
+OWN_MODES = {
+    **MODES,
+    "parts": {"sync": "asp", "push": "gradients", "local_batch_sizes": (3, 5, 8, 4)},
+}
+
+
+def hidden(width=4, classes=3):
+    return nn.Sequential(nn.Linear(width, 8), nn.Linear(8, classes))
+
+
+def two_rates(model, config):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.0}], lr=config.lr)
+
+
+def muon(model, config):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [torch.optim.Muon(weights, lr=config.lr), torch.optim.AdamW(biases, lr=config.lr / 10)]
+
+
+@pytest.mark.parametrize("mode", OWN_MODES)
+def test_each_group_of_parameters_keeps_its_own_rate(tmp_path, mode):
+    torch.manual_seed(0)
+    first = hidden()
+    begun = {name: value.clone() for name, value in first.state_dict().items()}
+    data = TensorData(table(120), table(), 3)
+    opened(tmp_path / "run", data, first, two_rates, lr=0.05, **OWN_MODES[mode])
+    for name, value in load_file(tmp_path / "run/model.safetensors").items():
+        assert torch.allclose(value, begun[name], rtol=0, atol=1e-7) == ("bias" in name), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_muon_with_adamw_trains_and_goes_on_to_the_same_bits(tmp_path, mode):
+    torch.manual_seed(0)
+    data, settings = TensorData(table(120), table(), 3), {**MODES[mode], "lr": 0.05}
+    opened(tmp_path / "whole", data, hidden, muon, **settings)
+
+    def stopped(session):
+        steps, after_step = itertools.count(1), session.checkpointer.after_step
+
+        def counted(**options):
+            if next(steps) == 5:
+                session.stopping.signal = "SIGTERM"
+            after_step(**options)
+
+        session.checkpointer.after_step = counted
+        train.train(session)
+
+    with pytest.raises(RunStopped):
+        opened(tmp_path / "broken", data, hidden, muon, loop=stopped, **settings)
+    opened(tmp_path / "broken", data, hidden, muon, resume=str(tmp_path / "broken"), **settings)
+    assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
+    assert "optimizer: muon\n" in (tmp_path / "whole/config.yaml").read_text()
+
+
+def dampened(model, config):
+    return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, dampening=0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "message"),
+    [
+        (muon, {}, "lr must be given with the optimizer that muon builds"),
+        (muon, {"lr": 0.1, "opt_eps": 1e-3}, "opt_eps must be left out with an optimizer"),
+        (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
+        (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
+        (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),
+        (lambda model, config: None, {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+        (lambda model, config: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+        ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
+        (
+            lambda model, config: [two_rates(model, config), two_rates(model, config)],
+            {"lr": 0.1},
+            "optimizer must have each parameter once",
+        ),
+        (
+            lambda model, config: torch.optim.SGD(model[1].parameters(), lr=config.lr),
+            {"lr": 0.1},
+            r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_written(
+    tmp_path, optimizer, settings, message
+):
+    data = TensorData(table(), table(), 3)
+    with pytest.raises(SettingError, match=message) as error:
+        opened(tmp_path / "run", data, hidden, optimizer, **settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_optimizers_share_their_state_also_when_loaded():
+    model, other = hidden(), hidden()
+    config = SimpleNamespace(lr=0.1)
+    optimizers = [join_optimizers(muon(m, config)) for m in (model, other)]
+    for step in range(3):
+        for m in (model, other):
+            m.load_state_dict(model.state_dict())
+            m(torch.ones(2, 4)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        load_optimizer(optimizers[1], copy.deepcopy(optimizers[0].state_dict()))
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs), step
+    kinds = {type(one).__name__ for one in optimizers[1].optimizers}
+    assert kinds == {"Muon", "AdamW"}
+    assert all(len(one.state) == 4 for one in optimizers[1].optimizers)
 
 
 # --- a merge rule
