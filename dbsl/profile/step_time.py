@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.architecture import set_training
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.cluster.clipping import make_clip
@@ -150,7 +151,8 @@ class TrainingStep:
         self._example = example or self._images_of
         self.resolution = resolution
         self.num_classes = num_classes
-        self._model = copy.deepcopy(model).train()
+        self._model = copy.deepcopy(model)
+        set_training(self._model)
         if compiled:
             compile_in_place(self._model, accelerator.device, sums=micro_batch is not None)
         self._loss_of = loss_of or self._cross_entropy

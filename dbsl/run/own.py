@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -108,10 +107,10 @@ class Own:
         return keep_ratios(built, config.lr)
 
     def check_optimizer(self, config: RunConfig, model: nn.Module) -> None:
-        """Raise ``SettingError`` if what the function builds cannot take this run's steps."""
-        if self.optimizer is None:
-            return
-        model = copy.deepcopy(model)
+        """Raise ``SettingError`` if what is built cannot take this run's steps.
+
+        Building may freeze parameters, which all that follows is to know.
+        """
         optimizer = self.build_optimizer(config, model)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]

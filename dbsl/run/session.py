@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.architecture import set_dropout
+from dbsl.architecture import set_dropout, set_training
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.protocol import Cluster
@@ -138,7 +138,7 @@ class Session:
                 work.forget()
         stepper.begin(turn, anew=anew)
         self.meter.begin(turn, anew=anew)
-        stepper.model.train()
+        set_training(stepper.model)
         # No steps are left to ask in: it was stopped at the barrier, or has no samples this round.
         # The others may have steps, and ask.
         if work.over:

@@ -456,6 +456,68 @@ def test_muon_with_adamw_trains_and_goes_on_to_the_same_bits(tmp_path, mode):
     assert "optimizer: muon\n" in (tmp_path / "whole/config.yaml").read_text()
 
 
+def frozen_first(model, config):
+    model[0].requires_grad_(False)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.lr)
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.5)),
+            nn.Linear(8, 3),
+        )
+
+
+def thawed_late(session):
+    """Train with the first layers frozen up to epoch 2, as a fork's own loop may."""
+    round_ = train.train_round
+
+    def train_round(session, turn):
+        session.model[0].requires_grad_(turn.epoch >= 2)
+        round_(session, turn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_round", train_round)
+        train.train(session)
+
+
+FREEZING = {**OWN_MODES, "bsp": {**OWN_MODES["bsp"], "ema_decay": 0.5}}
+
+
+@pytest.mark.parametrize("mode", FREEZING)
+def test_what_an_optimizers_function_freezes_stays_where_it_is(tmp_path, mode):
+    torch.manual_seed(0)
+    first = Normed()
+    begun = {name: value.clone() for name, value in first.state_dict().items()}
+    data = TensorData(table(120), table(), 3)
+    opened(tmp_path / "run", data, first, frozen_first, lr=0.05, **FREEZING[mode])
+    for path in (tmp_path / "run").glob("model*.safetensors"):
+        for name, value in load_file(path).items():
+            stays = torch.allclose(value.float(), begun[name].float(), rtol=0, atol=1e-7)
+            assert stays == name.startswith("0."), (path.name, name)
+
+
+@pytest.mark.parametrize("mode", FREEZING)
+def test_layers_that_are_thawed_later_move_from_then_on(tmp_path, mode):
+    torch.manual_seed(0)
+    data, begun = TensorData(table(120), table(), 3), Normed()
+    weights = {name: value.clone() for name, value in begun.state_dict().items()}
+    settings = {**FREEZING[mode], "lr": 0.05, "lr_milestones": (), "checkpoint_every": 1}
+    settings |= {"weight_decay": 0.1, "epochs": 3, "keep_checkpoints": 9}
+    opened(tmp_path / "run", data, begun, loop=thawed_late, **settings)
+    found = {}
+    for epoch in (2, 3):
+        place = tmp_path / f"run/checkpoints/epoch-{epoch:04d}/model.safetensors"
+        found[epoch] = {
+            name: torch.allclose(value.float(), weights[name].float(), rtol=0, atol=1e-7)
+            for name, value in load_file(place).items()
+        }
+    if mode not in ("asp", "parts"):  # there others are in the next epoch already
+        assert all(stays == name.startswith("0.") for name, stays in found[2].items())
+    assert not any(found[3].values())
+
+
 def dampened(model, config):
     return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, dampening=0.5)
 
