@@ -154,7 +154,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
     config, log, ema = session.config, session.log, session.run.ema
     train_time_s, result = session.train_time_s(end), None
-    last = end.epoch + 1 == config.epochs
+    last = session.is_last(end)
     due = last or (end.epoch + 1) % config.eval_every == 0
     with session.stopwatch.evaluating() as spent:
         session.cluster.load(end)  # the merged weights into the model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -12,7 +12,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.base.cores import threads_of_process
-from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
+from dbsl.base.errors import (
+    NothingLeft,
+    RunFinished,
+    SettingError,
+    SyncError,
+    join_the_others,
+)
 from dbsl.checkpoint.changes import check_joining, without_effect
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
@@ -242,7 +248,8 @@ def _running(session: Session) -> Iterator[None]:
     """Train within; a run that has come to its end is saved as such, and its workers part."""
     with session.cluster, session.checkpointer:
         session.start_training()
-        yield
+        with suppress(RunFinished):
+            yield
         session.checkpointer.finish()
         session.cluster.close()
 

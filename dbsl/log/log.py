@@ -122,6 +122,7 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
+        self._evaluated_epoch = -1  # the last that was, in this session
         self._epochs_done = 0
         self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
         if state:
@@ -300,6 +301,7 @@ class RunLog:
         record = epoch_charts(training, clocks | times, plan)
         if evaluation is not None:
             self._evaluations.append(evaluation)
+            self._evaluated_epoch = epoch
             found = given_values(asdict(evaluation))
             found |= found.pop("more") | clocks
             found |= {"learning_rate": learning_rate, "train_resolution": resolution}
@@ -353,6 +355,15 @@ class RunLog:
         if self.enabled:
             self._charts.images(files, self._epochs_done, again=again)
 
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that are complete, on the main process."""
+        return self._epochs_done
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether an epoch was evaluated, on the main process."""
+        return self.enabled and self._evaluated_epoch == epoch
+
     def is_best(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation that is not recorded yet is the best, on the main process."""
         if not self.enabled:
@@ -377,7 +388,7 @@ class RunLog:
             "images_per_s": self._samples / max(self._train_time_s, 1e-9),
             "samples_seen": self._samples,
         }
-        last_plan = self._planned.at(self._planned.epochs - 1)
+        last_plan = self._planned.at(self._epochs_done - 1)
         return given_values(values) | noise_summary(self._noise.estimate(), last_plan)
 
     def summary(self, values: Mapping[str, Any]) -> None:

@@ -100,11 +100,12 @@ def sum_up(session: Session) -> None:
             )
         log.images(pictures)
         log.members.end()
-        names = ("epochs", "seed", "workers", "small_workers", "sync")
+        names = ("seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
             "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
+            "epochs": log.epochs_done,
             **{name: getattr(config, name) for name in names},
             "classes": run.data.num_classes,
             "device": device_name(accelerator.device),

@@ -47,6 +47,8 @@ class Session:
         mirror: Copies the run folder to a URL, if it is to; `dbsl.checkpoint.mirror`.
         log: Metrics, lines, trackers; `dbsl.log.log`.
         checkpointer: Saves; `dbsl.checkpoint.checkpointer`.
+        finishing: Whether this process wishes that the run ends early, by `finish`.
+        finishes_next: Whether all processes know that the next epoch's end is the last.
     """
 
     run: Run
@@ -61,6 +63,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     log: Any = None
     checkpointer: Any = None
+    finishing: bool = False
+    finishes_next: bool = False
 
     @property
     def config(self) -> Any:
@@ -115,6 +119,19 @@ class Session:
         """Write the model's weights as they are now into the run folder, on the main process."""
         if self.accelerator.is_main_process:
             save_model(self.model, self.folder, self.side, self.run.data, name=name)
+
+    def finish(self) -> None:
+        """End the run with this epoch; to be called before `checkpointer.after_epoch`.
+
+        One process is enough, of those that epochs end on: all learn of it there. An epoch that is
+        not evaluated is followed by one that is. Model, summary and card are of what was trained,
+        and `--resume` goes on.
+        """
+        self.finishing = True
+
+    def is_last(self, end: EpochEnd) -> bool:
+        """Whether the run is known to end with this epoch."""
+        return end.epoch + 1 == self.config.epochs or self.finishes_next
 
     def train_time_s(self, end: EpochEnd) -> float:
         """Return the seconds of training up to an epoch's end."""

@@ -29,7 +29,9 @@ from dbsl.log.meter import MEASURED
 from dbsl.log.rows import evaluation_charts
 from dbsl.open import open_session
 from dbsl.optimizer import join_optimizers, load_optimizer
+from dbsl.plan.turns import EpochEnd, Round
 from dbsl.run.evaluation import Evaluation
+from tests import helpers
 
 ROOT = Path(train.__file__).resolve().parent
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
@@ -572,6 +574,124 @@ def test_several_optimizers_share_their_state_also_when_loaded():
     kinds = {type(one).__name__ for one in optimizers[1].optimizers}
     assert kinds == {"Muon", "AdamW"}
     assert all(len(one.state) == 4 for one in optimizers[1].optimizers)
+
+
+# --- a run that ends early
+
+LONG = {"epochs": 4, "lr": 0.05, "lr_milestones": ()}
+
+
+def ends_by(how, epochs=2, calls=lambda: True):
+    """Return a `train` of a fork that ends after so many epochs, in one of three ways."""
+    end_epoch = train.end_epoch
+
+    def ended(session, end):
+        end_epoch(session, end)
+        if end.epoch + 1 == epochs and calls():
+            session.finish()
+
+    def loop(session):
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "finish":
+                patch.setattr(train, "end_epoch", ended)
+                train.train(session)
+                return
+            turns = session.cluster.turns()
+            for turn in turns:
+                if isinstance(turn, Round):
+                    train.train_round(session, turn)
+                    if how == "inside":
+                        return
+                for report in session.cluster.reports():
+                    session.log.round(report)
+                if isinstance(turn, EpochEnd):
+                    end_epoch(session, turn)
+                    session.checkpointer.after_epoch(turn)
+                    if turn.epoch + 1 == epochs:
+                        return
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [*((mode, "finish") for mode in OWN_MODES), ("bsp", "return")]
+)
+def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bits(
+    tmp_path, mode, how
+):
+    torch.manual_seed(0)
+    data = TensorData(table(120), table(), 3)
+    settings = {**LONG, **OWN_MODES[mode], "checkpoint_every": 2}
+    opened(tmp_path / "whole", data, hidden, **settings)
+    opened(tmp_path / "early", data, hidden, loop=ends_by(how), **settings)
+    summary = json.loads((tmp_path / "early/summary.json").read_text())
+    evaluated = rows(tmp_path / "early", "eval")
+    assert summary["epochs"] == len(evaluated) == 2
+    assert summary["final_accuracy"] == evaluated[-1]["accuracy"]
+    seen = sum(row["samples"] for row in rows(tmp_path / "early", "round"))
+    if mode not in ("asp", "parts"):  # whose other workers were ahead
+        assert seen == 2 * 120
+    assert summary["samples_seen"] == seen or mode == "parts"
+    card = (tmp_path / "early/README.md").read_text()
+    assert f"| epochs, samples trained on | 2, {summary['samples_seen']} |" in card
+    model = hidden()
+    model.load_state_dict(load_file(tmp_path / "early/model.safetensors"))
+    correct = (model(data.evaluation.inputs).argmax(1) == data.evaluation.labels).float().mean()
+    assert correct.item() == pytest.approx(summary["final_accuracy"])
+    assert (tmp_path / "early/model_ema.safetensors").exists() == ("ema_decay" in settings)
+
+    opened(tmp_path / "early", data, hidden, resume=str(tmp_path / "early"), **settings)
+    assert fingerprint(tmp_path / "early") == fingerprint(tmp_path / "whole")
+    assert json.loads((tmp_path / "early/summary.json").read_text())["epochs"] == 4
+
+
+def test_a_run_that_is_to_end_with_an_epoch_that_is_not_evaluated_takes_one_that_is(tmp_path):
+    data = TensorData(table(120), table(), 3)
+    loop = ends_by("finish", epochs=1)
+    opened(tmp_path / "run", data, hidden, loop=loop, eval_every=3, **LONG)
+    assert [row["epoch"] for row in rows(tmp_path / "run", "eval")] == [2]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 2
+
+
+@pytest.mark.parametrize(("how", "settings"), [("inside", {}), ("return", {"eval_every": 4})])
+def test_a_return_that_leaves_no_result_is_refused_and_leaves_no_record(tmp_path, how, settings):
+    data = TensorData(table(120), table(), 3)
+    with pytest.raises(SettingError, match=r"train must take all turns, .* got a return after"):
+        opened(tmp_path / "run", data, hidden, loop=ends_by(how), **LONG, **settings)
+    assert not (tmp_path / "run/summary.json").exists()
+    assert not (tmp_path / "run/README.md").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync": "asp"},
+        pytest.param({"sync": "step"}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"sync": "ssp", "dedicated_server": True}, marks=pytest.mark.slow),
+        pytest.param({"min_workers": 1, "grace_seconds": 5.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
+    tmp_path, monkeypatch, settings
+):
+    end_epoch = train.end_epoch
+
+    def ended(session, end):
+        end_epoch(session, end)
+        if end.epoch == 1 and session.accelerator.is_main_process:
+            session.finish()
+
+    monkeypatch.setattr(train, "end_epoch", ended)
+    ranks = 2 + settings.get("dedicated_server", False)
+    common = {"epochs": 4, "lr_milestones": (), "large_batch_size": 10, "workers": None, **settings}
+    if settings.get("sync") == "step":
+        common |= {"large_batch_size": None, "global_batch_size": 20}
+    helpers.run_in_ranks(tmp_path / "run", ranks, **common)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["epochs"], "lost_workers" in summary) == (2, False)
+    assert summary["samples_seen"] >= 2 * 60
+    assert (tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists()
 
 
 # --- a merge rule
