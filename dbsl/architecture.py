@@ -98,6 +98,12 @@ def join_batch_norm(model: nn.Module) -> nn.Module:
     return timm.layers.convert_sync_batchnorm(model)
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the model normalises what it trains on by the batch: layers that are not frozen."""
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return any(all(p.requires_grad for p in norm.parameters()) for norm in norms)
+
+
 def set_training(model: nn.Module) -> None:
     """Put a model into training mode, but for the modules whose parameters are all frozen.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -70,6 +71,7 @@ def open_session(
     model: ModelOrBuilder | None = None,
     optimizer: OptimizerBuilder | None = None,
     merge: MergeRule | None = None,
+    evaluate_also: Mapping[str, Any] | None = None,
 ) -> Iterator[Session | EvaluationSession | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
@@ -89,13 +91,15 @@ def open_session(
         merge: A merge rule of one's own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
             None: the one that `merge` names. It gets all n workers' weights at a barrier, else each
             push alone.
+        evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
+            map-style dataset of (input tensor, label), or the name of a dataset or folder.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
     stopwatch = Stopwatch()
-    own = Own(data, model, optimizer)
+    own = Own(data, model, optimizer, evaluate_also)
     given = own.named(given)
     stopping = Stopping(deadline_of(given.max_minutes))
     opening = _Opening(loss_function, own, merge, stopwatch, stopping)

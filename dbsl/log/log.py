@@ -57,6 +57,7 @@ from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.evaluation import Evaluation
 
+_FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
 
 
@@ -78,6 +79,8 @@ class RunLog:
             round). Steps are then counted, and new plans told, where a round is recorded.
         samples: Training samples; None: those of the plans, which may leave out a last batch.
         evaluated: Evaluation samples that were told; a line says if fewer can be read.
+        normalises: Whether batch norm takes each worker's batch by itself: a line says so if one
+            becomes small.
         bce: Whether training's loss is binary cross-entropy: evaluation's is cross-entropy.
         divergence: Is shown every round's loss, and every epoch's.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
@@ -99,6 +102,7 @@ class RunLog:
         plan_of: Callable[[int, int], Plan | None] | None = None,
         samples: int | None = None,
         evaluated: int = 0,
+        normalises: bool = False,
         bce: bool = False,
         divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
@@ -114,6 +118,7 @@ class RunLog:
         self._pushes = pushes
         self._divergence = divergence
         self._evaluated = evaluated
+        self._normalises = normalises
         self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
         self._expects_times = expects_times
         self._plan_of = plan_of
@@ -250,6 +255,7 @@ class RunLog:
         """Record the plan in force in a round, if it is another than before."""
         if not self.enabled:
             return
+        self._look_at_batches(plan)
         if (change := self._planned.change(epoch, round_, plan)) is None:
             return
         before, more_steps = change
@@ -259,6 +265,17 @@ class RunLog:
         self._display.print(
             f"from epoch {epoch + 1} on{px(stage.resolution, ' at ')}: {plan_changes(before, plan)}"
         )
+
+    def _look_at_batches(self, plan: Plan) -> None:
+        """Say once that a worker has fewer samples a step than the others, and too few."""
+        sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
+        least = min(sizes)
+        if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
+            self._normalises = False
+            self._display.print(
+                f"warning: worker {sizes.index(least)} has batches of {least}, of which batch norm "
+                "has no good statistics; --min-batch-size 8 plans larger ones"
+            )
 
     def epoch_end(
         self,

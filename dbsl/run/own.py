@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -47,11 +48,14 @@ class Own:
         model: A module, or a function that builds one from the run's seed; None: timm's model that
             the settings name.
         optimizer: Builds one or several on a model, by the settings; None: timm's that they name.
+        evaluate_also: Further evaluation sets, by name: a source, data with evaluation samples, a
+            map-style dataset of tensors, or the name of a dataset.
     """
 
     data: TrainingData | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
     optimizer: OptimizerBuilder | None = None
+    evaluate_also: Mapping[str, Any] | None = None
 
     def named(self, given: RunConfig) -> RunConfig:
         """Return the settings with the names of the data and the model that there are.

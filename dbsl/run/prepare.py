@@ -43,6 +43,7 @@ from dbsl.run.checks import (
     check_samples,
 )
 from dbsl.run.config import RunConfig
+from dbsl.run.evaluation import further_sources
 from dbsl.run.notes import with_notes
 from dbsl.run.own import Own
 from dbsl.run.plans import PlanMaker
@@ -70,6 +71,7 @@ def prepare(
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model = _build_model(config, data, own, accelerator)
+    also = further_sources(own, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
@@ -118,6 +120,7 @@ def prepare(
         default_workers=default_workers,
         default_resolutions=default_resolutions,
         nodes=nodes,
+        also=also,
     )
     check_room(run)
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dbsl.data.mixing import Mixing
-from dbsl.data.sources import TrainingData
+from dbsl.data.sources import Source, TrainingData
 from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation
 from dbsl.plan.follow import Planner
@@ -63,6 +63,7 @@ class Run:
         default_workers: Whether nobody has said how many workers there are.
         default_resolutions: Whether nobody has said at which resolutions it trains.
         nodes: The node of each process, from 0.
+        also: Further evaluation sets, by name.
     """
 
     config: RunConfig
@@ -86,6 +87,7 @@ class Run:
     default_workers: bool = False
     default_resolutions: bool = False
     nodes: tuple[int, ...] = (0,)
+    also: Mapping[str, Source] = field(default_factory=dict)
 
     @property
     def worker_nodes(self) -> tuple[int, ...]:

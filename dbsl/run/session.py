@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ from dbsl.architecture import set_dropout, set_training
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.protocol import Cluster
+from dbsl.data.sources import Source
+from dbsl.data.tensors import as_source
 from dbsl.model import save_model
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage, resets_momentum
@@ -94,6 +96,11 @@ class Session:
         return together and self.accelerator.num_processes > 1
 
     @property
+    def also(self) -> Mapping[str, Source]:
+        """Further evaluation sets, by name: `open_session(evaluate_also=...)`."""
+        return self.run.also
+
+    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return self.run.data.num_classes
@@ -107,7 +114,7 @@ class Session:
         """Have ready what the first batches need, and begin to count the time of training."""
         sources = [self.run.data.train] * bool(self.cluster.workers)
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
-        sources += [self.run.data.evaluation] * evaluates
+        sources += [self.run.data.evaluation, *self.also.values()] if evaluates else []
         for source in sources:
             if start := getattr(source, "start", None):  # data of one's own may not know of it
                 start()
@@ -168,11 +175,13 @@ class Session:
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
 
-        Where processes evaluate together, they are this process's part.
+        Where processes evaluate together, they are this process's part. A source may be a map-style
+        dataset of (input tensor, label), too, or data with evaluation samples.
         """
         run = self.run
+        source = run.data.evaluation if source is None else source
         yield from evaluation_images(
-            run.data.evaluation if source is None else source,
+            as_source(source, run.data, self.side, "source"),
             run.evaluation_transform,
             run.evaluation_batch,
             self.accelerator,

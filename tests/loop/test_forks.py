@@ -26,7 +26,8 @@ from dbsl.base.errors import RunStopped, SettingError
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
 from dbsl.log.meter import MEASURED
-from dbsl.log.rows import evaluation_charts
+from dbsl.log.plots import curves_figure
+from dbsl.log.rows import evaluation_charts, read_metrics
 from dbsl.open import open_session
 from dbsl.optimizer import join_optimizers, load_optimizer
 from dbsl.plan.turns import EpochEnd, Round
@@ -35,7 +36,7 @@ from tests import helpers
 
 ROOT = Path(train.__file__).resolve().parent
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
-MOST_LINES = 25  # added and removed
+MOST_LINES = 27  # added and removed
 COMMON = {
     "workers": 4,
     "epochs": 2,
@@ -235,10 +236,10 @@ def linear(width=4, classes=3):
     return nn.Sequential(nn.Linear(width, classes))
 
 
-def opened(folder, data, own, build=None, loop=train.train, **settings):
+def opened(folder, data, own, build=None, loop=train.train, also=None, **settings):
     AcceleratorState._reset_state(True)
     config = train.Config(**{**COMMON, **settings, "output_dir": str(folder)})
-    given = {"data": data, "model": own, "optimizer": build}
+    given = {"data": data, "model": own, "optimizer": build, "evaluate_also": also}
     with open_session(config, train.loss_function, **given) as session:
         loop(session)
 
@@ -397,6 +398,66 @@ def test_three_batch_sizes_are_a_setting(tmp_path):
     run(train, tmp_path / "run", settings)
     found = {row["worker"]: row["local_batch_size"] for row in rows(tmp_path / "run", "round")}
     assert found == {0: 4, 1: 8, 2: 16, 3: 16}
+
+
+# --- further evaluation sets
+
+
+def test_further_sets_are_evaluated_recorded_and_told(tmp_path, capsys):
+    data, other = TensorData(table(60), table(), 3), table(20)
+    also = {
+        "same": data,
+        "source": TensorData(table(), other, 3).evaluation,
+        "dataset": other,
+    }
+    opened(tmp_path / "run", data, hidden, also=also, lr=0.05, eval_every=2, epochs=4)
+    (first, last) = rows(tmp_path / "run", "eval")
+    for row in (first, last):
+        assert (row["same_accuracy"], row["same_loss"]) == (row["accuracy"], row["loss"])
+        assert row["source_accuracy"] == row["dataset_accuracy"]
+    model = hidden()
+    model.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
+    inputs, labels = other.tensors
+    assert last["dataset_loss"] == pytest.approx(F.cross_entropy(model(inputs), labels).item())
+    told = f"  same {100 * last['accuracy']:.1f} %, loss {last['loss']:.3g}"
+    assert told[:12] in capsys.readouterr().out
+    figure = curves_figure(read_metrics(tmp_path / "run/metrics.jsonl"))
+    assert {"same", "source", "dataset"} <= {line.get_label() for line in figure.axes[0].lines}
+
+
+def test_a_folder_or_name_of_images_is_loaded_as_the_main_data_are(tmp_path):
+    settings = {name: value for name, value in TINY.items() if name not in COMMON}
+    opened(
+        tmp_path / "run",
+        None,
+        None,
+        also={"digits": "digits"},
+        **settings,
+        epochs=1,
+        lr_milestones=(),
+    )
+    (row,) = rows(tmp_path / "run", "eval")
+    assert row["samples"] == 20
+    assert 0 <= row["digits_accuracy"] <= 1
+    assert row["digits_loss"] != row["loss"]  # of all of them
+
+
+@pytest.mark.parametrize(
+    ("also", "message"),
+    [
+        ({"few": TensorData(table(), table(), 4)}, "evaluate_also few must have the 3 classes"),
+        ({"wide": table(width=5)}, r"evaluate_also wide must have inputs .* got float32 \[5\]"),
+        ({"none": 3}, "evaluate_also none must be a map-style dataset with samples, got int"),
+        ({"ema": table()}, "evaluate_also must have words for names, not ema or top5 or train"),
+        ({"a b": table()}, "evaluate_also must have words for names"),
+        ({"digits": "digits"}, "evaluate_also must have sources or datasets of tensors"),
+    ],
+)
+def test_a_set_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, also, message):
+    with pytest.raises(SettingError, match=message) as error:
+        opened(tmp_path / "run", TensorData(table(), table(), 3), hidden, also=also)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
 
 
 # --- an optimizer
