@@ -755,6 +755,23 @@ def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
     assert (tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists()
 
 
+def test_muon_early_stop_and_thaw_are_forks_that_run(fork, tmp_path):
+    common = {**TINY, "epochs": 3, "rounds_per_epoch": 1, "checkpoint_every": 1}
+    summary = run(fork("muon"), tmp_path / "one", common)
+    assert summary["epochs"] == 3
+    assert "optimizer: build_optimizers\n" in (tmp_path / "one/config.yaml").read_text()
+    summary = run(fork("early_stop"), tmp_path / "two", {**common, "target_accuracy": 0.001})
+    assert (summary["epochs"], summary["samples_seen"]) == (1, 60)
+    run(fork("thaw"), tmp_path / "three", {**common, "frozen_epochs": 2, "keep_checkpoints": 9})
+    places = [f"checkpoints/epoch-000{n}/model.safetensors" for n in (1, 2, 3)]
+    first, second, third = (load_file(tmp_path / "three" / place) for place in places)
+    same = {name for name in first if torch.allclose(first[name], second[name], atol=1e-6)}
+    assert first.keys() - same == {"fc.weight", "fc.bias"}
+    moved = {name for name in first if not torch.equal(second[name], third[name])}
+    assert {"conv1.0.weight", "fc.weight"} <= moved
+    assert any("running_mean" in name for name in moved)
+
+
 # --- a merge rule
 
 
