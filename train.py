@@ -162,12 +162,14 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
     config, log, ema = session.config, session.log, session.run.ema
     train_time_s, result = session.train_time_s(end), None
-    last = end.epoch + 1 == config.epochs
+    last = session.is_last(end)
     due = last or (end.epoch + 1) % config.eval_every == 0
     with session.evaluating() as spent:
         session.cluster.load(end)  # the merged weights into the model
         if due:
             result = evaluate(session)
+            for name, source in session.also.items():  # of open_session(evaluate_also=...)
+                result = result.also(name, evaluate(session, source))
             result = replace(result, time_s=spent())
         if config.eval_train and last:
             trained = evaluate(session, session.run.data.train)
@@ -202,15 +204,24 @@ def train(session: Session) -> None:
             log.round(report, virtual_time_s=cluster.time_s)
         log.members.hear(cluster)  # which workers were lost, are late, or have come back
         if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
-            end_epoch(session, turn)
+            end_epoch(session, turn)  # session.finish() in it, or here, makes this epoch the last
             session.checkpointer.after_epoch(turn)
 
 
 def main(config: Config) -> None:
     """Train, evaluate and save one run, or go on with one."""
-    with open_session(config, loss_function) as session:
+    with open_session(
+        config,
+        loss_function,
+        data=None,  # TensorData(train, evaluation, classes), else the images of --dataset
+        model=None,  # a module, or a function that builds one, else timm's --model
+        optimizer=None,  # (model, config) -> one or several of torch, else timm's --optimizer
+        merge=None,  # (global_ [P], pushed [n, P], factors [n]) -> [P], else --merge
+        evaluate_also=None,  # {name: data, source, dataset of tensors, or name of a dataset}
+    ) as session:
         if config.eval_only:
-            session.tell(evaluate(session))
+            further = {name: evaluate(session, source) for name, source in session.also.items()}
+            session.tell(evaluate(session), further)
         elif session is not None:  # a finished run, or --plan-only: nothing is to be trained
             train(session)
 

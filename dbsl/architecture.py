@@ -117,6 +117,26 @@ def join_batch_norm(model: nn.Module) -> nn.Module:
     return timm.layers.convert_sync_batchnorm(model)
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether the model normalises what it trains on by the batch: layers that are not frozen."""
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    return any(all(p.requires_grad for p in norm.parameters()) for norm in norms)
+
+
+def set_training(model: nn.Module) -> None:
+    """Put a model into training mode, but for the modules whose parameters are all frozen.
+
+    In evaluation mode their batch norm keeps its statistics, and they drop nothing.
+    """
+    model.train()
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    for module in model.modules():
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        if trained and not any(trained):
+            module.eval()
+
+
 def set_dropout(model: nn.Module, probability: float) -> None:
     """Set the dropout before the classifier; weights and optimizer state stay as they are."""
     model.drop_rate = probability  # read at every forward pass where timm applies it as a function

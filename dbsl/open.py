@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.cores import threads_of_process
-from dbsl.base.errors import NothingLeft, SettingError, SyncError, join_the_others
+from dbsl.base.errors import (
+    NothingLeft,
+    RunFinished,
+    SettingError,
+    SyncError,
+    join_the_others,
+)
 from dbsl.checkpoint.changes import check_joining, without_effect
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.mirror import Mirror, open_mirror
@@ -40,10 +47,10 @@ from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
 from dbsl.run.announce import print_run
 from dbsl.run.cluster import connect
-from dbsl.run.config import CHECKPOINTS, RunConfig, check_effects
+from dbsl.run.config import CHECKPOINTS, RunConfig, check_effects, steps_in_parts
 from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
 from dbsl.run.folder import RunFolder, default_folder
-from dbsl.run.own import Own
+from dbsl.run.own import OptimizerBuilder, Own
 from dbsl.run.parse import run_folder_of
 from dbsl.run.prepare import prepare
 from dbsl.run.resolved import found_by, with_resolved
@@ -62,7 +69,9 @@ def open_session(
     *,
     data: TrainingData | None = None,
     model: ModelOrBuilder | None = None,
+    optimizer: OptimizerBuilder | None = None,
     merge: MergeRule | None = None,
+    evaluate_also: Mapping[str, Any] | None = None,
 ) -> Iterator[Session | EvaluationSession | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
@@ -78,20 +87,25 @@ def open_session(
             `dataset` names.
         model: A module of one's own, or a function that builds one from the run's seed; None:
             timm's that `model` names.
+        optimizer: ``optimizer(model, config)``, which builds a torch optimizer or a sequence of
+            them. The schedule moves `lr`, and each group of parameters keeps the proportion to it
+            that it was built with. None: timm's that `optimizer` names.
         merge: A merge rule of one's own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
             None: the one that `merge` names. It gets all n workers' weights at a barrier, else each
             push alone.
+        evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
+            map-style dataset of (input tensor, label), or the name of a dataset or folder.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
     stopwatch = Stopwatch()
-    own = Own(data, model)
+    own = Own(data, model, optimizer, evaluate_also)
     given = own.named(given)
     stopping = Stopping(deadline_of(given.max_minutes))
     opening = _Opening(loss_function, own, merge, stopwatch, stopping)
-    config = _complete(given)
+    config = _complete(given, own)
     if config.eval_only:
         session = _prepare_evaluation(config, own)
         yield session
@@ -235,7 +249,8 @@ def _running(session: Session) -> Iterator[None]:
     """Train within; a run that has come to its end is saved as such, and its workers part."""
     with session.cluster, session.checkpointer:
         session.start_training()
-        yield
+        with suppress(RunFinished):
+            yield
         session.checkpointer.finish()
         session.cluster.close()
 
@@ -258,11 +273,18 @@ def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
     return prepare_evaluation(config, accelerator, own, folder)
 
 
-def _complete(given: RunConfig) -> RunConfig:
+def _complete(given: RunConfig, own: Own) -> RunConfig:
     """Return the settings with what a run has found out, where it still holds."""
     check_tracker(given.report_to)
-    check_optimizer(given.optimizer, given.optimizer_settings)
+    if own.optimizer is None:
+        in_parts = steps_in_parts(given)
+        check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
     config = with_resolved(given)
+    if own.optimizer is not None and config.lr is None:
+        raise SettingError(
+            f"lr must be given with the optimizer that {config.optimizer} builds, whose rates "
+            "follow it, got unset"
+        )
     config = replace(
         config,
         cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,10 +15,13 @@ from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
 from dbsl.base.kwargs import parse_kwargs
 
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 # Settings of groups of parameters, beside what the optimizer's class takes. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
+# Names of those that can take the part of a step that one push of a global batch is worth.
+STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
 
 
@@ -57,38 +61,61 @@ class OptimizerConfig:
         return named | parse_kwargs("opt_kwargs", self.opt_kwargs)
 
 
-def check_optimizer(name: str, settings: dict[str, Any] | None = None) -> None:
-    """Refuse an optimizer that timm does not have, or settings that it does not take."""
+def check_optimizer(
+    name: str, settings: dict[str, Any] | None = None, *, in_parts: bool = False
+) -> None:
+    """Refuse an optimizer that timm does not have, or that takes no step with its settings.
+
+    `in_parts`: or that takes no part of a step.
+    """
     from timm.optim import get_optimizer_info, list_optimizers  # slow to import, as timm is
 
     if name not in list_optimizers():
         raise SettingError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
-    if settings:
-        info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
-        for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
-            if key in settings and not known:
-                raise SettingError(
-                    f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
-                    f"with {name}"
-                )
-        try:
-            build_optimizer(name, nn.Linear(2, 2), 1e-3, 0.9, 1e-4, **settings)
-        except Exception as error:  # any optimizer's own checks
-            given = ", ".join(f"{key}={value}" for key, value in settings.items())
-            reason = " ".join(str(error).split())[:200]
+    if in_parts and name not in STEP_IN_PARTS:
+        raise SettingError(
+            f"optimizer must be one of {', '.join(STEP_IN_PARTS)} with push gradients and sync ssp "
+            f"or asp, where each push is part of a step, got {name}"
+        )
+    settings = settings or {}
+    info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
+    for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
+        if key in settings and not known:
             raise SettingError(
-                f"optimizer must take the settings that are given, got {name} with {given} "
-                f"({reason})"
-            ) from None
+                f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
+                f"with {name}"
+            )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = _TwoLayers(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if not name.startswith(("bnb", "fused")):  # these step on CUDA alone
+            optimizer.step()
+    except Exception as error:  # any optimizer's own checks
+        given = ", ".join(f"{key}={value}" for key, value in settings.items())
+        reason = " ".join(str(error).split())[:200]
+        must = "the settings that are given" if given else "a step here"
+        raise SettingError(
+            f"optimizer must take {must}, got {name}{given and ' with '}{given} ({reason})"
+        ) from None
 
 
-def optimizer_class(name: str) -> type:
-    """Return the class behind one of timm's names."""
-    from timm.optim import get_optimizer_class
+class _TwoLayers(nn.Sequential):
+    """What an optimizer is tried on; layers are told apart as in timm's models."""
 
-    return get_optimizer_class(name, bind_defaults=False)
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        return {"stem": "^0", "blocks": "^1"}
+
+
+def optimizer_class(name: str) -> type | None:
+    """Return the class behind one of timm's names; None: it is the name of another."""
+    from timm.optim import get_optimizer_class, list_optimizers
+
+    return get_optimizer_class(name, bind_defaults=False) if name in list_optimizers() else None
 
 
 def default_learning_rate(optimizer: str) -> float:
@@ -128,6 +155,65 @@ def build_optimizer(
     return create_optimizer_v2(model, opt=name, **common | settings)
 
 
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one: Muon for matrices and AdamW for all else, say.
+
+    Args:
+        optimizers: Of different parameters.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        super().__init__([group for one in self.optimizers for group in one.param_groups], {})
+        for one in self.optimizers:
+            one.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        """Take a step with each; there is no closure."""
+        for one in self.optimizers:
+            one.step()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; each optimizer gets its groups of parameters."""
+        super().load_state_dict(state_dict)
+        groups = iter(self.param_groups)
+        for one in self.optimizers:
+            own = list(islice(groups, len(one.param_groups)))
+            one.__setstate__({"state": self.state, "param_groups": own})
+
+
+def join_optimizers(
+    built: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """Return one optimizer of what a function has built.
+
+    Raises:
+        SettingError: If that is no optimizer, nor several.
+    """
+    if isinstance(built, torch.optim.Optimizer):
+        return built
+    several = isinstance(built, Sequence) and bool(built)
+    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in built):
+        raise SettingError(
+            "optimizer must build an optimizer of torch or a sequence of them, got "
+            f"{type(built).__name__}"
+        )
+    try:
+        return JoinedOptimizer(built)
+    except ValueError as error:  # a parameter in two of them
+        raise SettingError(f"optimizer must have each parameter once ({error})") from None
+
+
+def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Optimizer:
+    """Have each group of parameters keep its rate in proportion to the run's, which moves.
+
+    The factor is ``lr_scale``, as timm gives with layer decay.
+    """
+    for group in optimizer.param_groups:
+        group["lr_scale"] = group["lr"] / lr * group.get("lr_scale", 1.0)
+    return optimizer
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state, but not the settings that a run's config has.
 
@@ -140,7 +226,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             f"optimizer must have {len(current)} groups of parameters, "
             f"got {len(saved['param_groups'])}"
         )
-    settings = _SETTINGS | inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapping
+    settings = _SETTINGS.union(
+        *(inspect.signature(type(one)).parameters for one in getattr(bare, "optimizers", [bare]))
+    ) - {"params"}
     groups = [
         old | {name: value for name, value in new.items() if name in settings}
         for old, new in zip(saved["param_groups"], current, strict=True)

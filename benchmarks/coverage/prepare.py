@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from benchmarks.coverage.cases import Case
+from dbsl.optimizer import build_optimizer
 from dbsl.plan.blocks import Blocks
 from dbsl.plan.stages import make_stages
 from dbsl.run.plans import PlanMaker
@@ -78,5 +79,6 @@ def prepare(case: Case) -> Run:
         mixing=None,
         ema=None,
         loss_of=None,
+        build_optimizer=lambda module: build_optimizer("momentum", module, 1.0, 0.0, 0.0),
         measured=True,
     )

@@ -42,6 +42,10 @@ class NothingLeft(Exception):
     """A process was launched into a running job that has no round left for it."""
 
 
+class RunFinished(Exception):
+    """Rank 0 has finished the run before its last epoch; this process's worker leaves it."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written."""
 

@@ -22,7 +22,7 @@ from dbsl.checkpoint.on_disk import prune, reading_checkpoint
 from dbsl.checkpoint.resume import Resumed
 from dbsl.checkpoint.writer import Copy, Writer
 from dbsl.cluster.messages import SERVER_RANK
-from dbsl.model import copy_model_state
+from dbsl.model import EMA, FINAL, copy_model_state
 from dbsl.optimizer import load_optimizer
 from dbsl.plan.turns import Action, EpochEnd, Restart
 from dbsl.run.config import CHECKPOINTS, parse_interval
@@ -51,6 +51,8 @@ class Checkpointer:
         # Number of the last save; a process that has joined takes no part in those before.
         self._sequence = resumed.sequence if resumed else session.cluster.announced
         self._epochs_done = 0
+        self._end: EpochEnd | None = None  # of the epoch that is over, until a step is taken
+        self._saved_epoch = -1  # the last whose end was saved
         self._random: dict[str, Any] | None = None  # to go on with in the middle of a round
         self._saved_at = time.monotonic()
         self._writer = Writer(session, resumed.folder.name if resumed else None)
@@ -85,6 +87,7 @@ class Checkpointer:
             SaveError: If a checkpoint could not be written.
             SettingError: If too many rounds were not finite.
         """
+        self._end = None
         self._writer.raise_failure()
         self._check_refused()
         action = self._cluster.agree(self._due(), round_over=round_over)
@@ -94,31 +97,71 @@ class Checkpointer:
             self._stop()
 
     def after_epoch(self, end: EpochEnd) -> None:
-        """Save after this epoch if it is time to; all processes that meet there call it."""
+        """Save after this epoch if it is time to, and end the run with it if it is to finish.
+
+        All processes that meet there call it.
+        """
         self._writer.raise_failure()
         self._check_refused()
-        self._epochs_done = end.epoch + 1
+        self._epochs_done, self._end = end.epoch + 1, end
         every = self._interval.epochs
         last = self._epochs_done == self._run.config.epochs
-        if self._keeps_last if last else every and self._epochs_done % every == 0:
+        if not last and self._finishes(self._session.finishing):
+            self._finish_early()
+        elif self._keeps_last if last else every and self._epochs_done % every == 0:
             self._save(end=end)
 
     def finish(self) -> None:
         """Have the last checkpoint whole: all of this process's turns are over.
 
         Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
-        it.
+        it, unless the run was finished before its last epoch.
+
+        Raises:
+            SettingError: If turns are left, and it is not the end of an epoch that was evaluated.
         """
-        if self._writer.late and self._keeps_last:
+        late, epochs = self._writer.late, self._run.config.epochs
+        over = self._cluster.is_over if late else self._epochs_done == epochs
+        if not (over or self._cluster.finished_early):
+            if self._end is None or not self._finishes(True):
+                raise SettingError(
+                    "train must take all turns, or end after checkpointer.after_epoch of an epoch "
+                    f"that was evaluated, got a return after {self._epochs_done} of {epochs} epochs"
+                )
+            self._finish_early()
+        if late and self._keeps_last:
             self._writer.wait()
-            name = f"epoch-{self._run.config.epochs:04d}"
-            self._writer.write(self._copy(name, with_model=False))
+            if self._cluster.finished_early:
+                self._sequence, epoch = self._cluster.announce(0, -1)
+                epochs = epoch + 1
+            self._writer.write(self._copy(f"epoch-{epochs:04d}", with_model=False))
         self._writer.wait()
 
     def clean_up(self) -> None:
         """Remove the checkpoints of a run that is finished which are not to be kept."""
         if self._rank == SERVER_RANK:
             prune(self._folder, self._run.config.keep_checkpoints)
+
+    def _finishes(self, wish: bool) -> bool:
+        """Whether the run finishes with this epoch: any process wishes it, and it was evaluated.
+
+        Where it was not, the next one is the last.
+        """
+        session = self._session
+        wish, evaluated = self._cluster.highest(wish, session.log.is_evaluated(self._end.epoch))
+        session.finishes_next = bool(wish and not evaluated)
+        return bool(wish and evaluated)
+
+    def _finish_early(self) -> None:
+        """Save the run as it is at this epoch's end, and have no more turns."""
+        session = self._session
+        session.save_model(FINAL)
+        if self._run.ema:
+            with session.ema_weights():
+                session.save_model(EMA)
+        if self._keeps_last and self._saved_epoch != self._end.epoch:
+            self._save(end=self._end)
+        self._cluster.finish()
 
     @property
     def _keeps_last(self) -> bool:
@@ -152,6 +195,7 @@ class Checkpointer:
         """Copy the state of this process, and have it written while training goes on."""
         self._writer.wait()
         sequence, epoch = self._sequence + 1, end.epoch if end else -1
+        self._saved_epoch = max(self._saved_epoch, epoch)
         if stop:
             sequence = self._cluster.leave(sequence)
         else:

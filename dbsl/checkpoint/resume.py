@@ -254,7 +254,8 @@ def _check_state(found: Found, run: Run) -> None:
     changed = changed_settings(found.manifest.config, run.config)
     old, new = changed.get("optimizer", ("sgd", "sgd"))
     more = "opt_kwargs" in changed  # which may need more state (amsgrad)
-    if more or optimizer_class(old) is not optimizer_class(new):
+    kinds = {optimizer_class(old) or old, optimizer_class(new) or new}
+    if more or len(kinds) > 1:
         name = "opt_kwargs" if more else "optimizer"
         before, now = map(as_given, changed[name])
         raise SettingError(f"{name} must stay {before}, whose state the run has, got {now}")

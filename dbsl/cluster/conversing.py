@@ -18,6 +18,7 @@ from dbsl.cluster.joining import Door
 from dbsl.cluster.membership import lose_worker, too_few_without
 from dbsl.cluster.messages import (
     CPU,
+    Ending,
     Kind,
     answer,
     check_report,
@@ -228,7 +229,7 @@ class Conversing(Cluster):
                 self._changed.notify_all()
                 self._wait_for(lambda: self._stopping)
             self._told(peer.rank)
-        send(answer(stop=True, announced=self._announced), peer.pair)
+        send(answer(stop=Ending.STOPPED, announced=self._announced), peer.pair)
 
     def _take_push(self, peer: _Peer, head: Tensor, *, is_change: bool) -> None:
         report = decode(head[1:], self._figures)
@@ -279,7 +280,10 @@ class Conversing(Cluster):
             stop, clock = self._interrupted, server.clocks[worker]
             if not stop and clock < self._rounds:
                 server.begin(worker)
-        send(place(clock, stop=stop), peer.pair)
+        send(place(clock, stop=self._level(stop)), peer.pair)
+
+    def _level(self, stop: bool) -> Ending:
+        return Ending(stop + (stop and self.finished_early))
 
     def _may_come(self, worker: int) -> bool:
         """Whether a worker that is in no round may begin one, or has none left to do."""
@@ -298,7 +302,7 @@ class Conversing(Cluster):
             stop = self._interrupted
             weights = None if stop else self.server.pull(peer.worker)
             self._told(peer.rank)
-        send(answer(stop=stop, announced=self._announced), peer.pair)
+        send(answer(stop=self._level(stop), announced=self._announced), peer.pair)
         if not stop:
             peer.whole.send(weights, copy=peer.pulled)
             peer.whole.wait()

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from dbsl.base.numbers import as_numbers
 from dbsl.cluster.clipping import make_clip
-from dbsl.cluster.part_of_step import take_part, take_step
+from dbsl.cluster.part_of_step import begin_thawed, take_part, take_step
 from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import BuildOptimizer
 from dbsl.cluster.weights import FlatWeights
-from dbsl.optimizer import ClipMode, load_optimizer
+from dbsl.optimizer import BuildOptimizer, ClipMode, load_optimizer
 from dbsl.plan.turns import Restart, RoundReport
 
 
@@ -24,7 +23,8 @@ class ServerOptimizer:
     """The server's copy of the model, and the optimizer that steps on it.
 
     Args:
-        model: The model, before `FlatWeights` or a stepper is built on it.
+        model: The model, before `FlatWeights` or a stepper is built on it. What is frozen in it
+            from time to time is not stepped on.
         device: Where the server keeps its weights.
         build_optimizer: Builds the optimizer on the copy.
         clip: What gradients are clipped to before each whole step; None: they are not.
@@ -43,11 +43,12 @@ class ServerOptimizer:
         clip: float | None = None,
         clip_mode: ClipMode = "norm",
     ) -> None:
-        model = copy.deepcopy(model).to(device)
-        self._weights = FlatWeights(model)
+        own = copy.deepcopy(model).to(device)
+        self._weights = FlatWeights(own)
         self.vector = self._weights.vector
-        self._optimizer = build_optimizer(model)
-        self._clip = make_clip(model, clip, clip_mode)
+        self._optimizer = build_optimizer(own)
+        self._clip = make_clip(own, clip, clip_mode)
+        self._pairs = list(zip(own.parameters(), model.parameters(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
@@ -67,6 +68,11 @@ class ServerOptimizer:
             learning_rate: Of the whole step.
             part: How much of the step, in (0, 1].
         """
+        changed = [own for own, its in self._pairs if own.requires_grad != its.requires_grad]
+        for parameter in changed:  # what the loop freezes does not move
+            parameter.requires_grad_(not parameter.requires_grad)
+        if changed:
+            begin_thawed(self._optimizer)
         if part < 1:
             self._weights.attach_gradients(gradients / part)
             take_part(self._optimizer, learning_rate, part)

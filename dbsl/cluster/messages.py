@@ -42,6 +42,14 @@ class Kind(IntEnum):
     PLACE = 6  # which round comes next, where rounds go on without those who are late
 
 
+class Ending(IntEnum):
+    """Whether the run goes on."""
+
+    GOES_ON = 0
+    STOPPED = 1  # to be gone on with: workers save and stop
+    FINISHED = 2  # before its last epoch
+
+
 def encode(report: RoundReport, device: torch.device) -> Tensor:
     """Return a report as float64 [fields + figures]; integers up to 2**53 stay exact.
 
@@ -170,29 +178,31 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
         raise SettingError("report must have counts of at least 0")
 
 
-def answer(*, stop: bool = False, announced: tuple[int, int] = NOTHING_ANNOUNCED) -> Tensor:
+def answer(
+    *, stop: Ending = Ending.GOES_ON, announced: tuple[int, int] = NOTHING_ANNOUNCED
+) -> Tensor:
     """Return what the server says before it sends weights, float64 [3].
 
-    Whether the run stops (then no weights follow), and the number and epoch of the latest save.
+    Whether the run ends (then no weights follow), and the number and epoch of the latest save.
     """
     return torch.tensor([float(stop), *announced], dtype=torch.float64)
 
 
-def read_answer(head: Tensor) -> tuple[bool, tuple[int, int]]:
+def read_answer(head: Tensor) -> tuple[Ending, tuple[int, int]]:
     """Return what `answer` was given."""
     stop, sequence, epoch = head.tolist()
-    return bool(stop), (int(sequence), int(epoch))
+    return Ending(int(stop)), (int(sequence), int(epoch))
 
 
-def place(clock: int = 0, *, stop: bool = False) -> Tensor:
-    """Return which round of the run a worker begins, and whether the run stops, float64 [2]."""
+def place(clock: int = 0, *, stop: Ending = Ending.GOES_ON) -> Tensor:
+    """Return which round of the run a worker begins, and whether the run ends, float64 [2]."""
     return torch.tensor([float(stop), clock], dtype=torch.float64)
 
 
-def read_place(head: Tensor) -> tuple[bool, int]:
-    """Return whether the run stops, and the round of the run, as `place` was given them."""
+def read_place(head: Tensor) -> tuple[Ending, int]:
+    """Return whether the run ends, and the round of the run, as `place` was given them."""
     stop, clock = head.tolist()
-    return bool(stop), int(clock)
+    return Ending(int(stop)), int(clock)
 
 
 def plan_tensor(workers: int, device: torch.device) -> Tensor:

@@ -21,6 +21,31 @@ def take_step(
         optimizer.zero_grad(set_to_none=True)
 
 
+def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that are trained from now on a momentum of 0, where others have theirs.
+
+    Up to 2.15 torch's fused SGD fails where some have none.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group.get("momentum")):
+            continue
+        new = [
+            parameter
+            for parameter in group["params"]
+            if parameter.requires_grad
+            and "momentum_buffer" not in optimizer.state.get(parameter, {})
+        ]
+        for parameter in new if len(new) < len(group["params"]) else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `take_part` knows what a part of this optimizer's step is."""
+    if type(optimizer) is torch.optim.SGD:
+        return not any(g["dampening"] or g["maximize"] for g in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
 @torch.no_grad()
 def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: float) -> None:
     """Take a part of an optimizer step, in (0, 1): parts that sum to 1 come to the whole step.
@@ -65,6 +90,8 @@ def _take_part_of_sgd(
     moved = taken * momentum ** (2 if group["nesterov"] else 1)
     direct = (part - moved) / (1 - momentum)
     for parameter in group["params"]:
+        if parameter.grad is None:  # frozen
+            continue
         gradient = parameter.grad.add(parameter, alpha=decay)
         if momentum:
             state = optimizer.state[parameter]

@@ -49,6 +49,7 @@ class Cluster(ABC):
         time_s: The virtual clock of simulated workers; None where times are real.
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
+        finished_early: Whether the run has ended before its last epoch, by `finish`.
         stop_reason: Why, if that is the cluster's own: too few workers are left.
         on_moved: Called where a resumed run was stopped inside a round that is over by now: what
             was done of it is void.
@@ -88,6 +89,7 @@ class Cluster(ABC):
         self._refused = 0
         self._interrupted = False  # the run is to stop
         self.stop_reason: str | None = None
+        self.finished_early = False
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
         self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
 
@@ -183,6 +185,22 @@ class Cluster(ABC):
     def leave(self, sequence: int) -> int:
         """Stop taking turns; return the number of the save to take part in."""
         return sequence
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this process's workers have no round left."""
+        return self._clock >= self._rounds
+
+    def highest(self, *values: int) -> list[int]:
+        """Return the highest of each value of the processes that meet at an epoch's end."""
+        return [*values] if self.control is None else self.control.highest(*values)
+
+    def finish(self) -> None:
+        """Have no more turns, in any process: the run ends with the epoch that has come to its end.
+
+        All processes that meet there call it.
+        """
+        self.finished_early, self._rounds = True, 0
 
     def interrupt(self) -> None:
         """Stop after this step, and wait for nobody: the run is to stop."""

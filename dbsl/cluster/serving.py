@@ -149,6 +149,18 @@ class ServingCluster(Conversing):
                 thread.join(max(0.0, patience - time.monotonic()))
         return sequence
 
+    def finish(self) -> None:
+        """See `Cluster.finish`: wait until every worker has heard of it, where it comes to pull."""
+        self._close_door()
+        with self._changed:
+            self._stopping = self._interrupted = self.finished_early = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()  # it ends: silent workers are given up
+        super().finish()
+        self._interrupted = False
+        self.server.finished.clear()
+
     def close(self) -> None:
         """Wait for the serving threads."""
         self._close_door()

@@ -93,6 +93,12 @@ class SimulatedCluster(Cluster):
             yield Round((self._turn,), *self._place(self._turn))
             self._turn = None
 
+    def finish(self) -> None:
+        """See `Cluster.finish`."""
+        super().finish()
+        self._queue.clear()
+        self.server.finished.clear()
+
     def lose(self, worker: int) -> None:
         """Go on without a worker, if there is another and it has something left to do.
 

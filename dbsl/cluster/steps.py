@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dbsl.cluster.clipping import Clip, keep_whole
 from dbsl.cluster.clock import ComputeClock
 from dbsl.cluster.compiling import uncompiled
-from dbsl.cluster.part_of_step import take_step
+from dbsl.cluster.part_of_step import begin_thawed, take_step
 from dbsl.cluster.statistics import RunningStatistics
 from dbsl.cluster.weights import FlatWeights
-from dbsl.optimizer import load_optimizer
+from dbsl.optimizer import BuildOptimizer, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.turns import Round
 
@@ -34,8 +34,6 @@ from dbsl.plan.turns import Round
 _SYNC_BUFFERS = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     _SYNC_BUFFERS = "forward_sync_buffers"
-
-BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class _Stepper:
@@ -70,6 +68,8 @@ class _Stepper:
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
         self.clock.epoch = turn.epoch
+        for optimizer in self.optimizers.values():
+            begin_thawed(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -138,13 +138,13 @@ class JointSteps(_Stepper):
         workers: Sequence[int],
     ) -> None:
         super().__init__(model, clock, {0: build_optimizer(model)}, weights.buffers)
-        self._gradients = torch.zeros_like(weights.vector)
-        weights.attach_gradients(self._gradients)
+        self._weights, self._gradients = weights, torch.zeros_like(weights.vector)
         self._workers = tuple(workers)
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Note the statistics that all parts of the next step start from."""
         super().begin(turn, anew=anew)
+        self._weights.attach_gradients(self._gradients)  # of what is trained now
         self._statistics.begin()
 
     @contextmanager
@@ -188,22 +188,20 @@ class DistributedSteps(_Stepper):
         wire: torch.dtype | None = None,  # that gradients are rounded to on their way
     ) -> None:
         self._world_size = dist.get_world_size()
-        parallel = DistributedDataParallel(
-            model,
-            device_ids=[weights.vector.device] if weights.vector.is_cuda else None,
-            gradient_as_bucket_view=True,
-            **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
-        )
-        parallel.register_comm_hook(self, _timed_allreduce)
-        super().__init__(parallel, clock, {worker: build_optimizer(model)}, weights.buffers)
-        self._raw = model
+        super().__init__(model, clock, {worker: build_optimizer(model)}, weights.buffers)
+        self._raw, self._weights, self._example_loss = model, weights, example_loss
         self.on_exchange = on_exchange
         self.exchange = allreduce_hook if wire is None else bf16_compress_hook
         self._wire = wire
-        self.warm = False
         self._worker = worker
         self._weight = 1 / self._world_size  # this worker's, in an average
-        self._warm_up(weights, example_loss)
+        self._wrap()
+
+    def begin(self, turn: Round, *, anew: bool = True) -> None:
+        """Wrap the model again where other parameters are trained than in the round before."""
+        super().begin(turn, anew=anew)
+        if self._wrapped != [p.requires_grad for p in self._raw.parameters()]:
+            self._wrap()
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
@@ -246,16 +244,32 @@ class DistributedSteps(_Stepper):
             dist.all_reduce(self._buffers)
         self._weight = 1 / self._world_size  # equal now: any weights that sum to 1 keep them
 
-    def _warm_up(self, weights: FlatWeights, example_loss: Callable[[nn.Module], Tensor]) -> None:
+    def _wrap(self) -> None:
+        """Wrap the model for DDP, which shares the gradients of what is trained at that time."""
+        self.model, self.warm = self._raw, False  # the hooks of a wrapper before go with it
+        self._raw.zero_grad(set_to_none=True)
+        self._wrapped = [p.requires_grad for p in self._raw.parameters()]
+        device, weights = self._weights.vector.device, self._weights
+        with weights.kept():  # DDP would share rank 0's statistics, and each has its own
+            self.model = DistributedDataParallel(
+                self._raw,
+                device_ids=[device] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                **{_SYNC_BUFFERS: False},  # in forward passes: statistics stay local
+            )
+        self.model.register_comm_hook(self, _timed_allreduce)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
         """Take one step's forward and backward pass and forget it.
 
         After the first one DDP orders its buckets anew, and a sum over three ranks rounds by the
         buckets: a resumed run would differ from an unbroken one, which has that behind it.
         """
-        vector = weights.vector
+        vector = self._weights.vector
         devices = [vector.device] if vector.is_cuda else []
-        with weights.kept(), torch.random.fork_rng(devices), uncompiled(self._raw):
-            example_loss(self.model).backward()
+        with self._weights.kept(), torch.random.fork_rng(devices), uncompiled(self._raw):
+            self._example_loss(self.model).backward()
         self.warm = True
         self._raw.zero_grad(set_to_none=True)
 
@@ -283,14 +297,14 @@ class PushedGradients(_Stepper):
 
     def __init__(self, model: nn.Module, weights: FlatWeights, clock: ComputeClock) -> None:
         super().__init__(model, clock, {}, weights.buffers)
-        self.vector = torch.zeros_like(weights.vector)
-        weights.attach_gradients(self.vector)
+        self._weights, self.vector = weights, torch.zeros_like(weights.vector)
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self._weight = 0.0  # sum over the losses so far
 
     def begin(self, turn: Round, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
         super().begin(turn, anew=anew)
+        self._weights.attach_gradients(self.vector)  # of what is trained now
         if anew:
             self.vector.zero_()
             self._weight = 0.0

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SyncError
+from dbsl.base.errors import RunFinished, SyncError
 from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Pulse
@@ -27,6 +27,7 @@ from dbsl.cluster.joining import Admission, Door, why_left_out
 from dbsl.cluster.messages import (
     CPU,
     SERVER_RANK,
+    Ending,
     Kind,
     answer,
     decode_plan,
@@ -161,8 +162,7 @@ class ServedCluster(Cluster):
                 self._whole.receive(self.weights.vector, copy=self._pulled)
                 self._can_change = self._pulled is not None
         if stop:
-            self._interrupted = True
-            self.on_stop()
+            self._end(stop)
         self._waited_s += time.perf_counter() - began
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
@@ -239,13 +239,21 @@ class ServedCluster(Cluster):
                 said = f"the server (rank {SERVER_RANK}) was lost: {reason}"
             raise SyncError(said) from error
 
-    def _ask(self, kind: int) -> tuple[bool, tuple[int, int]]:
-        """Send a question; return whether the run stops, and the save to take part in."""
+    def _ask(self, kind: int) -> tuple[Ending, tuple[int, int]]:
+        """Send a question; return whether the run ends, and the save to take part in."""
         head = answer()
         send(self._message(kind), self._pair)
         receive(head, self._pair)
         self._sent()
         return read_answer(head)
+
+    def _end(self, how: Ending) -> None:
+        """Leave the run, which rank 0 has stopped or finished."""
+        if how == Ending.FINISHED:
+            self.finish()
+            raise RunFinished
+        self._interrupted = True
+        self.on_stop()
 
     def _come(self) -> None:
         """Ask which round this worker begins, and wait until it may, where rounds go on so."""
@@ -259,8 +267,7 @@ class ServedCluster(Cluster):
         self._waited_s += time.perf_counter() - began
         stop, clock = read_place(head)
         if stop:
-            self._interrupted = True
-            self.on_stop()
+            self._end(stop)
         elif clock != self._clock:
             self._clock = clock
             self.on_moved()

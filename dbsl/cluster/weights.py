@@ -68,9 +68,12 @@ class FlatWeights:
                 tensor.copy_(value)
 
     def attach_gradients(self, vector: Tensor) -> None:
-        """Make a vector in the layout of the weights hold the gradients of the parameters."""
+        """Make a vector in the layout of the weights hold the gradients of the parameters.
+
+        Frozen parameters have none: with zeros, optimizers would decay them.
+        """
         for parameter, view in _views(vector, self._parameters):
-            parameter.grad = view
+            parameter.grad = view if parameter.requires_grad else None
 
 
 def vector_length(model: nn.Module) -> int:

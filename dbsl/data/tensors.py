@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.data.sources import Batch
+from dbsl.data.sources import Batch, Source, TrainingData
 from dbsl.data.transforms import to_device
 from dbsl.plan.stages import NO_SIDE
 
@@ -31,6 +31,10 @@ class TensorSource:
 
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def on(self, device: torch.device) -> TensorSource:
+        """Return the samples on a device."""
+        return TensorSource(self.inputs.to(device), self.labels.to(device))
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
@@ -78,11 +82,7 @@ class TensorData:
 
     def on(self, device: torch.device) -> TensorData:
         """See `TrainingData.on`."""
-        train, evaluation = (
-            TensorSource(source.inputs.to(device), source.labels.to(device))
-            for source in (self.train, self.evaluation)
-        )
-        return replace(self, train=train, evaluation=evaluation)
+        return replace(self, train=self.train.on(device), evaluation=self.evaluation.on(device))
 
     def transform(self, resolution: int, augment: str, seed: int) -> None:
         """Return None: samples are as they are."""
@@ -91,6 +91,35 @@ class TensorData:
         """Return the first training samples, repeated where there are fewer."""
         places = torch.arange(size, device=self.train.inputs.device) % len(self.train)
         return self.train.inputs[places], self.train.labels[places]
+
+
+def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
+    """Return samples to evaluate a model of `data` on, on its device.
+
+    Args:
+        given: A source, data with evaluation samples, or a map-style dataset of (input tensor,
+            label), its inputs as the model takes them.
+        data: What the model was trained on.
+        side: Image side of evaluations, pixels.
+        name: What errors call it.
+
+    Raises:
+        SettingError: If it is none of these, or of other classes or inputs.
+    """
+    classes = getattr(given, "num_classes", data.num_classes)
+    names = (getattr(of, "class_names", None) for of in (given, data))
+    if classes != data.num_classes or len({*names} - {None}) > 1:
+        raise SettingError(
+            f"{name} must have the {data.num_classes} classes of the training data, by the same "
+            f"names in the same order, got {classes} of other names or number"
+        )
+    given = getattr(given, "evaluation", given)
+    if hasattr(given, "batches") and not isinstance(given, TensorSource):
+        return given
+    inputs, _ = data.example(1, side)
+    if not isinstance(given, TensorSource):
+        given = _read(given, name, data.num_classes, inputs[0])
+    return given.on(inputs.device)
 
 
 def _read(

@@ -59,6 +59,7 @@ from dbsl.plan.types import Plan
 from dbsl.profile.noise import NoiseAverage, noise_summary
 from dbsl.run.evaluation import Evaluation
 
+_FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
 
 
@@ -80,6 +81,8 @@ class RunLog:
             round). Steps are then counted, and new plans told, where a round is recorded.
         samples: Training samples; None: those of the plans, which may leave out a last batch.
         evaluated: Evaluation samples that were told; a line says if fewer can be read.
+        normalises: Whether batch norm takes each worker's batch by itself: a line says so if one
+            becomes small.
         bce: Whether training's loss is binary cross-entropy: evaluation's is cross-entropy.
         divergence: Is shown every round's loss, and every epoch's with its evaluation.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
@@ -101,6 +104,7 @@ class RunLog:
         plan_of: Callable[[int, int], Plan | None] | None = None,
         samples: int | None = None,
         evaluated: int = 0,
+        normalises: bool = False,
         bce: bool = False,
         divergence: DivergenceWarning | None = None,
         state: Mapping[str, Any] | None = None,
@@ -116,6 +120,7 @@ class RunLog:
         self._pushes = pushes
         self._divergence = divergence
         self._evaluated = evaluated
+        self._normalises = normalises
         self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
         self._expects_times = expects_times
         self._plan_of = plan_of
@@ -124,6 +129,7 @@ class RunLog:
         self._samples = 0  # trained on so far
         self._all_refused = False  # in the last epoch
         self._evaluations: list[Evaluation] = []
+        self._evaluated_epoch = -1  # the last that was, in this session
         self._epochs_done = 0
         self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
         if state:
@@ -254,6 +260,7 @@ class RunLog:
         """Record the plan in force in a round, if it is another than before."""
         if not self.enabled:
             return
+        self._look_at_batches(plan)
         if (change := self._planned.change(epoch, round_, plan)) is None:
             return
         before, more_steps = change
@@ -263,6 +270,17 @@ class RunLog:
         self._display.print(
             f"from epoch {epoch + 1} on{px(stage.resolution, ' at ')}: {plan_changes(before, plan)}"
         )
+
+    def _look_at_batches(self, plan: Plan) -> None:
+        """Say once that a worker has fewer samples a step than the others, and too few."""
+        sizes = [worker.local_batch_size or math.inf for worker in plan.workers]
+        least = min(sizes)
+        if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
+            self._normalises = False
+            self._display.print(
+                f"warning: worker {sizes.index(least)} has batches of {least}, of which batch norm "
+                "has no good statistics; --min-batch-size 8 plans larger ones"
+            )
 
     def epoch_end(
         self,
@@ -307,6 +325,7 @@ class RunLog:
         record = epoch_charts(training, clocks | times, plan)
         if evaluation is not None:
             self._evaluations.append(evaluation)
+            self._evaluated_epoch = epoch
             found = given_values(asdict(evaluation))
             found |= found.pop("more") | clocks
             found |= {"learning_rate": learning_rate, "train_resolution": resolution}
@@ -361,6 +380,15 @@ class RunLog:
         if self.enabled:
             self._charts.images(files, self._epochs_done, again=again)
 
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that are complete, on the main process."""
+        return self._epochs_done
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether an epoch was evaluated, on the main process."""
+        return self.enabled and self._evaluated_epoch == epoch
+
     def is_best(self, evaluation: Evaluation) -> bool:
         """Whether an evaluation that is not recorded yet is the best, on the main process."""
         if not self.enabled:
@@ -385,7 +413,7 @@ class RunLog:
             "images_per_s": self._samples / max(self._train_time_s, 1e-9),
             "samples_seen": self._samples,
         }
-        last_plan = self._planned.at(self._planned.epochs - 1)
+        last_plan = self._planned.at(self._epochs_done - 1)
         return given_values(values) | noise_summary(self._noise.estimate(), last_plan)
 
     def summary(self, values: Mapping[str, Any]) -> None:

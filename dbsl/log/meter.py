@@ -88,7 +88,7 @@ class StepMeter:
         """Measure memory, and the gradients of this stepper's steps, for this process's workers."""
         for worker in workers:
             self._windows[worker] = _Window()
-        self._parameters = [p for p in stepper.model.parameters() if p.requires_grad]
+        self._parameters = list(stepper.model.parameters())
         stepper.on_gradients = self.look
         self._device, self._scaler = accelerator.device, accelerator.scaler
         if self._device.type == "cuda":

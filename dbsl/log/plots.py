@@ -30,6 +30,7 @@ from dbsl.plan.text import (
     worker_rows,
 )
 from dbsl.plan.types import Plan, WorkerPlan
+from dbsl.run.evaluation import further_sets
 
 DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
@@ -153,6 +154,7 @@ def curves_figure(
     known = [0.0, *(row["epoch"] + 1.0 for row in evaluations)]  # in completed epochs
     times_s = [0.0, *(row[time_key] for row in evaluations)]
     epochs, losses, figures = _train_losses(metrics)
+    further = dict.fromkeys(name for row in evaluations for name in further_sets(row))
 
     figure = Figure(figsize=(14, 9), dpi=DPI, layout="constrained")
     figure.suptitle(
@@ -180,6 +182,12 @@ def curves_figure(
             _line(top, x, averages, AVERAGED, "evaluation, averaged weights")
             averages = [_number(row.get("ema_loss")) for row in evaluations]
             _line(bottom, x, averages, AVERAGED, "evaluation, averaged weights")
+        for number, name in enumerate(further):
+            figures = [further_sets(row).get(name, (math.nan, math.nan)) for row in evaluations]
+            accuracies, others = zip(*figures, strict=True)
+            colour = f"C{(number + 4) % 10}"
+            _line(top, x, [_number(value, 100) for value in accuracies], colour, name)
+            _line(bottom, x, [_number(value) for value in others], colour, name)
         fit_axis(bottom, _EXPLODED, _WIDE)
         ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
         end = 1.02 * max(ends, default=1.0)

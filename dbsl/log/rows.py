@@ -16,7 +16,7 @@ from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
 from dbsl.plan.turns import RESERVED, RoundReport, StepLine
 from dbsl.plan.types import Plan
-from dbsl.run.evaluation import Evaluation
+from dbsl.run.evaluation import Evaluation, further_sets
 
 MAX_PRINTED_WORKERS = 8
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
@@ -317,7 +317,11 @@ def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") 
     loss = short_loss(evaluation.loss)
     top5 = evaluation.top5_accuracy
     first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
-    return f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}"
+    others = "".join(
+        f"  {name} {100 * accuracy:.1f} %, {loss_name} {short_loss(loss)}"
+        for name, (accuracy, loss) in further_sets(evaluation.more).items()
+    )
+    return f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}{others}"
 
 
 def two_digits(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from dbsl.architecture import has_batch_norm
 from dbsl.base.lazy import lazy_import
 from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.log.hub import CARD, write_card
@@ -64,6 +65,9 @@ def start_log(
         plan_of=run.planner.decided if apart else None,
         samples=len(run.data.train),
         evaluated=len(run.data.evaluation),
+        normalises=config.local_batch_sizes is None
+        and not config.sync_batch_norm
+        and has_batch_norm(run.model),
         bce=getattr(config, "bce_loss", False),
         divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
         state=state,
@@ -100,11 +104,12 @@ def sum_up(session: Session) -> None:
             )
         log.images(pictures)
         log.members.end()
-        names = ("epochs", "seed", "workers", "small_workers", "sync")
+        names = ("seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
             "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
+            "epochs": log.epochs_done,
             **{name: getattr(config, name) for name in names},
             "classes": run.data.num_classes,
             "device": device_name(accelerator.device),

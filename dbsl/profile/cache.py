@@ -21,6 +21,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.words import px
 from dbsl.loss import LossOf
+from dbsl.optimizer import BuildOptimizer
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.setup import Setup
 from dbsl.profile.step_time import (
@@ -56,6 +57,7 @@ class Profiler:
         loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
         optimizer_settings: What the optimizer takes beside its name, momentum and weight decay.
             The setup's name of the model tells setups apart that differ in them.
+        build_optimizer: Builds the optimizer; unset: timm's of the setup's name.
         example: Batch of a size at a resolution, on the device; unset: random images.
         reserve: Bytes that a run needs beside one worker's training, from those of an optimizer's
             state.
@@ -76,6 +78,7 @@ class Profiler:
         file: Path | None = None,
         loss_of: LossOf | None = None,
         optimizer_settings: Mapping[str, Any] | None = None,
+        build_optimizer: BuildOptimizer | None = None,
         example: Example | None = None,
         reserve: Callable[[float], float] = lambda state_bytes: 0.0,
     ) -> None:
@@ -88,6 +91,7 @@ class Profiler:
         self._rough = rough
         self._loss_of = loss_of
         self._optimizer_settings = optimizer_settings
+        self._build_optimizer = build_optimizer
         self._example = example
         self._reserve = reserve
         self._refresh = refresh
@@ -217,6 +221,7 @@ class Profiler:
             momentum=self.setup.momentum,
             weight_decay=self.setup.weight_decay,
             optimizer_settings=self._optimizer_settings,
+            build=self._build_optimizer,
             compiled=self.setup.compile,
             clip=self.setup.clip,
             micro_batch=self.setup.micro_batch,

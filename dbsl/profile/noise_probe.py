@@ -52,10 +52,14 @@ class NoiseProbe:
         self.kind, self._every, self._least = kind, every, least
         self._workers, self._rounds = workers, rounds
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._clock = -1  # clock of the round whose gradients are being joined
         self._sum: list[Tensor] = []  # by parameter, [numel]
         self._joined: dict[int, int] = {}  # batches by worker
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """What is trained now: layers may be frozen for a while."""
+        return [p for p in self._model.parameters() if p.requires_grad]
 
     def due(self, turn: Round) -> bool:
         """Whether a worker's turn is to be measured."""
@@ -103,7 +107,7 @@ class NoiseProbe:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._clock, self._joined = state["clock"], dict(state["joined"])
-        device = self._parameters[0].device
+        device = next(self._model.parameters()).device
         self._sum = [_numbers(gradient.to(device)) for gradient in state["sum"]]
 
     @torch.no_grad()

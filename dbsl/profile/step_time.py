@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from dbsl.architecture import set_training
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.cluster.clipping import make_clip
@@ -31,7 +33,7 @@ from dbsl.cluster.collectives import wait_for_all
 from dbsl.cluster.compiling import compile_in_place
 from dbsl.data.sources import Batch, image_batch
 from dbsl.loss import LossOf
-from dbsl.optimizer import ClipMode, build_optimizer
+from dbsl.optimizer import BuildOptimizer, ClipMode, build_optimizer
 from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
 from dbsl.profile.fit import TOLERANCE, fit_time_model
@@ -120,6 +122,7 @@ class TrainingStep:
         momentum: Whether it has momentum.
         weight_decay: Whether it has weight decay.
         optimizer_settings: What else it takes, as `build_optimizer` does.
+        build: Builds it; unset: timm's of that name.
         compiled: Whether `compile` compiles the copy.
         micro_batch: Samples at most that are computed at once; None: all.
         clip: How gradients are clipped; None: they are not.
@@ -138,6 +141,7 @@ class TrainingStep:
         momentum: bool = True,
         weight_decay: bool = True,
         optimizer_settings: Mapping[str, Any] | None = None,
+        build: BuildOptimizer | None = None,
         compiled: bool = False,
         micro_batch: int | None = None,
         clip: ClipMode | None = None,
@@ -148,19 +152,23 @@ class TrainingStep:
         self._example = example or self._images_of
         self.resolution = resolution
         self.num_classes = num_classes
-        self._model = copy.deepcopy(model).train()
+        self._model = copy.deepcopy(model)
+        set_training(self._model)
         self._compiled = compiled
         self._loss_of = loss_of or self._cross_entropy
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer != NO_OPTIMIZER:
-            self._optimizer = build_optimizer(
+            build = build or partial(
+                build_optimizer,
                 optimizer,
-                self._model,
-                _LR,
-                0.9 * momentum,
-                1e-4 * weight_decay,
+                lr=_LR,
+                momentum=0.9 * momentum,
+                weight_decay=1e-4 * weight_decay,
                 **optimizer_settings or {},
             )
+            self._optimizer = build(self._model)
+            for group in self._optimizer.param_groups:
+                group["lr"] = _LR
         self._clip = make_clip(self._model, clip and 1.0, clip or "norm")
         self._images: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None

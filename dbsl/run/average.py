@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from dbsl.architecture import set_training
 from dbsl.base.seeds import generator, stream_seed
 from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.weights import FlatWeights
@@ -78,6 +79,7 @@ def statistics_batches(
     return list(np.resize(order, (each * world_size, size))[rank::world_size])
 
 
+@torch.no_grad()
 def recompute_statistics(
     model: nn.Module,
     weights: FlatWeights,
@@ -105,8 +107,12 @@ def recompute_statistics(
         together: Whether all processes call this: each then passes a part of the images, and all
             get the mean. Else this process passes all of them.
     """
+    before = model.training
+    set_training(model)  # statistics of frozen layers stay
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if not any(norm.track_running_stats for norm in norms):
+    norms = [norm for norm in norms if norm.training and norm.track_running_stats]
+    model.train(before)
+    if not norms:
         return
     rank, world_size = accelerator.process_index, accelerator.num_processes
     share: dict[str, Any] = {"rank": rank, "world_size": world_size} if together else {}
@@ -116,7 +122,16 @@ def recompute_statistics(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         # Some models drop layers at random in training mode.
         torch.manual_seed(stream_seed(seed, "batch statistics"))
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain mean over the batches
+        set_training(model)
         with accelerator.autocast(), uncompiled(model):
-            torch.optim.swa_utils.update_bn(images.batches(batches, transform), model)
+            for inputs, _ in images.batches(batches, transform):
+                model(inputs)
+        model.train(before)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
     if together:
         weights.buffers.copy_(accelerator.reduce(weights.buffers, "mean"))

@@ -34,7 +34,6 @@ from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.optimizer import build_optimizer
 from dbsl.run.config import RunConfig
 from dbsl.run.run import Run
 
@@ -169,26 +168,15 @@ class _Builder:
     def _clip(self) -> Clip:
         return make_clip(self._run.model, self._config.clip_grad, self._config.clip_mode)
 
-    def _build(self, module: nn.Module) -> torch.optim.Optimizer:
-        config = self._config
-        return build_optimizer(
-            config.optimizer,
-            module,
-            config.lr,
-            config.momentum,
-            config.weight_decay,
-            **config.optimizer_settings,
-        )
-
     def _prepared(self, module: nn.Module) -> torch.optim.Optimizer:
-        return self._accelerator.prepare_optimizer(self._build(module))
+        return self._accelerator.prepare_optimizer(self._run.build_optimizer(module))
 
     def _gradient_server(self, device: torch.device) -> GradientServer | None:
         if self._rank != SERVER_RANK:
             return None
         config = self._config
         owner = ServerOptimizer(
-            *(self._run.model, device, self._build),
+            *(self._run.model, device, self._run.build_optimizer),
             clip=config.clip_grad,
             clip_mode=config.clip_mode,
         )

@@ -23,10 +23,6 @@ from dbsl.run.accelerator import Precision
 CHECKPOINTS = "checkpoints"
 
 
-# Optimizers that can take the part of a step that one push of a global batch is worth.
-_STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
-
-
 @dataclass(frozen=True)
 class MachineConfig:
     """How a run or a study computes on its machine, and for how long."""
@@ -186,12 +182,6 @@ def _check_pushes(config: RunConfig) -> None:
             "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
             "loss scale each worker would choose for itself"
         )
-    in_parts = config.push == "gradients" and config.sync != "bsp"
-    if in_parts and config.optimizer not in _STEP_IN_PARTS:
-        raise SettingError(
-            f"optimizer must be one of {', '.join(_STEP_IN_PARTS)} with push gradients and "
-            f"sync {config.sync}, where each push is part of a step, got {config.optimizer}"
-        )
 
 
 def _check_places(config: RunConfig) -> None:
@@ -281,8 +271,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield not gradients, "push_every", 1, "with push weights"
     yield config.slope is not None, "profile", None, "with slope"
     parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
-    yield gradients and config.sync != "bsp", "clip_grad", None, parts
-    yield gradients and config.sync != "bsp", "opt_kwargs", (), parts
+    yield steps_in_parts(config), "clip_grad", None, parts
+    yield steps_in_parts(config), "opt_kwargs", (), parts
     yield config.layer_decay is None, "layer_decay_min_scale", 0, "except with layer_decay"
     weights = config.pretrained or ":" in config.model
     yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
@@ -341,3 +331,8 @@ def parse_interval(value: int | str) -> Interval:
 def takes_joint_steps(config: RunConfig) -> bool:
     """Whether all workers share one global batch a step, instead of rounds of their own."""
     return config.sync == "step" or config.push == "gradients"
+
+
+def steps_in_parts(config: RunConfig) -> bool:
+    """Whether each push of gradients is a part of an optimizer step, taken as it comes."""
+    return config.push == "gradients" and config.sync != "bsp"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
 from dbsl.data.dataset import load_configured
 from dbsl.data.sources import Source, TrainingData
+from dbsl.data.tensors import as_source
 from dbsl.model import load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.run.accelerator import first_on_node
@@ -41,6 +43,24 @@ class Evaluation:
     # Metrics of one's own by name, which go to metrics.jsonl and, as eval/NAME, to the trackers.
     more: Mapping[str, float] = field(default_factory=dict)
 
+    def also(self, name: str, result: Evaluation) -> Evaluation:
+        """Return this result with that of a further evaluation set, as two figures of `more`."""
+        figures = {f"{name}_accuracy": result.accuracy, f"{name}_loss": result.loss}
+        return replace(self, more={**self.more, **figures})
+
+
+_RESERVED = ("ema", "top5", "train")  # whose figures an evaluation has
+
+
+def further_sets(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return accuracy and loss of the further evaluation sets that a row of figures has."""
+    names = [key.removesuffix("_accuracy") for key in row if key.endswith("_accuracy")]
+    return {
+        name: (row[f"{name}_accuracy"], row[f"{name}_loss"])
+        for name in names
+        if name not in _RESERVED and f"{name}_loss" in row
+    }
+
 
 @dataclass(frozen=True)
 class EvaluationSession:
@@ -52,6 +72,7 @@ class EvaluationSession:
         data: The data; its evaluation samples are of interest.
         model: The model with its weights, on its device.
         side: Image side, pixels.
+        also: Further evaluation sets, by name.
     """
 
     config: RunConfig
@@ -59,6 +80,7 @@ class EvaluationSession:
     data: TrainingData
     model: nn.Module
     side: int
+    also: Mapping[str, Source] = field(default_factory=dict)
 
     @property
     def num_classes(self) -> int:
@@ -70,21 +92,30 @@ class EvaluationSession:
         """Whether all processes evaluate, each its part of the images."""
         return self.accelerator.num_processes > 1
 
-    def evaluation_images(self, source: Source | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return batches of images [B, 3, R, R] and labels [B]: this process's part of them all."""
+    def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return batches of images [B, 3, R, R] and labels [B]: this process's part of them all.
+
+        See `Session.evaluation_images`.
+        """
         config, accelerator = self.config, self.accelerator
         size = evaluation_batch_size(config.eval_batch_size, accelerator.device.type, largest=0)
         transform = self.data.transform(self.side, "none", config.seed)
         source = self.data.evaluation if source is None else source
+        source = as_source(source, self.data, self.side, "source")
         return evaluation_images(source, transform, size, accelerator, self.shares_evaluation)
 
-    def tell(self, result: Evaluation) -> None:
-        """Print the result in one line, on the main process."""
+    def tell(self, result: Evaluation, further: Mapping[str, Evaluation]) -> None:
+        """Print each result in a line, on the main process."""
         top5 = "" if result.top5_accuracy is None else f", top-5 {100 * result.top5_accuracy:.2f} %"
         self.accelerator.print(
             f"accuracy {100 * result.accuracy:.2f} %{top5}, loss {short_loss(result.loss)}, "
             f"{result.samples} {self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
         )
+        for name, other in further.items():
+            self.accelerator.print(
+                f"{name}: accuracy {100 * other.accuracy:.2f} %, loss {short_loss(other.loss)}, "
+                f"{other.samples} {self.data.unit}s"
+            )
 
 
 def evaluation_images(
@@ -93,6 +124,35 @@ def evaluation_images(
     """Return a source's batches in order; where processes share them, this process's part."""
     ranks = (accelerator.process_index, accelerator.num_processes) if shared else ()
     return source.batches(evaluation_batches(len(source), batch_size, *ranks), transform)
+
+
+def further_sources(
+    own: Own, config: RunConfig, data: TrainingData, accelerator: Accelerator
+) -> dict[str, Source]:
+    """Return the further evaluation sets that a script names.
+
+    Raises:
+        SettingError: If a name is no word or is taken, or a set does not fit the training data.
+    """
+    sources = {}
+    for name, given in (own.evaluate_also or {}).items():
+        if not re.fullmatch(r"\w+", str(name)) or name in _RESERVED:
+            raise SettingError(
+                f"evaluate_also must have words for names, not {' or '.join(_RESERVED)}, "
+                f"got {name!r}"
+            )
+        if isinstance(given, str | Path):
+            if own.data is not None:
+                raise SettingError(
+                    f"evaluate_also must have sources or datasets of tensors with data of one's "
+                    f"own, got {given}"
+                )
+            changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
+            with accelerator.local_main_process_first():
+                named = replace(config, **changes)
+                given = load_configured(named, config.seed, accelerator.device)
+        sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
+    return sources
 
 
 def prepare_evaluation(
@@ -147,7 +207,8 @@ def prepare_evaluation(
         data = data.normalised_as(statistics).normalised_by(config.mean, config.std)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
         check_sides(name, model, data, (side,))
-    return EvaluationSession(config, accelerator, data, model, side)
+    also = further_sources(own, replace(config, resolutions=(side,)), data, accelerator)
+    return EvaluationSession(config, accelerator, data, model, side, also)
 
 
 def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: Accelerator) -> None:

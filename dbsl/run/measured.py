@@ -14,6 +14,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf, digest_of
+from dbsl.optimizer import BuildOptimizer
 from dbsl.plan.types import TimeModel
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
@@ -89,6 +90,7 @@ def make_profiler(
     data: TrainingData,
     accelerator: Accelerator,
     loss_of: LossOf,
+    build_optimizer: BuildOptimizer | None = None,
 ) -> Profiler:
     """Return the profiler of this process's workers, for the step that they will take."""
     setup = Setup.of(
@@ -116,6 +118,7 @@ def make_profiler(
         file=Path(config.profile) if config.profile else None,
         loss_of=loss_of,
         optimizer_settings=config.optimizer_settings,
+        build_optimizer=build_optimizer,
         example=data.example,
         reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
     )

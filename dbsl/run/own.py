@@ -1,9 +1,10 @@
-"""Data and a model of one's own, in place of those that settings name."""
+"""Data, a model and an optimizer from the script, in place of those that settings name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,9 +13,15 @@ from torch import nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
+from dbsl.cluster.part_of_step import takes_parts
 from dbsl.data.config import DataConfig
 from dbsl.data.sources import TrainingData
-from dbsl.run.config import RunConfig
+from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
+from dbsl.run.config import RunConfig, steps_in_parts
+
+OptimizerBuilder = Callable[
+    [nn.Module, RunConfig], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 
 # Settings that say which data and which model; with one's own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
@@ -28,6 +35,8 @@ _OF_MODEL += (
     "head_init_scale",
     "head_init_bias",
 )
+# A function may read momentum and weight_decay of the settings that it is given.
+_OF_OPTIMIZER = ("opt_eps", "opt_betas", "layer_decay", "layer_decay_min_scale", "opt_kwargs")
 
 
 @dataclass(frozen=True)
@@ -38,10 +47,15 @@ class Own:
         data: Such as `dbsl.data.tensors.TensorData`; None: the dataset that the settings name.
         model: A module, or a function that builds one from the run's seed; None: timm's model that
             the settings name.
+        optimizer: Builds one or several on a model, by the settings; None: timm's that they name.
+        evaluate_also: Further evaluation sets, by name: a source, data with evaluation samples, a
+            map-style dataset of tensors, or the name of a dataset.
     """
 
     data: TrainingData | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
+    optimizer: OptimizerBuilder | None = None
+    evaluate_also: Mapping[str, Any] | None = None
 
     def named(self, given: RunConfig) -> RunConfig:
         """Return the settings with the names of the data and the model that there are.
@@ -67,7 +81,57 @@ class Own:
                     f"{type(self.model).__name__}"
                 )
             given = _named(given, "model", _name(self.model), "a model", _OF_MODEL)
+        if self.optimizer is not None:
+            if not callable(self.optimizer):
+                raise SettingError(
+                    "optimizer must be a function of model and settings, got "
+                    f"{type(self.optimizer).__name__}"
+                )
+            name = _name(self.optimizer)
+            given = _named(given, "optimizer", name, "an optimizer", _OF_OPTIMIZER)
         return given
+
+    def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+        """Return what steps on a model; its groups keep their rates in proportion to `lr`.
+
+        Raises:
+            SettingError: If the function builds none.
+        """
+        if self.optimizer is not None:
+            built = join_optimizers(self.optimizer(model, config))
+        else:
+            built = build_optimizer(
+                config.optimizer,
+                model,
+                config.lr,
+                config.momentum,
+                config.weight_decay,
+                **config.optimizer_settings,
+            )
+        return keep_ratios(built, config.lr)
+
+    def check_optimizer(self, config: RunConfig, model: nn.Module) -> None:
+        """Raise ``SettingError`` if what is built cannot take this run's steps.
+
+        Building may freeze parameters, which all that follows is to know.
+        """
+        optimizer = self.build_optimizer(config, model)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+        if left:
+            raise SettingError(
+                "optimizer must have all parameters that are trained (requires_grad_(False) "
+                f"freezes others), got none for {left[0]}"
+                + (f" and {len(left) - 1} more" if left[1:] else "")
+            )
+        if steps_in_parts(config) and not takes_parts(optimizer):
+            built = getattr(optimizer, "optimizers", [optimizer])
+            kinds = ", ".join(type(one).__name__ for one in built)
+            raise SettingError(
+                "optimizer must be one SGD, without dampening and maximize, Adam or AdamW of torch "
+                f"with push gradients and sync {config.sync}, where each push is part of a step, "
+                f"got {kinds} of {config.optimizer}"
+            )
 
     def build(self, config: RunConfig, data: TrainingData, accelerator: Accelerator) -> nn.Module:
         """Return the model on the device, with the same weights in all processes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from dbsl.run.checks import (
     check_samples,
 )
 from dbsl.run.config import RunConfig
+from dbsl.run.evaluation import further_sources
 from dbsl.run.notes import with_notes
 from dbsl.run.own import Own, check_scores
 from dbsl.run.plans import PlanMaker
@@ -82,6 +83,7 @@ def prepare(
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model = _build_model(config, data, own, accelerator)
+    also = further_sources(own, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     if own.model is not None:  # a fault of it shows its traceback
@@ -97,7 +99,9 @@ def prepare(
     def loss_of(*batch: Any) -> Tensor:
         return found(*batch)[0]
 
-    known, config = know_workers(config, model, data, accelerator, loss_of)
+    own.check_optimizer(config, model)
+    builder = own.optimizer and partial(own.build_optimizer, config)
+    known, config = know_workers(config, model, data, accelerator, loss_of, builder)
     give_back(accelerator.device)  # what measuring took
     check_micro_batches(known, least)
     maker = PlanMaker(config, known, len(data.train), least)
@@ -134,6 +138,7 @@ def prepare(
         ),
         mixing=mixing,
         loss_of=loss_of,
+        build_optimizer=partial(own.build_optimizer, config),
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
@@ -141,6 +146,7 @@ def prepare(
         default_resolutions=default_resolutions,
         nodes=nodes,
         figures=figures,
+        also=also,
     )
     check_room(run)
     return run

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dbsl.data.mixing import Mixing
-from dbsl.data.sources import TrainingData
+from dbsl.data.sources import Source, TrainingData
 from dbsl.loss import LossOf
 from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation
@@ -55,6 +56,7 @@ class Run:
         noise: Measures what the gradient noise scale is estimated from.
         mixing: Mixes images and labels of a batch; None: they stay as they are.
         loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
+        build_optimizer: Builds what steps on a model; each group's rate is in ``lr_scale``.
         ema: Average of the global weights over epochs; None: not kept.
         measured: Whether the time models were measured, not given.
         micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
@@ -63,6 +65,7 @@ class Run:
         default_resolutions: Whether nobody has said at which resolutions it trains.
         nodes: The node of each process, from 0.
         figures: Names of what the loss function gives besides the loss.
+        also: Further evaluation sets, by name.
     """
 
     config: RunConfig
@@ -79,6 +82,7 @@ class Run:
     noise: NoiseProbe
     mixing: Mixing | None
     loss_of: LossOf
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     ema: WeightAverage | None
     measured: bool
     micro_batch_sizes: Mapping[int, Sequence[int]] | None = None
@@ -86,6 +90,7 @@ class Run:
     default_resolutions: bool = False
     nodes: tuple[int, ...] = (0,)
     figures: tuple[str, ...] = ()
+    also: Mapping[str, Source] = field(default_factory=dict)
 
     @property
     def worker_nodes(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.architecture import set_dropout
+from dbsl.architecture import set_dropout, set_training
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.compiling import uncompiled
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.protocol import Cluster
+from dbsl.data.sources import Source
+from dbsl.data.tensors import as_source
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model
 from dbsl.plan.sampler import Part, Step
@@ -49,6 +51,8 @@ class Session:
         mirror: Copies the run folder to a URL, if it is to; `dbsl.checkpoint.mirror`.
         log: Metrics, lines, trackers; `dbsl.log.log`.
         checkpointer: Saves; `dbsl.checkpoint.checkpointer`.
+        finishing: Whether this process wishes that the run ends early, by `finish`.
+        finishes_next: Whether all processes know that the next epoch's end is the last.
     """
 
     run: Run
@@ -63,6 +67,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     log: Any = None
     checkpointer: Any = None
+    finishing: bool = False
+    finishes_next: bool = False
 
     @property
     def config(self) -> Any:
@@ -92,6 +98,11 @@ class Session:
         return together and self.accelerator.num_processes > 1
 
     @property
+    def also(self) -> Mapping[str, Source]:
+        """Further evaluation sets, by name: `open_session(evaluate_also=...)`."""
+        return self.run.also
+
+    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return self.run.data.num_classes
@@ -105,7 +116,7 @@ class Session:
         """Have ready what the first batches need, and begin to count the time of training."""
         sources = [self.run.data.train] * bool(self.cluster.workers)
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
-        sources += [self.run.data.evaluation] * evaluates
+        sources += [self.run.data.evaluation, *self.also.values()] if evaluates else []
         for source in sources:
             if start := getattr(source, "start", None):  # data of one's own may not know of it
                 start()
@@ -117,6 +128,19 @@ class Session:
         """Write the model's weights as they are now into the run folder, on the main process."""
         if self.accelerator.is_main_process:
             save_model(self.model, self.folder, self.side, self.run.data, name=name)
+
+    def finish(self) -> None:
+        """End the run with this epoch; to be called before `checkpointer.after_epoch`.
+
+        One process is enough, of those that epochs end on: all learn of it there. An epoch that is
+        not evaluated is followed by one that is. Model, summary and card are of what was trained,
+        and `--resume` goes on.
+        """
+        self.finishing = True
+
+    def is_last(self, end: EpochEnd) -> bool:
+        """Whether the run is known to end with this epoch."""
+        return end.epoch + 1 == self.config.epochs or self.finishes_next
 
     def train_time_s(self, end: EpochEnd) -> float:
         """Return the seconds of training up to an epoch's end."""
@@ -145,7 +169,7 @@ class Session:
                 work.forget()
         stepper.begin(turn, anew=anew)
         self.meter.begin(turn, anew=anew)
-        stepper.model.train()
+        set_training(stepper.model)
         # No steps are left to ask in: it was stopped at the barrier, or has no samples this round.
         # The others may have steps, and ask.
         if work.over:
@@ -167,11 +191,13 @@ class Session:
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Return batches of images [B, 3, R, R] and labels [B], of the evaluation images if unset.
 
-        Where processes evaluate together, they are this process's part.
+        Where processes evaluate together, they are this process's part. A source may be a map-style
+        dataset of (input tensor, label), too, or data with evaluation samples.
         """
         run = self.run
+        source = run.data.evaluation if source is None else source
         yield from evaluation_images(
-            run.data.evaluation if source is None else source,
+            as_source(source, run.data, self.side, "source"),
             run.evaluation_transform,
             run.evaluation_batch,
             self.accelerator,

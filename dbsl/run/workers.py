@@ -13,6 +13,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.data.sources import TrainingData
 from dbsl.loss import LossOf
+from dbsl.optimizer import BuildOptimizer
 from dbsl.plan.types import TimeModel
 from dbsl.run.by_worker import for_workers, from_workers
 from dbsl.run.config import RunConfig, takes_joint_steps
@@ -73,6 +74,7 @@ def know_workers(
     data: TrainingData,
     accelerator: Accelerator,
     loss_of: LossOf,
+    build_optimizer: BuildOptimizer | None = None,
 ) -> tuple[Workers, RunConfig]:
     """Return what the workers can do, measuring what is not given, and the config with it."""
     resolutions, joint = config.resolutions, takes_joint_steps(config)
@@ -90,7 +92,7 @@ def know_workers(
     limits: list[list[int] | None] = [None] * len(resolutions)
     micro_auto = config.micro_batch_size == "auto"
     if measured or find_limits or micro_auto:
-        profiler = make_profiler(config, model, data, accelerator, loss_of)
+        profiler = make_profiler(config, model, data, accelerator, loss_of, build_optimizer)
     if find_limits:
         most = len(data.train) if shifting else largest_auto_batch(share)
         limits = largest_batches(config, profiler, most, accelerator)

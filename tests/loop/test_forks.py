@@ -1,5 +1,6 @@
 """The forks of train.py in examples/forks/ apply, stay short, and train what they say."""
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -21,17 +22,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import train
-from dbsl.base.errors import RunStopped
+from dbsl.base.errors import RunStopped, SettingError
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.data.tensors import TensorData
 from dbsl.log.meter import MEASURED
-from dbsl.log.rows import evaluation_charts
+from dbsl.log.plots import curves_figure
+from dbsl.log.rows import evaluation_charts, read_metrics
 from dbsl.open import open_session
+from dbsl.optimizer import join_optimizers, load_optimizer
+from dbsl.plan.turns import EpochEnd, Round
 from dbsl.run.evaluation import Evaluation
+from tests import helpers
 
 ROOT = Path(train.__file__).resolve().parent
 FORKS = {path.stem: path for path in sorted((ROOT / "examples/forks").glob("*.diff"))}
-MOST_LINES = 25  # added and removed
+MOST_LINES = 27  # added and removed
 COMMON = {
     "workers": 4,
     "epochs": 2,
@@ -231,11 +236,12 @@ def linear(width=4, classes=3):
     return nn.Sequential(nn.Linear(width, classes))
 
 
-def opened(folder, data, own, **settings):
+def opened(folder, data, own, build=None, loop=train.train, also=None, **settings):
     AcceleratorState._reset_state(True)
     config = train.Config(**{**COMMON, **settings, "output_dir": str(folder)})
-    with open_session(config, train.loss_function, data=data, model=own) as session:
-        train.train(session)
+    given = {"data": data, "model": own, "optimizer": build, "evaluate_also": also}
+    with open_session(config, train.loss_function, **given) as session:
+        loop(session)
 
 
 def test_a_module_is_taken_as_it_is_and_images_keep_their_resolutions(tmp_path):
@@ -400,6 +406,378 @@ def test_three_batch_sizes_are_a_setting(tmp_path):
     run(train, tmp_path / "run", settings)
     found = {row["worker"]: row["local_batch_size"] for row in rows(tmp_path / "run", "round")}
     assert found == {0: 4, 1: 8, 2: 16, 3: 16}
+
+
+# --- further evaluation sets
+
+
+def test_further_sets_are_evaluated_recorded_and_told(tmp_path, capsys):
+    data, other = TensorData(table(60), table(), 3), table(20)
+    also = {
+        "same": data,
+        "source": TensorData(table(), other, 3).evaluation,
+        "dataset": other,
+    }
+    opened(tmp_path / "run", data, hidden, also=also, lr=0.05, eval_every=2, epochs=4)
+    (first, last) = rows(tmp_path / "run", "eval")
+    for row in (first, last):
+        assert (row["same_accuracy"], row["same_loss"]) == (row["accuracy"], row["loss"])
+        assert row["source_accuracy"] == row["dataset_accuracy"]
+    model = hidden()
+    model.load_state_dict(load_file(tmp_path / "run/model.safetensors"))
+    inputs, labels = other.tensors
+    assert last["dataset_loss"] == pytest.approx(F.cross_entropy(model(inputs), labels).item())
+    told = f"  same {100 * last['accuracy']:.1f} %, loss {last['loss']:.3g}"
+    assert told[:12] in capsys.readouterr().out
+    figure = curves_figure(read_metrics(tmp_path / "run/metrics.jsonl"))
+    assert {"same", "source", "dataset"} <= {line.get_label() for line in figure.axes[0].lines}
+
+
+def test_a_folder_or_name_of_images_is_loaded_as_the_main_data_are(tmp_path):
+    settings = {name: value for name, value in TINY.items() if name not in COMMON}
+    opened(
+        tmp_path / "run",
+        None,
+        None,
+        also={"digits": "digits"},
+        **settings,
+        epochs=1,
+        lr_milestones=(),
+    )
+    (row,) = rows(tmp_path / "run", "eval")
+    assert row["samples"] == 20
+    assert 0 <= row["digits_accuracy"] <= 1
+    assert row["digits_loss"] != row["loss"]  # of all of them
+
+
+@pytest.mark.parametrize(
+    ("also", "message"),
+    [
+        ({"few": TensorData(table(), table(), 4)}, "evaluate_also few must have the 3 classes"),
+        ({"wide": table(width=5)}, r"evaluate_also wide must have inputs .* got float32 \[5\]"),
+        ({"none": 3}, "evaluate_also none must be a map-style dataset with samples, got int"),
+        ({"ema": table()}, "evaluate_also must have words for names, not ema or top5 or train"),
+        ({"a b": table()}, "evaluate_also must have words for names"),
+        ({"digits": "digits"}, "evaluate_also must have sources or datasets of tensors"),
+    ],
+)
+def test_a_set_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, also, message):
+    with pytest.raises(SettingError, match=message) as error:
+        opened(tmp_path / "run", TensorData(table(), table(), 3), hidden, also=also)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+# --- an optimizer
+
+OWN_MODES = {
+    **MODES,
+    "parts": {"sync": "asp", "push": "gradients", "local_batch_sizes": (3, 5, 8, 4)},
+}
+
+
+def hidden(width=4, classes=3):
+    return nn.Sequential(nn.Linear(width, 8), nn.Linear(8, classes))
+
+
+def two_rates(model, config):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.0}], lr=config.lr)
+
+
+def muon(model, config):
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [torch.optim.Muon(weights, lr=config.lr), torch.optim.AdamW(biases, lr=config.lr / 10)]
+
+
+@pytest.mark.parametrize("mode", OWN_MODES)
+def test_each_group_of_parameters_keeps_its_own_rate(tmp_path, mode):
+    torch.manual_seed(0)
+    first = hidden()
+    begun = {name: value.clone() for name, value in first.state_dict().items()}
+    data = TensorData(table(120), table(), 3)
+    opened(tmp_path / "run", data, first, two_rates, lr=0.05, **OWN_MODES[mode])
+    for name, value in load_file(tmp_path / "run/model.safetensors").items():
+        assert torch.allclose(value, begun[name], rtol=0, atol=1e-7) == ("bias" in name), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_muon_with_adamw_trains_and_goes_on_to_the_same_bits(tmp_path, mode):
+    torch.manual_seed(0)
+    data, settings = TensorData(table(120), table(), 3), {**MODES[mode], "lr": 0.05}
+    opened(tmp_path / "whole", data, hidden, muon, **settings)
+
+    def stopped(session):
+        steps, after_step = itertools.count(1), session.checkpointer.after_step
+
+        def counted(**options):
+            if next(steps) == 5:
+                session.stopping.signal = "SIGTERM"
+            after_step(**options)
+
+        session.checkpointer.after_step = counted
+        train.train(session)
+
+    with pytest.raises(RunStopped):
+        opened(tmp_path / "broken", data, hidden, muon, loop=stopped, **settings)
+    opened(tmp_path / "broken", data, hidden, muon, resume=str(tmp_path / "broken"), **settings)
+    assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
+    assert "optimizer: muon\n" in (tmp_path / "whole/config.yaml").read_text()
+
+
+def frozen_first(model, config):
+    model[0].requires_grad_(False)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=config.lr)
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.5)),
+            nn.Linear(8, 3),
+        )
+
+
+def thawed_late(session):
+    """Train with the first layers frozen up to epoch 2, as a fork's own loop may."""
+    round_ = train.train_round
+
+    def train_round(session, turn):
+        session.model[0].requires_grad_(turn.epoch >= 2)
+        round_(session, turn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_round", train_round)
+        train.train(session)
+
+
+FREEZING = {**OWN_MODES, "bsp": {**OWN_MODES["bsp"], "ema_decay": 0.5}}
+
+
+@pytest.mark.parametrize("mode", FREEZING)
+def test_what_an_optimizers_function_freezes_stays_where_it_is(tmp_path, mode):
+    torch.manual_seed(0)
+    first = Normed()
+    begun = {name: value.clone() for name, value in first.state_dict().items()}
+    data = TensorData(table(120), table(), 3)
+    opened(tmp_path / "run", data, first, frozen_first, lr=0.05, **FREEZING[mode])
+    for path in (tmp_path / "run").glob("model*.safetensors"):
+        for name, value in load_file(path).items():
+            stays = torch.allclose(value.float(), begun[name].float(), rtol=0, atol=1e-7)
+            assert stays == name.startswith("0."), (path.name, name)
+
+
+@pytest.mark.parametrize("mode", FREEZING)
+def test_layers_that_are_thawed_later_move_from_then_on(tmp_path, mode):
+    torch.manual_seed(0)
+    data, begun = TensorData(table(120), table(), 3), Normed()
+    weights = {name: value.clone() for name, value in begun.state_dict().items()}
+    settings = {**FREEZING[mode], "lr": 0.05, "lr_milestones": (), "checkpoint_every": 1}
+    settings |= {"weight_decay": 0.1, "epochs": 3, "keep_checkpoints": 9}
+    opened(tmp_path / "run", data, begun, loop=thawed_late, **settings)
+    found = {}
+    for epoch in (2, 3):
+        place = tmp_path / f"run/checkpoints/epoch-{epoch:04d}/model.safetensors"
+        found[epoch] = {
+            name: torch.allclose(value.float(), weights[name].float(), rtol=0, atol=1e-7)
+            for name, value in load_file(place).items()
+        }
+    if mode not in ("asp", "parts"):  # there others are in the next epoch already
+        assert all(stays == name.startswith("0.") for name, stays in found[2].items())
+    assert not any(found[3].values())
+
+
+def dampened(model, config):
+    return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, dampening=0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "message"),
+    [
+        (muon, {}, "lr must be given with the optimizer that muon builds"),
+        (muon, {"lr": 0.1, "opt_eps": 1e-3}, "opt_eps must be left out with an optimizer"),
+        (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
+        (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
+        (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),
+        (lambda model, config: None, {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+        (lambda model, config: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
+        ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
+        (
+            lambda model, config: [two_rates(model, config), two_rates(model, config)],
+            {"lr": 0.1},
+            "optimizer must have each parameter once",
+        ),
+        (
+            lambda model, config: torch.optim.SGD(model[1].parameters(), lr=config.lr),
+            {"lr": 0.1},
+            r"optimizer must have all parameters that are trained .* none for 0.weight and 1 more",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_written(
+    tmp_path, optimizer, settings, message
+):
+    data = TensorData(table(), table(), 3)
+    with pytest.raises(SettingError, match=message) as error:
+        opened(tmp_path / "run", data, hidden, optimizer, **settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_optimizers_share_their_state_also_when_loaded():
+    model, other = hidden(), hidden()
+    config = SimpleNamespace(lr=0.1)
+    optimizers = [join_optimizers(muon(m, config)) for m in (model, other)]
+    for step in range(3):
+        for m in (model, other):
+            m.load_state_dict(model.state_dict())
+            m(torch.ones(2, 4)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        load_optimizer(optimizers[1], copy.deepcopy(optimizers[0].state_dict()))
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs), step
+    kinds = {type(one).__name__ for one in optimizers[1].optimizers}
+    assert kinds == {"Muon", "AdamW"}
+    assert all(len(one.state) == 4 for one in optimizers[1].optimizers)
+
+
+# --- a run that ends early
+
+LONG = {"epochs": 4, "lr": 0.05, "lr_milestones": ()}
+
+
+def ends_by(how, epochs=2, calls=lambda: True):
+    """Return a `train` of a fork that ends after so many epochs, in one of three ways."""
+    end_epoch = train.end_epoch
+
+    def ended(session, end):
+        end_epoch(session, end)
+        if end.epoch + 1 == epochs and calls():
+            session.finish()
+
+    def loop(session):
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "finish":
+                patch.setattr(train, "end_epoch", ended)
+                train.train(session)
+                return
+            turns = session.cluster.turns()
+            for turn in turns:
+                if isinstance(turn, Round):
+                    train.train_round(session, turn)
+                    if how == "inside":
+                        return
+                for report in session.cluster.reports():
+                    session.log.round(report)
+                if isinstance(turn, EpochEnd):
+                    end_epoch(session, turn)
+                    session.checkpointer.after_epoch(turn)
+                    if turn.epoch + 1 == epochs:
+                        return
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [*((mode, "finish") for mode in OWN_MODES), ("bsp", "return")]
+)
+def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bits(
+    tmp_path, mode, how
+):
+    torch.manual_seed(0)
+    data = TensorData(table(120), table(), 3)
+    settings = {**LONG, **OWN_MODES[mode], "checkpoint_every": 2}
+    opened(tmp_path / "whole", data, hidden, **settings)
+    opened(tmp_path / "early", data, hidden, loop=ends_by(how), **settings)
+    summary = json.loads((tmp_path / "early/summary.json").read_text())
+    evaluated = rows(tmp_path / "early", "eval")
+    assert summary["epochs"] == len(evaluated) == 2
+    assert summary["final_accuracy"] == evaluated[-1]["accuracy"]
+    seen = sum(row["samples"] for row in rows(tmp_path / "early", "round"))
+    if mode not in ("asp", "parts"):  # whose other workers were ahead
+        assert seen == 2 * 120
+    assert summary["samples_seen"] == seen or mode == "parts"
+    card = (tmp_path / "early/README.md").read_text()
+    assert f"| epochs, samples trained on | 2, {summary['samples_seen']} |" in card
+    model = hidden()
+    model.load_state_dict(load_file(tmp_path / "early/model.safetensors"))
+    correct = (model(data.evaluation.inputs).argmax(1) == data.evaluation.labels).float().mean()
+    assert correct.item() == pytest.approx(summary["final_accuracy"])
+    assert (tmp_path / "early/model_ema.safetensors").exists() == ("ema_decay" in settings)
+
+    opened(tmp_path / "early", data, hidden, resume=str(tmp_path / "early"), **settings)
+    assert fingerprint(tmp_path / "early") == fingerprint(tmp_path / "whole")
+    assert json.loads((tmp_path / "early/summary.json").read_text())["epochs"] == 4
+
+
+def test_a_run_that_is_to_end_with_an_epoch_that_is_not_evaluated_takes_one_that_is(tmp_path):
+    data = TensorData(table(120), table(), 3)
+    loop = ends_by("finish", epochs=1)
+    opened(tmp_path / "run", data, hidden, loop=loop, eval_every=3, **LONG)
+    assert [row["epoch"] for row in rows(tmp_path / "run", "eval")] == [2]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 2
+
+
+@pytest.mark.parametrize(("how", "settings"), [("inside", {}), ("return", {"eval_every": 4})])
+def test_a_return_that_leaves_no_result_is_refused_and_leaves_no_record(tmp_path, how, settings):
+    data = TensorData(table(120), table(), 3)
+    with pytest.raises(SettingError, match=r"train must take all turns, .* got a return after"):
+        opened(tmp_path / "run", data, hidden, loop=ends_by(how), **LONG, **settings)
+    assert not (tmp_path / "run/summary.json").exists()
+    assert not (tmp_path / "run/README.md").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sync": "asp"},
+        pytest.param({"sync": "step"}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"sync": "ssp", "dedicated_server": True}, marks=pytest.mark.slow),
+        pytest.param({"min_workers": 1, "grace_seconds": 5.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
+    tmp_path, monkeypatch, settings
+):
+    end_epoch = train.end_epoch
+
+    def ended(session, end):
+        end_epoch(session, end)
+        if end.epoch == 1 and session.accelerator.is_main_process:
+            session.finish()
+
+    monkeypatch.setattr(train, "end_epoch", ended)
+    ranks = 2 + settings.get("dedicated_server", False)
+    common = {"epochs": 4, "lr_milestones": (), "large_batch_size": 10, "workers": None, **settings}
+    if settings.get("sync") == "step":
+        common |= {"large_batch_size": None, "global_batch_size": 20}
+    helpers.run_in_ranks(tmp_path / "run", ranks, **common)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["epochs"], "lost_workers" in summary) == (2, False)
+    assert summary["samples_seen"] >= 2 * 60
+    assert (tmp_path / "run/checkpoints/epoch-0002/manifest.json").exists()
+
+
+def test_muon_early_stop_and_thaw_are_forks_that_run(fork, tmp_path):
+    common = {**TINY, "epochs": 3, "rounds_per_epoch": 1, "checkpoint_every": 1}
+    summary = run(fork("muon"), tmp_path / "one", common)
+    assert summary["epochs"] == 3
+    assert "optimizer: build_optimizers\n" in (tmp_path / "one/config.yaml").read_text()
+    summary = run(fork("early_stop"), tmp_path / "two", {**common, "target_accuracy": 0.001})
+    assert (summary["epochs"], summary["samples_seen"]) == (1, 60)
+    run(fork("thaw"), tmp_path / "three", {**common, "frozen_epochs": 2, "keep_checkpoints": 9})
+    places = [f"checkpoints/epoch-000{n}/model.safetensors" for n in (1, 2, 3)]
+    first, second, third = (load_file(tmp_path / "three" / place) for place in places)
+    same = {name for name in first if torch.allclose(first[name], second[name], atol=1e-6)}
+    assert first.keys() - same == {"fc.weight", "fc.bias"}
+    moved = {name for name in first if not torch.equal(second[name], third[name])}
+    assert {"conv1.0.weight", "fc.weight"} <= moved
+    assert any("running_mean" in name for name in moved)
 
 
 # --- a merge rule

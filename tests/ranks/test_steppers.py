@@ -55,13 +55,20 @@ def build(model, weight_decay=1e-3):
 CLIPS = [(None, "norm"), (0.02, "norm"), (0.002, "value"), (0.01, "agc")]
 
 
-def joined_weights(model, sizes, samples, clip=CLIPS[0]):
+def freeze(model, epoch):
+    """Freeze the first layer in epochs 1 and 2, and thaw it then."""
+    for parameter in list(model.parameters())[:2]:
+        parameter.requires_grad_(epoch not in (1, 2))
+
+
+def joined_weights(model, sizes, samples, clip=CLIPS[0], begin=lambda model, epoch: None):
     """One process, the joined batches, plain PyTorch and timm's clipping."""
     model = copy.deepcopy(model)
     images, labels = make_data(samples)
     optimizer, sampler = build(model), StepSampler(samples, sum(sizes), seed=1)
     steps = 0
     for epoch in range(EPOCHS):
+        begin(model, epoch)
         for number in range(sampler.steps_per_epoch):
             parts = sampler.step(epoch, number, sizes).parts
             batch = torch.cat([torch.from_numpy(part.indices) for part in parts])
@@ -76,7 +83,7 @@ def joined_weights(model, sizes, samples, clip=CLIPS[0]):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def train(cluster, stepper, sizes, samples, weighted=True, micro=None):
+def train(cluster, stepper, sizes, samples, weighted=True, micro=None, begin=None):
     """The loop of train.py, bare; `micro` has the most samples at once, by worker."""
     images, labels = make_data(samples)
     sampler = StepSampler(samples, sum(sizes), seed=1)
@@ -86,6 +93,8 @@ def train(cluster, stepper, sizes, samples, weighted=True, micro=None):
             cluster.load(turn)
             continue
         turns += 1
+        if begin:
+            begin(stepper.model, turn.epoch)
         cluster.pull(turn)
         stepper.begin(turn)
         count = sampler.steps_per_epoch
@@ -125,7 +134,7 @@ def make_planner(sizes, samples):
     return Planner({8: plan}, lambda epoch: 8, {8: models}), plan
 
 
-def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0], micro=None):
+def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0], micro=None, begin=None):
     model = copy.deepcopy(model)
     planner, plan = make_planner(sizes, samples)
     clock, workers = ComputeClock(CPU), range(len(sizes))
@@ -146,14 +155,25 @@ def one_process(model, how, sizes, samples, weighted=True, clip=CLIPS[0], micro=
         weights = FlatWeights(model)
         stepper = PushedGradients(model, weights, clock)
         cluster = SimulatedCluster(weights, server, outgoing=stepper.vector, **common)
-    return train(cluster, stepper, sizes, samples, weighted, micro)
+    return train(cluster, stepper, sizes, samples, weighted, micro, begin)
 
 
 def example_loss(model):
     return model(torch.zeros(2, 3, 8, 8).to(next(model.parameters()))).sum()
 
 
-def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CLIPS[0], micro=None):
+def one_rank(
+    rank,
+    model,
+    how,
+    sizes,
+    samples,
+    weighted=True,
+    wire=None,
+    clip=CLIPS[0],
+    micro=None,
+    begin=None,
+):
     planner, plan = make_planner(sizes, samples)
     clock = ComputeClock(CPU)
     common = {"planner": planner, "epochs": EPOCHS}
@@ -191,7 +211,7 @@ def one_rank(rank, model, how, sizes, samples, weighted=True, wire=None, clip=CL
             wire=wire,
             **common,
         )
-    return train(cluster, stepper, sizes, samples, weighted, micro).tolist()
+    return train(cluster, stepper, sizes, samples, weighted, micro, begin).tolist()
 
 
 @pytest.mark.parametrize("how", ["step", "gradients"])
@@ -259,6 +279,39 @@ def test_processes_that_differ_in_their_micro_batches_equal_the_joined_batch(
     for found in run_ranks(one_rank, *arguments):
         found = torch.tensor(found, dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["step", "gradients"])
+def test_layers_frozen_for_some_epochs_move_as_on_the_joined_batch(run_ranks, tiny_model, how):
+    """A decayed or moved frozen weight, or gradients that ranks do not share, would show."""
+    sizes, samples = (6, 2), 43
+    expected = joined_weights(tiny_model, sizes, samples, begin=freeze)
+    moving = joined_weights(tiny_model, sizes, samples)
+    assert (expected - moving).norm() > 1e-3 * moving.norm()
+    found = one_process(tiny_model, how, sizes, samples, begin=freeze)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    arguments = (tiny_model, how, sizes, samples, True, None, CLIPS[0], None, freeze)
+    for found in run_ranks(one_rank, *arguments):
+        found = torch.tensor(found, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_parts_of_steps_leave_frozen_parameters_where_they_are():
+    model = nn.Linear(3, 2)
+    for kind, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})):
+        owner = ServerOptimizer(
+            model, CPU, lambda m, k=kind, o=options: k(m.parameters(), lr=LR, **o)
+        )
+        before = owner.vector.clone()
+        model.bias.requires_grad_(False)
+        for _ in range(2):
+            owner.apply(torch.ones_like(owner.vector), LR, 0.5)
+        moved = owner.vector != before
+        assert moved[:6].all()
+        assert not moved[64:].any()
+        model.bias.requires_grad_(True)
+        owner.apply(torch.ones_like(owner.vector), LR, 0.5)
+        assert (owner.vector != before)[64:66].all()
 
 
 class Normed(nn.Module):

@@ -91,11 +91,23 @@ def test_a_resumed_run_may_change_eps_and_betas():
         ),
         ("adamw", {"eps": 1e-8, "typo": 1}, "optimizer must take the settings .* adamw .*typo=1"),
         ("adamw", {"betas": (0.9,)}, "betas"),
+        ("sgd", {"nesterov": "banana"}, "take the settings .* sgd with nesterov=banana"),
+        ("sgd", {"maximize": "maybe"}, "take the settings .* sgd with maximize=maybe"),
+        ("adamw", {"amsgrad": 5}, "take the settings .* adamw with amsgrad=5"),
+        ("fusedadam", {}, "optimizer must take a step here, got fusedadam"),
+        ("adahessian", {}, "optimizer must take a step here, got adahessian"),
     ],
 )
 def test_settings_that_an_optimizer_does_not_take_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         check_optimizer(name, settings)
+
+
+def test_layer_decay_is_tried_without_a_false_warning_or_a_random_number(caplog):
+    before = torch.get_rng_state()
+    check_optimizer("sgd", {"layer_decay": 0.5, "layer_decay_min_scale": 0.0})
+    assert not caplog.records
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_arguments_are_literals_or_texts():

@@ -645,6 +645,22 @@ def test_rounds_that_nobody_was_told_of_are_told_before_those_of_the_workers_tha
     assert events == ["round"] * 3 + ["restart", "round"]
 
 
+@pytest.mark.parametrize("normalises", [True, False])
+def test_a_batch_that_balance_made_too_small_for_batch_norm_is_told_once(
+    tmp_path, accelerator, capsys, normalises
+):
+    plans = make_plans()
+    with RunLog(tmp_path, accelerator, STAGES, plans, normalises=normalises) as log:
+        first = plans[STAGES[0].resolution]
+        log.plan(0, 0, first)
+        for size in (3, 2):
+            workers = (replace(first.workers[0], local_batch_size=size), *first.workers[1:])
+            log.plan(0, 1, replace(first, workers=workers))
+    told = "warning: worker 0 has batches of 3, of which batch norm has no good statistics"
+    printed = capsys.readouterr().out
+    assert (printed.count(told), printed.count("batch norm")) == (normalises, normalises)
+
+
 def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, accelerator):
     with RunLog(tmp_path, accelerator, STAGES, make_plans(), True) as log:
         for epoch, accuracy in ((0, 0.8), (1, 0.6)):

@@ -57,6 +57,24 @@ def quadratic_loss(model, samples, labels):
     return 0.5 * model(samples).square().sum(1).mean()
 
 
+@pytest.mark.parametrize("kind", ["micro", "joined"])
+def test_parameters_frozen_after_the_probe_was_made_are_left_out(kind):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    probe = make_probe(model, kind, workers=2)
+    model[0].requires_grad_(False)
+    images, labels = torch.randn(8, 3), torch.zeros(8)
+
+    def loss_of(model, images, labels):
+        return model(images).square().mean()
+
+    step = Step((Part(0, np.arange(8), 1.0),), 0.0)
+    loss_of(model, images, labels).backward()
+    found = probe.measure(Round((0,), 0, 0), step, False, images, labels, loss_of)
+    own = sum(p.grad.square().sum() for p in model[1].parameters())
+    torch.testing.assert_close(found["gradient_square"], own)
+    assert ("micro_square" in found) == (kind == "micro")
+
+
 def make_probe(model, kind="micro", least=1, **changes):
     settings = {"every": 1, "workers": 1, "rounds": 1} | changes
     return NoiseProbe(kind, least=least, model=model, **settings)
