@@ -1,6 +1,7 @@
 """What a resumed run may change: freely, because something else changed, or with consent."""
 
 import re
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def changes(now, *, before=BEFORE, processes=1, epoch=2):
         files={},
     )
     said = []
-    check_changes(Found(Path("run"), Path("run/save"), manifest), now, processes, said.append)
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name)
+        (run / "config.yaml").touch()
+        check_changes(Found(run, run / "save", manifest), now, processes, said.append)
     return said
 
 
