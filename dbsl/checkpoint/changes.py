@@ -16,6 +16,7 @@ from dbsl.checkpoint.restart import advice_inside, pushes_per_epoch
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
+from dbsl.run.code import SUMS, Code, unlike
 from dbsl.run.config import RunConfig
 from dbsl.run.parse import in_todays_words, parse_config
 from dbsl.run.resolved import NODES, PROCESSES, RESOLVED, SOURCES, is_as_given, with_resolved
@@ -116,18 +117,24 @@ def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
     return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
 
 
-def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
+def check_joining(
+    job: Mapping[str, Any], now: RunConfig, *, but: Collection[str] = (), code: Code | None = None
+) -> None:
     """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
 
     Args:
-        job: The settings that the job trains with.
+        job: The settings that the job trains with, and the sums of its code.
         now: Those of the process.
+        but: Settings that are left out, since the process has not found them out yet.
+        code: Its code, to be held against the job's.
     """
+    if code and (files := unlike(job.get(SUMS, {}), code.sums)):
+        raise SettingError(f"code must be that of the job, got another {files} here")
     changed = changed_settings(job, now)
     listed = [
         f"{name} {as_given(job)} there, {as_given(own)} here"
         for name, (job, own) in changed.items()
-        if name not in _FREE
+        if name not in _FREE.union(but)
     ]
     if listed:
         raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")

@@ -65,7 +65,7 @@ class RunningJob:
     Attributes:
         rank: This process's.
         processes: Of the job, as it was launched.
-        settings: The complete settings that the job trains with.
+        settings: The complete settings that the job trains with, and what else `Door` was given.
     """
 
     rank: int

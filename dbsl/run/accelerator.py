@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
@@ -44,13 +45,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _BF16_CPUS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
-def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
+def start_accelerator(
+    precision: Precision,
+    timeout_s: float,
+    check: Callable[[PartialState], object] = lambda state: None,
+) -> Accelerator:
     """Meet the other processes, waiting so long at most, and settle on a precision for all of them.
 
     Args:
         precision: ``auto`` is what `accelerate launch` was asked for; else bf16 where every
             process's device has it, else float32.
         timeout_s: Longest wait for another process.
+        check: Called in all processes once they have met, before any other exchange.
 
     Raises:
         SettingError: If the launcher was asked for what is not done here.
@@ -69,10 +75,11 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
     with patch_environment(omp_num_threads=torch.get_num_threads()):
+        state = PartialState(cpu, **group.to_kwargs())
+        check(state)
         if precision == "auto" and (launched := launched_precision()):
             precision = launched
         elif precision == "auto":
-            state = PartialState(cpu, **group.to_kwargs())
             native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
         accelerator = Accelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])
