@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,17 @@ from dbsl.log.trackers import check_tracker
 from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
+from dbsl.run.alike import check_alike
 from dbsl.run.announce import print_run
 from dbsl.run.cluster import connect
+from dbsl.run.code import Code, changed_since, read_code
 from dbsl.run.config import CHECKPOINTS, RunConfig, check_effects, steps_in_parts
 from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
 from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.own import OptimizerBuilder, Own
 from dbsl.run.parse import run_folder_of
 from dbsl.run.prepare import prepare
-from dbsl.run.resolved import found_by, with_resolved
+from dbsl.run.resolved import SOURCES, found_by, with_resolved
 from dbsl.run.run import Run
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, deadline_of
@@ -104,10 +107,11 @@ def open_session(
     own = Own(data, model, optimizer, evaluate_also)
     given = own.named(given)
     stopping = Stopping(deadline_of(given.max_minutes))
-    opening = _Opening(loss_function, own, merge, stopwatch, stopping)
+    code = read_code()
+    opening = _Opening(loss_function, own, merge, stopwatch, stopping, code)
     config = _complete(given, own)
     if config.eval_only:
-        session = _prepare_evaluation(config, own)
+        session = _prepare_evaluation(config, own, code)
         yield session
         session.accelerator.end_training()
         return
@@ -116,7 +120,7 @@ def open_session(
         with _joined(config, job, opening) as session:
             yield session
         return
-    accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
+    accelerator = _start_alike(config, code)
     # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
     found_out = {"mixed_precision": accelerator.mixed_precision}
     config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
@@ -150,6 +154,7 @@ class _Opening:
     merge: MergeRule | None
     stopwatch: Stopwatch
     stopping: Stopping
+    code: Code
 
     def prepare(self, config: RunConfig, accelerator: Accelerator) -> Run:
         """Return the run; its steps are in the accelerator's precision."""
@@ -165,7 +170,7 @@ class _Opening:
         job: RunningJob | None = None,
     ) -> Session:
         """Build the cluster and the stepper, and bring them to where a resumed run was."""
-        cluster, stepper = connect(run, accelerator, self.merge, job)
+        cluster, stepper = connect(run, accelerator, self.merge, job, self.code.sums)
         mirror.saving = cluster.saving  # for shards that come late
         meter = StepMeter(run.config.log_every, figures=run.figures)
         meter.attach(cluster.workers, stepper, accelerator)
@@ -196,8 +201,11 @@ def _in_folder(
             resumed = read_resumed(found, run, accelerator) if found else None
             session = opening.start(run, folder.path, accelerator, mirror, resumed)
             if found:  # all has been read, and fits: from here on the folder is written
+                if files := changed_since(folder.path, opening.code):
+                    accelerator.print(f"warning: code has changed since the run began: {files}")
                 take_over_folder(found, run, accelerator)
             folder.write_settings(given, resolved, run.plans)
+            folder.write_code(opening.code)
             with reading_checkpoint(resumed and resumed.folder):
                 session.log = start_log(
                     session, resumed and resumed.log, resumed and resumed.restart
@@ -226,6 +234,7 @@ def _joined(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[S
         accelerator = start_joining_accelerator(job.rank, job.processes, precision)
         threads = job.settings["cpu_threads"]
         config = replace(config, mixed_precision=precision, cpu_threads=threads)
+        check_joining(job.settings, config, but=SOURCES, code=opening.code)
         run = opening.prepare(config, accelerator)
         check_joining(job.settings, run.config)
     except SettingError as error:  # every process of a launch meets it, and this one is alone
@@ -255,7 +264,13 @@ def _running(session: Session) -> Iterator[None]:
         session.cluster.close()
 
 
-def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
+def _start_alike(config: RunConfig, code: Code) -> Accelerator:
+    """Meet the other processes; none goes on unless all have the same settings and code."""
+    check = partial(check_alike, config, code)
+    return start_accelerator(config.mixed_precision, config.worker_timeout, check)
+
+
+def _prepare_evaluation(config: RunConfig, own: Own, code: Code) -> EvaluationSession:
     """Load the data, and the weights of `resume`, a run or a checkpoint, else of `model`."""
     folder = None
     if config.resume is not None:
@@ -269,7 +284,7 @@ def _prepare_evaluation(config: RunConfig, own: Own) -> EvaluationSession:
                 "resume must name a run that is finished or has a checkpoint of an epoch's end, or "
                 f"such a checkpoint, with eval_only, got {config.resume}"
             )
-    accelerator = start_accelerator(config.mixed_precision, config.worker_timeout)
+    accelerator = _start_alike(config, code)
     return prepare_evaluation(config, accelerator, own, folder)
 
 

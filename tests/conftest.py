@@ -19,6 +19,7 @@ from torch import nn
 os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported: tests use no network
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import dbsl.data.dataset
+import dbsl.run.code
 
 torch.set_num_threads(1)
 # A busy machine is no failure; the same cases every time, so that a failure can be repeated.
@@ -93,6 +94,14 @@ def no_pictures():
         ):
             patches.setattr(f"dbsl.log.{name}", draw)
         yield patches
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_git():
+    """Have runs ask git nothing: two processes each. What it says has a test of its own."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(dbsl.run.code, "git_diff", lambda: b"")
+        yield
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dbsl.base.errors import SettingError
-from dbsl.base.flags import read_flags
 from dbsl.base.words import as_given
 from dbsl.checkpoint.manifest import Manifest
 from dbsl.checkpoint.on_disk import MODEL_FILE, Found, read_shard, reading_checkpoint
@@ -17,9 +16,10 @@ from dbsl.checkpoint.restart import advice_inside, pushes_per_epoch
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
+from dbsl.run.code import SUMS, Code, unlike
 from dbsl.run.config import RunConfig
-from dbsl.run.parse import in_todays_words, read_settings, yaml_to_argv
-from dbsl.run.resolved import NODES, PROCESSES, RESOLVED, SOURCES
+from dbsl.run.parse import in_todays_words, parse_config
+from dbsl.run.resolved import NODES, PROCESSES, RESOLVED, SOURCES, is_as_given, with_resolved
 from dbsl.run.run import Run
 
 # What may change freely: no weight depends on it.
@@ -84,10 +84,16 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
     others = () if found.manifest.processes == processes else (PROCESSES,)
     follows = _follows(changed, before.get(RESOLVED, ()), config.resolved, *others)
     mathematics = {n: change for n, change in changed.items() if n not in free | follows.keys()}
+    why = {name: f" (not given: it follows {source})" for name, source in follows.items()}
+    if mathematics:
+        # It was allowed when it came into the file, and the run was killed before it had saved.
+        agreed = with_resolved(_read_own(found.run_folder, type(config)))
+        for name in [n for n in mathematics if is_as_given(n, agreed, config)]:
+            why[name] = " (as config.yaml has it)"
+            del mathematics[name]
     for name, (old, new) in changed.items():
         if name not in ("resume", "output_dir", "allow_config_change", "mirror"):
-            why = f" (not given: it follows {follows[name]})" if name in follows else ""
-            say(f"changed since the checkpoint: {_change(name, old, new)}{why}")
+            say(f"changed since the checkpoint: {_change(name, old, new)}{why.get(name, '')}")
     if mathematics and not config.allow_config_change:
         listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
         raise SettingError(
@@ -97,25 +103,38 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
 
 def without_effect(run_folder: Path, given: RunConfig) -> str:
     """Return in words what is given other than a finished run was, where it was trained by that."""
-    own = read_flags(type(given), yaml_to_argv(read_settings(run_folder / "config.yaml")))
-    before = {field.name: field.default for field in fields(given)} | own
-    names = before.keys() - _FREE - {RESOLVED}
-    changed = [name for name in before if name in names and before[name] != getattr(given, name)]
-    return ", ".join(_change(name, before[name], getattr(given, name)) for name in changed)
+    own = _read_own(run_folder, type(given))
+    changes = {
+        field.name: (getattr(own, field.name), getattr(given, field.name))
+        for field in fields(given)
+        if field.name not in _FREE | {RESOLVED}
+    }
+    return ", ".join(_change(name, *pair) for name, pair in changes.items() if pair[0] != pair[1])
 
 
-def check_joining(job: Mapping[str, Any], now: RunConfig) -> None:
+def _read_own(run_folder: Path, cls: type[RunConfig]) -> RunConfig:
+    """Return the settings in a run's config.yaml."""
+    return parse_config(cls, ["--config", str(run_folder / "config.yaml")])
+
+
+def check_joining(
+    job: Mapping[str, Any], now: RunConfig, *, but: Collection[str] = (), code: Code | None = None
+) -> None:
     """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
 
     Args:
-        job: The settings that the job trains with.
+        job: The settings that the job trains with, and the sums of its code.
         now: Those of the process.
+        but: Settings that are left out, since the process has not found them out yet.
+        code: Its code, to be held against the job's.
     """
+    if code and (files := unlike(job.get(SUMS, {}), code.sums)):
+        raise SettingError(f"code must be that of the job, got another {files} here")
     changed = changed_settings(job, now)
     listed = [
         f"{name} {as_given(job)} there, {as_given(own)} here"
         for name, (job, own) in changed.items()
-        if name not in _FREE
+        if name not in _FREE.union(but)
     ]
     if listed:
         raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")

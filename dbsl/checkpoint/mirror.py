@@ -45,6 +45,7 @@ from dbsl.run.bucket import (
     refusing,
     tried,
 )
+from dbsl.run.code import CODE
 from dbsl.run.config import CHECKPOINTS, RunConfig
 from dbsl.run.folder import RESULTS
 
@@ -231,8 +232,8 @@ class Mirror:
 
     def _put_results(self, own: Listing) -> Listing:
         """Upload what has changed of the run's own files; remove what is gone."""
-        paths = [path for pattern in RESULTS for path in self._folder.glob(pattern)]
-        files = {path.relative_to(self._folder).as_posix(): path for path in paths}
+        paths = [path for pattern in (*RESULTS, CODE) for path in self._folder.glob(pattern)]
+        files = {p.relative_to(self._folder).as_posix(): p for p in paths if p.is_file()}
         with tempfile.TemporaryDirectory() as scratch:
             if "metrics.jsonl" in files:  # it grows meanwhile
                 files["metrics.jsonl"] = Path(shutil.copy(files["metrics.jsonl"], scratch))

@@ -345,7 +345,10 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
         return state
     last = min(epochs, run.config.epochs) * rounds  # that anybody could have begun
     clocks = dict(enumerate(server["clocks"]))
-    members = Members(clocks, there, last, server.get("newcomers", ()))
+    newcomers = set(server.get("newcomers", ()))
+    # Only the workers know whether they have begun a round: all that may have.
+    inside = {w: clocks[w] for w in there - newcomers}
+    members = Members(clocks, there, last, inside, newcomers)
     kept = segments_from_plain(planner["fixed"])
     first = members.slowest // rounds
     begin = members.next_epoch(planner.get("begun", 0), rounds, kept)
@@ -356,8 +359,11 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     fixed |= planner["segments"] | planner["fixed"]
     clocks = [c if w in there else begin * rounds for w, c in enumerate(server["clocks"])]
     back = set(range(len(clocks))) - there
-    newcomers = sorted(back.union(server.get("newcomers", ())))
-    server = server | {"clocks": clocks, "active": list(range(len(clocks))), "newcomers": newcomers}
+    server = server | {
+        "clocks": clocks,
+        "active": list(range(len(clocks))),
+        "newcomers": sorted(back | newcomers),
+    }
     changes = {
         "current": {resolution: asdict(plan) for resolution, plan in run.plans.items()},
         "fixed": {epoch: rows for epoch, rows in fixed.items() if epoch < begin},

@@ -52,6 +52,17 @@ def share_text(text: str, accelerator: Accelerator) -> str:
     return bytes(broadcast(letters).tolist()).rstrip(b"\0").decode(errors="replace")
 
 
+def share_from(rank: int, text: str, device: torch.device) -> str:
+    """Return a rank's text, of any length, on every process of the group (a collective)."""
+    letters = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    length = torch.tensor(len(letters), device=device)
+    dist.broadcast(length, rank)
+    if dist.get_rank() != rank:
+        letters = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(letters, rank)
+    return bytes(letters.tolist()).decode()
+
+
 def exchange_reports(report: RoundReport, device: torch.device) -> list[RoundReport]:
     """Return the reports of all ranks, in their order (a collective)."""
     row = encode(report, device)

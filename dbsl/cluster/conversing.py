@@ -125,10 +125,6 @@ class Conversing(Cluster):
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
         )
 
-    def _plan_at(self, epoch: int, round_: int) -> CurrentPlan:
-        with self._changed:
-            return self._plans.planner.at(epoch, round_)
-
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         with self._changed:
             try:
@@ -214,8 +210,7 @@ class Conversing(Cluster):
                 self._take_push(peer, head, is_change=kind == Kind.PUSH_CHANGE)
             elif kind == Kind.PLAN:
                 moment = message_numbers(head, self._rounds // self._rounds_per_epoch)
-                self._wait_to_begin(peer)
-                send(encode_plan(self._plan_at(*moment), CPU), peer.pair)
+                send(encode_plan(self._plan_to_begin(peer, *moment), CPU), peer.pair)
             elif kind == Kind.PLACE:
                 self._answer_place(peer)
             else:
@@ -249,12 +244,13 @@ class Conversing(Cluster):
         check_report(report, peer.worker, *clock)
         self._merge(peer.buffer, replace(report, refused=report.refused or not finite))
 
-    def _wait_to_begin(self, peer: _Peer) -> None:
-        """Wait until a worker that has joined may begin; its first plan is decided then."""
+    def _plan_to_begin(self, peer: _Peer, epoch: int, round_: int) -> CurrentPlan:
+        """Return a round's plan to a worker that may begin it: until then a loss may change it."""
         with self._changed:
-            if peer.worker in self.server.newcomers:
-                self._wait_to_start(peer)
+            self._wait_to_start(peer)
+            if not self._interrupted:
                 self.server.begin(peer.worker)
+            return self._plans.planner.at(epoch, round_)
 
     def _wait_to_start(self, peer: _Peer) -> None:
         """Wait until a worker may start its next round, or the run is to stop; with the lock."""

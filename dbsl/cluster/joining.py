@@ -31,6 +31,7 @@ _LOOK_S = 0.2  # between looks at who asks
 _PAIR_S = 60.0  # that two processes may come to their connection apart
 _GRACE_S = 30.0  # that rank 0 may answer late
 _LEFT_OUT_S = 2.0  # that rank 0 may be later than a process in noticing that they are apart
+_DYING_S = 0.5  # after which a process that died accepts no connections any more
 _SLOW_S = 20.0  # that a process which is launched tries to reach it
 _AGAIN_S = 1.0  # after which rank 0 does, if it was cut off
 _STORE = "the launcher's store"
@@ -64,7 +65,7 @@ class RunningJob:
     Attributes:
         rank: This process's.
         processes: Of the job, as it was launched.
-        settings: The complete settings that the job trains with.
+        settings: The complete settings that the job trains with, and what else `Door` was given.
     """
 
     rank: int
@@ -133,6 +134,8 @@ def why_left_out(number: int) -> str | None:
         number: Of the question with which the process has joined; 0: it began with the others.
     """
     deadline = time.monotonic() + _LEFT_OUT_S
+    # A store that dies with rank 0 now would be tried in vain, and torch prints pages of frames.
+    time.sleep(_DYING_S)
     while (reason := _look_up(f"left out/{os.environ.get('RANK')}/{number}")) is None:
         if time.monotonic() > deadline or _look_up("open") in (None, _OVER):
             return None

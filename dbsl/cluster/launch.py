@@ -10,8 +10,10 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -130,8 +132,10 @@ def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.St
         left_s = timeout_s - (time.monotonic() - began)
         patience = timedelta(seconds=max(0.1, min(left_s, _QUIET_S)))
         try:
-            return dist.TCPStore(  # many tenants: the process group's store has the same server
-                *(address, port, None, serves, patience),
+            return _connect(  # many tenants: the process group's store has the same server
+                *(address, port),
+                is_master=serves,
+                timeout=patience,
                 wait_for_workers=False,
                 multi_tenant=True,
             )
@@ -203,7 +207,8 @@ def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
 
     Args:
         prefix: Of its keys.
-        at_once: Whether to fail at once where nobody listens, instead of trying again and again.
+        at_once: Whether to fail at once where nobody listens, and soon where nobody answers,
+            instead of trying again and again.
 
     Raises:
         OSError: If `at_once` is set and nobody listens, or the address is not reached.
@@ -214,5 +219,31 @@ def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
         return None
     if at_once:
         socket.create_connection(where, timeout=_CONNECT_S).close()
-    store = dist.TCPStore(*where, is_master=False, timeout=STORE_PATIENCE)
+    patience = timedelta(seconds=_CONNECT_S) if at_once else STORE_PATIENCE
+    store = _connect(*where, is_master=False, timeout=patience)
+    store.set_timeout(STORE_PATIENCE)
     return dist.PrefixStore(f"dbsl/{prefix}", store)
+
+
+def _connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> dist.TCPStore:
+    """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
+
+    torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
+    by a process that was stopped.
+    """
+    made: list[dist.TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            made.append(dist.TCPStore(address, port, timeout=timeout, **options))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _CONNECT_S)
+    if not made:
+        raise RuntimeError(f"timed out: nobody answers at {address}:{port}")
+    if isinstance(made[0], RuntimeError):
+        raise made[0]
+    return made[0]

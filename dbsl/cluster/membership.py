@@ -22,7 +22,7 @@ class Change(NamedTuple):
 def members_of(server: Server, last: int) -> Members:
     """Return the server's workers as they are now; `last`: rounds of the run."""
     clocks = dict(enumerate(server.clocks))
-    return Members(clocks, set(server.active), last, set(server.newcomers))
+    return Members(clocks, set(server.active), last, dict(server.inside), set(server.newcomers))
 
 
 def lose_worker(server: Server, planner: Planner, worker: int, last: int) -> int:

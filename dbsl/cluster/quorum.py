@@ -61,25 +61,19 @@ class Quorum:
         self._samples_of = samples_of
         self._resting: set[int] = set()  # who is behind and waits for the next round
         self._came: set[int] = set()  # have pushed the open round
-        self._begun: dict[int, int] = {}  # by worker: the round that it is in
         self._deadline_s: float | None = None  # the grace's end, once enough have come
         self._opened_s: float | None = None  # when the open round's first worker began it
 
-    def begin(self, worker: int, clock: int) -> None:
-        """Note that a worker begins a round, unless it has meanwhile gone on without it."""
+    def begin(self, worker: int, clock: int) -> bool:
+        """Note that a worker begins a round; False: it has meanwhile gone on without it."""
         if worker in self.behind:
-            return
-        self._begun[worker] = clock
+            return False
         if self._opened_s is None and clock == self.round:
             self._opened_s = self.clock()
-
-    def round_of(self, worker: int, clock: int) -> int:
-        """Return the round that a worker is in, which may be over, or else comes to: `clock`."""
-        return self._begun.get(worker, clock)
+        return True
 
     def come(self, worker: int) -> bool:
         """Note a worker's push; return whether it is in time."""
-        self._begun.pop(worker, None)
         if worker in self.behind:
             self.late_pushes += 1
             return False
@@ -105,7 +99,6 @@ class Quorum:
         """Go on without a worker that was lost; what it has pushed counts."""
         self.behind.discard(worker)
         self._resting.discard(worker)
-        self._begun.pop(worker, None)
 
     def able(self, clocks: Sequence[int], active: Collection[int], new: Collection[int]) -> int:
         """Return how many workers can push the open round, or have; `new` have begun none yet."""
@@ -189,7 +182,6 @@ class Quorum:
             "behind": sorted(self.behind),
             "resting": sorted(self._resting),
             "came": sorted(self._came),
-            "begun": dict(self._begun),
             "deadline_s": self._deadline_s,
             "opened_s": self._opened_s,
             "missed": [asdict(row) for row in self.missed],
@@ -201,7 +193,6 @@ class Quorum:
         names = ("behind", "resting", "came")
         behind, resting, came = (as_counts(state[n], len(state[n]), workers - 1) for n in names)
         self.behind, self._resting, self._came = set(behind), set(resting), set(came)
-        self._begun = dict(state["begun"])
         self._deadline_s, self._opened_s = state["deadline_s"], state["opened_s"]
         self.missed = deque(MissedRound(**row) for row in state["missed"])
         self.round, self.late_pushes = as_counts([state["round"], state["late_pushes"]], 2)

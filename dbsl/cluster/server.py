@@ -80,6 +80,7 @@ class Server(GlobalWeights):
         self.clocks = [0] * workers
         self.active = set(range(workers))  # without lost workers
         self.newcomers: set[int] = set()  # have joined, and have not begun a round
+        self.inside: dict[int, int] = {}  # by worker that has begun a round: which
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
@@ -122,6 +123,7 @@ class Server(GlobalWeights):
         round_ = self.slowest()
         self.active.discard(worker)
         self.newcomers.discard(worker)
+        self.inside.pop(worker, None)
         if self.quorum is not None:
             self.quorum.forget(worker)
             self.settle()
@@ -137,10 +139,11 @@ class Server(GlobalWeights):
         self.newcomers.add(worker)
 
     def begin(self, worker: int) -> None:
-        """Note that a worker has begun its next round."""
+        """Note that a worker has begun its next round, unless it is late in another one."""
         self.newcomers.discard(worker)
-        if self.quorum is not None:
-            self.quorum.begin(worker, self.clocks[worker])
+        if self.quorum is not None and not self.quorum.begin(worker, self.clocks[worker]):
+            return
+        self.inside[worker] = self.clocks[worker]
 
     def enter(self, worker: int) -> None:
         """Have a worker take part again that a round went on without; it is in no round now."""
@@ -149,8 +152,7 @@ class Server(GlobalWeights):
 
     def round_of(self, worker: int) -> int:
         """Return the round that a worker is in, or comes to: its clock, unless it is late."""
-        clock = self.clocks[worker]
-        return clock if self.quorum is None else self.quorum.round_of(worker, clock)
+        return self.inside.get(worker, self.clocks[worker])
 
     def settle(self, *, timer: bool = False) -> bool:
         """Go on with a round that all have pushed, or enough of them while the grace lasted.
@@ -192,6 +194,7 @@ class Server(GlobalWeights):
 
         With a quorum, a push whose round is over is dropped.
         """
+        self.inside.pop(report.worker, None)
         if self.quorum is not None:
             self.settle()
             if not self.quorum.come(report.worker):
@@ -234,6 +237,7 @@ class Server(GlobalWeights):
             "clocks": list(self.clocks),
             "active": sorted(self.active),
             "newcomers": sorted(self.newcomers),
+            "inside": dict(self.inside),
             "pulled_version": list(self._pulled_version),
             "sum": self._sum,
             "sum_weight": self._sum_weight,
@@ -256,6 +260,7 @@ class Server(GlobalWeights):
         self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
         newcomers = state.get("newcomers", [])  # older checkpoints lack it
         self.newcomers = set(as_counts(newcomers, len(newcomers), workers - 1))
+        self.inside = dict(state["inside"])
         self._pulled_version = as_counts(state["pulled_version"], workers)
         self._writable().copy_(state["weights"])
         self._sum = None

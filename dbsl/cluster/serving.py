@@ -66,16 +66,24 @@ class ServingCluster(Conversing):
         yield from self._finished(wait=True)
 
     def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn."""
-        return self._plan_at(turn.epoch, turn.round)
+        """Return the plan in force in a turn, waiting while the worker is too far ahead.
+
+        Until it begins, a loss may change the plan.
+        """
+        (worker,) = turn.workers
+        began = time.perf_counter()
+        with self._changed:
+            if self._may_begin(worker):
+                self.server.begin(worker)
+            self._waited_s += time.perf_counter() - began
+            return self._plans.planner.at(turn.epoch, turn.round)
 
     def pull(self, turn: Round) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         (worker,) = turn.workers
         began = time.perf_counter()
         with self._changed:
-            self._wait_for(lambda: self._interrupted or self.server.may_start(worker))
-            stop = self._interrupted
+            stop = not self._may_begin(worker)
             weights = None if stop else self.server.pull(worker)
         if stop:
             self.on_stop()
@@ -84,6 +92,11 @@ class ServingCluster(Conversing):
             with self._changed:
                 self.server.release(weights)
         self._waited_s += time.perf_counter() - began
+
+    def _may_begin(self, worker: int) -> bool:
+        """Wait, with the lock held, until this process's worker may begin; False: the run stops."""
+        self._wait_for(lambda: self._interrupted or self.server.may_start(worker))
+        return not self._interrupted
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Give the worker's weights, or gradients, to the server; True: they were refused."""
@@ -193,9 +206,13 @@ class ServingCluster(Conversing):
         """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
         (self._clock,) = as_counts([state["clock"]], 1)
         self._waited_s = state["waited_s"]
-        self.server.load_state_dict(state["server"])
-        if self.server.quorum is not None:
-            self.server.quorum.restart_clock()
+        server = self.server
+        server.load_state_dict(state["server"])
+        # The others save later than the server, perhaps in a round that they have begun since.
+        there = server.active - server.newcomers
+        server.inside = {w: server.clocks[w] for w in there} | server.inside
+        if server.quorum is not None:
+            server.quorum.restart_clock()
 
     def _come(self) -> Iterator[EpochEnd]:
         """With a quorum, find out which round this process's worker begins, and when it may.

@@ -142,15 +142,19 @@ class ServedCluster(Cluster):
             self._come()
 
     def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn, asking the server, which may have changed it."""
+        """Return the plan in force in a turn, waiting while the worker is too far ahead.
+
+        The server is asked, which may have changed it.
+        """
         planner = self._plans.planner
         if planner.takes_over(turn.epoch):
             return planner.at(turn.epoch, turn.round)
         like = planner.current_at(turn.epoch)
-        rows = plan_tensor(len(like.workers), CPU)
+        began, rows = time.perf_counter(), plan_tensor(len(like.workers), CPU)
         with self._exchange():
             send(self._message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), self._pair)
             receive(rows, self._pair)
+        self._waited_s += time.perf_counter() - began
         return decode_plan(rows, like)
 
     def pull(self, turn: Round) -> None:

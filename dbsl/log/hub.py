@@ -10,12 +10,14 @@ from typing import Any
 
 from accelerate import Accelerator
 
+import dbsl
 from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import write_text
 from dbsl.base.lazy import lazy_import
 from dbsl.base.words import px
 from dbsl.cluster.collectives import share_text
 from dbsl.plan.types import Plan
+from dbsl.run.code import code_in_words
 from dbsl.run.config import RunConfig
 from dbsl.run.folder import RESULTS
 
@@ -187,8 +189,7 @@ A {"timm " * of_timm}`{config.model}`{images}, trained on `{config.dataset}`{how
 |---|---|
 {batches}
 {load}
-To train it again: `accelerate launch train.py --config config.yaml`, with the settings beside \
-this file.
+Trained by {code_in_words(folder)}, with dbsl {dbsl.__version__} and the settings in `config.yaml`.
 """
 
 

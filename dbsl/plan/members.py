@@ -16,12 +16,14 @@ class Members:
         clocks: Rounds that each worker has pushed, those that are not there included.
         active: Workers that are there.
         last: Rounds of the whole run.
+        inside: By worker that has begun a round and not pushed it: which.
         newcomers: Workers of `active` that have joined and have not begun a round.
     """
 
     clocks: Mapping[int, int]
     active: Collection[int]
     last: int
+    inside: Mapping[int, int]
     newcomers: Collection[int] = ()
 
     @property
@@ -31,8 +33,8 @@ class Members:
 
     @property
     def begun(self) -> int:
-        """Rounds of the run that any worker that is there may have begun."""
-        begun = [self.clocks[worker] + (worker not in self.newcomers) for worker in self.active]
+        """Rounds of the run that any worker that is there has begun."""
+        begun = [max(self.clocks[w], self.inside.get(w, -1) + 1) for w in self.active]
         return min(max(begun), self.last)
 
     def next_epoch(
@@ -56,5 +58,6 @@ class Members:
             self.clocks,
             set(self.active) - {worker},
             self.last,
+            self.inside,
             set(self.newcomers) - {worker},
         )

@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -61,13 +61,18 @@ class PlainAccelerator(Accelerator):
         super().backward(loss, **more) if self.scaler else loss.backward(**more)
 
 
-def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
+def start_accelerator(
+    precision: Precision,
+    timeout_s: float,
+    check: Callable[[PartialState], object] = lambda state: None,
+) -> Accelerator:
     """Meet the other processes, waiting so long at most, and settle on a precision for all of them.
 
     Args:
         precision: ``auto`` is what `accelerate launch` was asked for; else bf16 where every
             process's device has it, else float32.
         timeout_s: Longest wait for another process.
+        check: Called in all processes once they have met, before any other exchange.
 
     Raises:
         SettingError: If the launcher was asked for what is not done here.
@@ -85,10 +90,11 @@ def start_accelerator(precision: Precision, timeout_s: float) -> Accelerator:
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
     with patch_environment(omp_num_threads=torch.get_num_threads()):
+        state = PartialState(cpu, **group.to_kwargs())
+        check(state)
         if precision == "auto" and (launched := launched_precision()):
             precision = launched
         elif precision == "auto":
-            state = PartialState(cpu, **group.to_kwargs())
             native = torch.tensor(int(computes_bf16(state.device)), device=state.device)
             precision = "bf16" if int(reduce(native, "sum")) == state.num_processes else "no"
         accelerator = PlainAccelerator(cpu=cpu, mixed_precision=precision, kwargs_handlers=[group])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
+from dbsl.run.code import SUMS
 from dbsl.run.config import RunConfig
 from dbsl.run.run import Run
 
@@ -45,11 +48,13 @@ def connect(
     accelerator: Accelerator,
     merge: MergeRule | None = None,
     job: RunningJob | None = None,
+    sums: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Cluster, Stepper]:
     """Build this process's cluster (how weights move) and stepper (what a step is).
 
     From here on the model's state is one vector, which is what workers push and pull. Into a
-    running job the process is taken in here.
+    running job the process is taken in here. `sums` are those of the code (`Code`), which one that
+    joins later must have.
 
     Raises:
         NothingLeft: If the running job has no round left for this process.
@@ -57,15 +62,21 @@ def connect(
     """
     if merge is not None:
         _check_merge(run.config)
-    builder = _Builder(run, accelerator, job)
+    builder = _Builder(run, accelerator, job, sums)
     return builder.joint() if run.config.sync == "step" else builder.rounds(merge)
 
 
 class _Builder:
     """What clusters and steppers of all kinds are built from."""
 
-    def __init__(self, run: Run, accelerator: Accelerator, job: RunningJob | None) -> None:
-        config, self._job = run.config, job
+    def __init__(
+        self,
+        run: Run,
+        accelerator: Accelerator,
+        job: RunningJob | None,
+        sums: Mapping[str, str],
+    ) -> None:
+        config, self._job, self._sums = run.config, job, sums
         self._run, self._config, self._accelerator = run, config, accelerator
         self._alone = not one_of_several()
         rank = 0 if self._alone else job.rank if job else dist.get_rank()
@@ -141,7 +152,8 @@ class _Builder:
             begins = admission.clock // self._run.rounds + 1
             print(f"rank {self._rank} has joined, its share begins in epoch {begins}", flush=True)
         elif server is not None:
-            common["door"] = Door(asdict(config), dist.get_world_size(), timeout_s)
+            trained_by = asdict(config) | {SUMS: dict(self._sums)}
+            common["door"] = Door(trained_by, dist.get_world_size(), timeout_s)
         return through_server(weights, server, **common), stepper
 
     def _control(self) -> ControlGroup:

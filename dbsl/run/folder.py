@@ -21,6 +21,7 @@ from dbsl.base.words import px
 from dbsl.cluster.collectives import share_text
 from dbsl.cluster.launch import remember
 from dbsl.plan.types import Plan
+from dbsl.run.code import Code, write_code
 from dbsl.run.parse import RUN_FOLDER, config_to_yaml
 from dbsl.run.resolved import RESOLVED
 
@@ -86,6 +87,11 @@ class RunFolder:
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
         settings = {name: v for name, v in asdict(given).items() if name not in _NOT_KEPT}
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
+
+    def write_code(self, code: Code) -> None:
+        """Keep the code that the run goes on with, on the main process."""
+        if self._lock is not None:
+            write_code(self.path, code)
 
     def __enter__(self) -> RunFolder:
         return self

@@ -130,7 +130,9 @@ def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> Run
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
     """Return what a run found out: where its complete settings are not those it was given."""
-    found = {name: getattr(complete, name) for name in SOURCES if not _same(name, given, complete)}
+    found = {
+        name: getattr(complete, name) for name in SOURCES if not is_as_given(name, given, complete)
+    }
     return {PROCESSES: processes, **found}
 
 
@@ -142,7 +144,7 @@ def _says_unlike(config: RunConfig) -> bool:
     return says_unlike(config.small_ratio, config.small_workers, config.local_batch_sizes)
 
 
-def _same(name: str, given: RunConfig, complete: RunConfig) -> bool:
+def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
     if name not in _LISTS or own in (None, "auto") or not own or not value:

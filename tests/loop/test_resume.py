@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
@@ -660,6 +661,29 @@ def test_a_run_trains_by_what_was_changed_and_takes_each_sample_once(
     of_epoch = [row for row in told if row["first_epoch"] <= 2 < row["end_epoch"]]
     assert {w["worker"]: w["local_batch_size"] for w in of_epoch[-1]["workers"]} == trained
     assert all(row["end_epoch"] > row.get("from_epoch", 0) for row in told)
+
+
+def test_a_change_that_was_allowed_stays_allowed_where_the_run_is_killed_before_it_saves(
+    left, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(left("bsp", True), tmp_path / "run")
+    resumed = ["--resume", str(folder)]
+
+    def resume(*flags):
+        AcceleratorState._reset_state(True)
+        helpers.main(parse_config(Config, [*resumed, *flags]))
+
+    with monkeypatch.context() as patches:
+        at_step(patches, 1, lambda: {}["killed"])
+        with pytest.raises(KeyError):
+            resume("--lr", "0.01", "--large-batch-size", "4", "--allow-config-change")
+    with pytest.raises(ValueError, match=r"got lr 0.02 -> 0.03$"):
+        resume("--lr", "0.03")
+    resume()
+    assert "changed since the checkpoint: lr 0.02 -> 0.01 (as config.yaml has it)" in (
+        capsys.readouterr().out
+    )
+    assert max(e["learning_rate"] for e in rounds_of(folder) if e["epoch"] == 1) == 0.01
 
 
 def test_settings_of_other_workers_are_written_as_they_are_trained_with(left):

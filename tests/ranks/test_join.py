@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dbsl.base.errors import NothingLeft, SyncError
+from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster import joining
 from dbsl.cluster.joining import Door, find_running_job
 from dbsl.plan.turns import EpochEnd, LostWorker
@@ -232,6 +232,33 @@ def test_without_a_launchers_store_or_on_rank_0_there_is_no_job_to_join(monkeypa
     assert find_running_job() is None
 
 
+@pytest.fixture
+def listener(monkeypatch):
+    """Return what listens where the launcher's store was, and answers nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = str(listening.getsockname()[1])
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        yield listening
+
+
+def test_a_process_of_a_rank_0_that_is_dying_soon_ends_and_without_pages_of_frames(listener, capfd):
+    dying = threading.Timer(0.2, listener.close)  # until then its connections are accepted
+    dying.start()
+    assert joining.why_left_out(0) is None
+    assert capfd.readouterr().err == ""
+    dying.join()
+
+
+def test_a_process_does_not_wait_for_ever_for_a_rank_0_that_was_stopped(listener, monkeypatch):
+    monkeypatch.setattr("dbsl.cluster.launch._CONNECT_S", 0.2)
+    asks = threading.Thread(target=joining.why_left_out, args=(0,), daemon=True)
+    asks.start()
+    asks.join(30)
+    assert not asks.is_alive()
+
+
 class Full:
     """A host that refuses."""
 
@@ -242,7 +269,7 @@ class Full:
         return False
 
     def admit(self, rank, pair):
-        raise ValueError(self._reason)
+        raise SettingError(self._reason)
 
 
 class Hiccup:

@@ -1,6 +1,7 @@
 """What a resumed run may change: freely, because something else changed, or with consent."""
 
 import re
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from dbsl.checkpoint.changes import check_changes, check_joining, without_effect
 from dbsl.checkpoint.manifest import Manifest
 from dbsl.checkpoint.on_disk import Found
+from dbsl.run.code import SUMS, Code
 from train import Config
 
 BEFORE = Config(
@@ -28,7 +30,10 @@ def changes(now, *, before=BEFORE, processes=1, epoch=2):
         files={},
     )
     said = []
-    check_changes(Found(Path("run"), Path("run/save"), manifest), now, processes, said.append)
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name)
+        (run / "config.yaml").touch()
+        check_changes(Found(run, run / "save", manifest), now, processes, said.append)
     return said
 
 
@@ -106,6 +111,13 @@ def test_a_process_that_joins_trains_as_the_job_does():
     check_joining(asdict(BEFORE), replace(BEFORE, log_every=3))
     with pytest.raises(ValueError, match=r"got large_batch_size 24 there, 24,32 here$"):
         check_joining(asdict(BEFORE), replace(BEFORE, large_batch_size=(24, 32)))
+
+
+def test_a_process_that_joins_has_the_code_of_the_job():
+    job = asdict(BEFORE) | {SUMS: {"train.py": "a", "dbsl/open.py": "b"}}
+    check_joining(job, BEFORE, code=Code("train.py", {}, {"train.py": "a", "new.py": "c"}))
+    with pytest.raises(ValueError, match=r"^code must be that of the job, got another train.py he"):
+        check_joining(job, BEFORE, code=Code("train.py", {}, {"train.py": "c"}))
 
 
 def test_settings_that_come_too_late_are_named(tmp_path):

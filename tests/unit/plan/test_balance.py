@@ -333,7 +333,8 @@ def test_without_a_lost_worker_the_others_cover_every_round_that_nobody_had_begu
         ),
     )
     active = set(range(workers)) - {lost}
-    missed = planner.drop(lost, Members(clocks, {*active, lost}, 4 * rounds))
+    inside = {w: clock for w, clock in clocks.items() if rng.integers(2)}
+    missed = planner.drop(lost, Members(clocks, {*active, lost}, 4 * rounds, inside))
     trained = 0
     for epoch in range(4):
         seen = []

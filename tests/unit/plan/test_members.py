@@ -44,9 +44,10 @@ def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobo
     run = prepare(case())
     planner = run.planner
     clocks = {0: 1, 1: 2, 2: 1}
-    assert planner.drop(2, Members(clocks, {0, 1, 2}, 8)) == 60  # of epochs 2 and 3, begun
+    members = Members(clocks, {0, 1, 2}, 8, inside=clocks)
+    assert planner.drop(2, members) == 60  # of epochs 2 and 3, begun
     assert samples_of(run, 3) == [45, 45, 0]
-    assert planner.join(2, Members({0: 2, 1: 3, 2: 1}, {0, 1}, 8)) == 4
+    assert planner.join(2, Members({0: 2, 1: 3, 2: 1}, {0, 1}, 8, {0: 2, 1: 3})) == 4
     assert [samples_of(run, epoch) for epoch in (2, 3, 4)] == [[30] * 3, [45, 45, 0], [30] * 3]
 
 
@@ -54,7 +55,7 @@ def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
     run = prepare(case())
     run.planner.leave_out([1, 2])
     assert samples_of(run, 0) == [90, 0, 0]
-    assert run.planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0}, 8)) == 1
+    assert run.planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0}, 8, {0: 0})) == 1
     assert [samples_of(run, epoch) for epoch in (0, 1)] == [[90, 0, 0], [45, 0, 45]]
 
 
@@ -63,14 +64,15 @@ def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
     planner = prepare(case()).planner
     planner.leave_out([2])
     with pytest.raises(ValueError, match=f"one of 3 and not there, got worker {worker}"):
-        planner.join(worker, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8))
+        planner.join(worker, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8, {}))
 
 
 def test_where_no_epoch_is_left_for_a_worker_nothing_changes():
     run = prepare(case(rounds=2))
     run.planner.leave_out([2])
     before = run.planner.state_dict()
-    assert run.planner.join(2, Members({0: 14, 1: 3, 2: 0}, {0, 1}, 16)) == 16
+    clocks = {0: 14, 1: 3, 2: 0}
+    assert run.planner.join(2, Members(clocks, {0, 1}, 16, inside={0: 14})) == 16
     assert run.planner.state_dict() == before
 
 
@@ -87,7 +89,7 @@ def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
 
     monkeypatch.setattr(planner, "_without", refuse)
     with pytest.raises(ValueError, match="no such plan"):
-        planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8))
+        planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8, {}))
     assert planner.state_dict() == before
     assert samples_of(run, 3) == [45, 45, 0]
 
@@ -96,9 +98,9 @@ def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
     run = prepare(case(rounds=3))
     planner = run.planner
     planner.leave_out([2])
-    assert planner.join(2, Members({0: 1, 1: 1, 2: 0}, {0, 1}, 24)) == 3
+    assert planner.join(2, Members({0: 1, 1: 1, 2: 0}, {0, 1}, 24, {1: 1})) == 3
     clocks = {0: 1, 1: 2, 2: 3}
-    assert planner.drop(2, Members(clocks, {0, 1, 2}, 24, newcomers={2})) == 0
+    assert planner.drop(2, Members(clocks, {0, 1, 2}, 24, {1: 2}, newcomers={2})) == 0
     assert samples_of(run, 1) == [45, 45, 0]
 
 
@@ -132,6 +134,22 @@ def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_rou
     assert played.twice == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "rounds_begun"),
+    [
+        ({"sync": "ssp", "staleness": 0}, 1),
+        ({"sync": "ssp", "staleness": 1}, 2),
+        ({"sync": "bsp", "min_workers": 1, "grace_seconds": 9.0}, 1),
+    ],
+)
+def test_a_worker_lost_while_another_waits_for_it_costs_the_rounds_that_were_begun_and_no_more(
+    options, rounds_begun
+):
+    played = check(case((0.45, 1, False), workers=2, slow={1: 4}, epochs=4, **options))
+    assert played.lost_workers == 1
+    assert played.lost == 45 * rounds_begun
+
+
 @pytest.mark.parametrize("turn", [7, 8, 9, 10])  # of the second stop
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("lost_s", [0.2, 0.25])
@@ -152,7 +170,7 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(mo
     now = CurrentPlan(run.planner.current[8])
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._plans, cluster._pair = SharedPlans(run.planner), None
-    cluster._message = lambda *what, **which: None
+    cluster._waited_s, cluster._message = 0.0, lambda *what, **which: None
     monkeypatch.setattr(through_server, "send", lambda tensor, pair: None)
     monkeypatch.setattr(
         through_server, "receive", lambda rows, pair: rows.copy_(encode_plan(now, CPU))

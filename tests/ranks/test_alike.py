@@ -1,0 +1,87 @@
+"""Processes with other settings, or other code, than rank 0's: none of them begins."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbsl.base.errors import SettingError
+from dbsl.run.alike import check_alike
+from dbsl.run.code import Code
+from tests.helpers import free_port, slow, start_rank, to_flags, wait_all
+from train import Config
+
+CODE = Code("train.py", {}, {"train.py": "a", "dbsl/open.py": "b"})
+
+
+def rank_with(rank, unlike):
+    """Compare, as one of several of which some are unlike; return what is said."""
+    settings, code = unlike.get(rank, ({}, CODE))
+    state = SimpleNamespace(
+        num_processes=dist.get_world_size(), process_index=rank, device=torch.device("cpu")
+    )
+    try:
+        check_alike(replace(Config(lr=0.2), **settings), code, state)
+    except SettingError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("unlike", "said"),
+    [
+        (
+            {2: ({"lr": 0.3}, CODE)},
+            "lr must be the same in all processes, got 0.2 on rank 0, 0.3 on rank 2",
+        ),
+        (
+            {1: ({"sync": "step", "epochs": 9}, CODE), 2: ({"lr": 0.3}, CODE)},
+            "sync must be the same in all processes, got bsp on rank 0, step on rank 1 "
+            "(also different: epochs)",
+        ),
+        (
+            {1: ({}, replace(CODE, sums={"train.py": "c", "dbsl/open.py": "b", "new.py": "d"}))},
+            "code must be the same in all processes, got another train.py on rank 1 than rank 0",
+        ),
+        (
+            {1: ({}, replace(CODE, script="mine.py"))},
+            "the script must be the same in all processes, got train.py on rank 0, "
+            "mine.py on rank 1",
+        ),
+        ({1: ({"cpu_threads": 7, "loader_workers": 2}, replace(CODE, sums={"new.py": "d"}))}, None),
+    ],
+)
+def test_every_process_ends_with_the_line_that_names_what_is_not_the_same(run_ranks, unlike, said):
+    assert run_ranks(rank_with, unlike, world_size=3) == [said] * 3
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [
+        ({"lr": 0.2}, {"lr": 0.3}, "lr must be the same in all processes, got 0.2 on"),
+        pytest.param({"epochs": 2}, {"epochs": 4}, "epochs must be the same", marks=slow),
+        pytest.param({"sync": "step"}, {"sync": "asp"}, "sync must be the same", marks=slow),
+        pytest.param(
+            {"sync": "ssp"}, {"sync": "bsp", "min_workers": 1, "grace_seconds": 1}, "", marks=slow
+        ),
+        pytest.param({}, {"plan_only": True}, "plan_only must be the same", marks=slow),
+        pytest.param(
+            {"mixed_precision": "auto"},
+            {"mixed_precision": "bf16"},
+            "mixed_precision must be the same",
+            marks=slow,
+        ),
+    ],
+)
+def test_two_launches_with_other_flags_end_with_one_line_and_leave_nothing(
+    tmp_path, own, other, said
+):
+    port = free_port()
+    flags = [to_flags(tmp_path / "run", **settings) for settings in (own, other)]
+    ranks = [start_rank(flags[rank], rank, 2, port) for rank in range(2)]
+    assert wait_all(ranks) == [2, 2], [rank.stderr for rank in ranks]
+    (line,) = ranks[0].stderr.splitlines()  # that of each machine's first process
+    assert said in line
+    assert not (tmp_path / "run").exists()

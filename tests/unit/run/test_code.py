@@ -1,0 +1,105 @@
+"""A run keeps the code that it trains with, and says if that has changed."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import dbsl.open
+from dbsl.run import code
+from dbsl.run.code import Code, changed_since, code_in_words, kept_code, read_code, write_code
+from tests.helpers import run
+
+GIT_DIFF = code.git_diff  # before conftest takes it away
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a script that was started, and that has imported a file beside it."""
+    path = tmp_path / "mine.py"
+    path.write_text("import losses\n")
+    (tmp_path / "losses.py").write_text("smooth = 0.1\n")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(path)))
+    imported = SimpleNamespace(__file__=str(tmp_path / "losses.py"))
+    monkeypatch.setitem(sys.modules, "losses", imported)
+    monkeypatch.setitem(sys.modules, "__mp_main__", sys.modules["__main__"])
+    return path
+
+
+def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_installed(script):
+    found = read_code()
+    assert found.script == "mine.py"
+    assert found.files["mine.py"] == b"import losses\n"
+    assert found.files["losses.py"] == b"smooth = 0.1\n"
+    assert next(iter(found.sums)) == "mine.py"
+    assert "dbsl/run/code.py" in found.sums
+    assert not {"__mp_main__.py", "dbsl/run/code.py", "pytest/__init__.py"} & {*found.files}
+
+
+def test_without_a_script_as_in_a_notebook_the_rest_is_kept(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())
+    found = read_code()
+    assert found.script == ""
+    assert "dbsl/__init__.py" in found.sums
+
+
+def test_code_that_has_changed_is_named_and_kept_beside_what_it_was(script, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert changed_since(folder, read_code()) == ""
+    for _ in range(2):
+        write_code(folder, read_code())
+    assert [path.name for path in kept_code(folder)] == ["code"]
+    (tmp_path / "losses.py").write_text("smooth = 0.2\n")
+    assert changed_since(folder, read_code()) == "losses.py"
+    write_code(folder, read_code())
+    assert [path.name for path in kept_code(folder)] == ["code", "code-2"]
+    assert (folder / "code/losses.py").read_text() == "smooth = 0.1\n"
+    assert (folder / "code-2/losses.py").read_text() == "smooth = 0.2\n"
+    assert code_in_words(folder) == (
+        "`mine.py` (kept in `code/` of the run folder), after a resume by "
+        "`mine.py` (kept in `code-2/` of the run folder)"
+    )
+    assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_a_checkout_leaves_its_commit_and_its_changes_and_others_nothing(
+    script, tmp_path, monkeypatch
+):
+    assert GIT_DIFF() == b""  # no checkout
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    script.write_text("import losses, os\n")
+    commit, _, changes = GIT_DIFF().partition(b"\n")
+    assert len(commit) == len("commit ") + 40
+    assert b"+import losses, os" in changes
+    monkeypatch.setattr(code, "git_diff", GIT_DIFF)
+    (folder := tmp_path / "run").mkdir()
+    write_code(folder, read_code())
+    assert code_in_words(folder).endswith(
+        f"at git {commit.decode()} with the changes in `code/git.diff`"
+    )
+    monkeypatch.setenv("PATH", "")
+    assert GIT_DIFF() == b""  # no git
+
+
+def test_a_resumed_run_says_which_code_has_changed_and_the_card_has_both(
+    tmp_path, monkeypatch, capsys
+):
+    folder, warning = tmp_path / "run", "warning: code has changed since the run began"
+    run(folder, epochs=1)
+    assert (folder / "code/train.py").exists()
+    run(folder, epochs=2, resume=str(folder))
+    assert warning not in capsys.readouterr().out
+    other = Code("train.py", {"train.py": b""}, {"train.py": "0"})
+    monkeypatch.setattr(dbsl.open, "read_code", lambda: other)
+    run(folder, epochs=3, resume=str(folder))
+    assert f"{warning}: train.py" in capsys.readouterr().out
+    card = (folder / "README.md").read_text()
+    assert "after a resume by `train.py` (kept in `code-2/` of the run folder)" in card
+    assert "To train it again" not in card
+    before = sorted(folder.rglob("*"))
+    run(folder, epochs=3, resume="auto", eval_only=True)
+    assert sorted(folder.rglob("*")) == before
