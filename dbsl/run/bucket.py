@@ -31,7 +31,8 @@ _TRIES = 4
 # No second try brings the right, file, library or operation that is lacking. A ValueError may pass:
 # a server's answer that was cut off is no JSON.
 _HOPELESS = (PermissionError, FileNotFoundError, ImportError, NotImplementedError)
-_FILE = re.compile(r"((run|plots)/)?\w[\w.-]*")  # no way out of the folder
+_PART = r"[^./\\:][^/\\:]*"
+_FILE = re.compile(rf"({_PART}/)*{_PART}")  # no way out of the folder
 _CHECKPOINT = re.compile(r"(epoch|save)-\d+")
 
 

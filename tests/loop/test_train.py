@@ -70,7 +70,7 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
     assert {p.name for p in folder.iterdir()} == {
         *("config.yaml", "plan.json", "metrics.jsonl", "summary.json"),
         *("model.safetensors", "model_best.safetensors", "config.json", "README.md"),
-        *("checkpoints", "plots"),
+        *("checkpoints", "plots", "code"),
     }
     assert {p.name for p in (folder / "plots").iterdir()} == {
         "plan.png",
