@@ -111,13 +111,12 @@ class BceConfig:
     # sum the binary cross-entropy over the classes instead of its mean
     bce_sum: bool = False
 
-
-def check_bce(config: BceConfig) -> None:
-    """Raise ``SettingError`` if a setting of binary cross-entropy is given without it."""
-    given = {"bce_sum": config.bce_sum, "bce_target_thresh": config.bce_target_thresh is not None}
-    for name, is_given in given.items():
-        if is_given and not config.bce_loss:
-            raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
+    def __post_init__(self) -> None:
+        super().__post_init__()  # of RunConfig, whose mixin it is
+        given = {"bce_sum": self.bce_sum, "bce_target_thresh": self.bce_target_thresh is not None}
+        for name, is_given in given.items():
+            if is_given and not self.bce_loss:
+                raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
 
 
 def binary_cross_entropy(
