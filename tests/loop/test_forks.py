@@ -743,6 +743,11 @@ def dampened(model, config):
         (lambda model, config: [], {"lr": 0.1}, "optimizer must build an optimizer of torch"),
         ("sgd", {"lr": 0.1}, "optimizer must be a function of model and settings, got str"),
         (
+            lambda model, config: two_rates(model.requires_grad_(False), config),
+            {"lr": 0.1},
+            "optimizer must leave parameters that are trained, got all frozen",
+        ),
+        (
             lambda model, config: [two_rates(model, config), two_rates(model, config)],
             {"lr": 0.1},
             "optimizer must have each parameter once",
@@ -965,6 +970,28 @@ def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
         run(fork("median_merge"), tmp_path / "run", settings)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("merge", "got"),
+    [
+        pytest.param(
+            lambda global_, pushed, factors: pushed, r"\[4, \d+\]", marks=pytest.mark.slow
+        ),
+        (lambda global_, pushed, factors: None, "NoneType"),
+    ],
+)
+def test_a_rule_that_returns_no_weights_is_refused_and_the_run_goes_on_with_a_right_one(
+    fork, tmp_path, monkeypatch, merge, got
+):
+    module = fork("median_merge")
+    monkeypatch.setattr(module, "median", merge)
+    with pytest.raises(
+        SettingError, match=rf"a merge rule must return weights \[\d+\], got {got}$"
+    ):
+        run(module, tmp_path / "run", TINY)
+    monkeypatch.setattr(module, "median", lambda global_, pushed, factors: pushed[0])
+    assert run(module, tmp_path / "run", {**TINY, "resume": "auto"})["epochs"] == 2
 
 
 @pytest.mark.parametrize(
