@@ -4,8 +4,7 @@
     accelerate launch train.py --dataset uoft-cs/cifar100 --small-workers 3 --epochs 140
     accelerate launch --config_file accelerate_configs/four_cpu.yaml train.py --small-workers 3
     accelerate launch train.py --config runs/first/config.yaml --output-dir runs/again
-    accelerate launch train.py --resume runs/first            # after it was stopped, or killed
-    accelerate launch train.py --resume runs/first --eval-only
+    accelerate launch train.py --resume runs/first            # after it was stopped; or --eval-only
 
 The first takes about two minutes on two CPU cores and ends above 95 % test accuracy. With one
 process all workers live in it (a simulated cluster); with several, each process is one worker.
@@ -48,7 +47,7 @@ from torch import Tensor, nn
 
 from dbsl.base.bounds import Within
 from dbsl.data.sources import Source
-from dbsl.loss import BceConfig, Loss, binary_cross_entropy, check_bce, with_figures
+from dbsl.loss import BceConfig, Loss, binary_cross_entropy, with_figures
 from dbsl.model import BEST, EMA, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
@@ -76,10 +75,6 @@ class Config(BceConfig, RunConfig):
     # save the weights of the best evaluation as model_best.safetensors
     save_best: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_bce(self)
-
 
 def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> Loss:
     """Return the mean loss of images [B, 3, R, R] and labels, [B] or shares of classes [B, C].
@@ -96,14 +91,10 @@ def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Conf
 
 def learning_rate(session: Session, moment: float) -> float:
     """Return the learning rate at a moment, in epochs since the start."""
-    config = session.config
+    config, stages = session.config, session.run.stages
+    # curve: warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, lr_k_decay, lr_power
     return learning_rate_at(
-        moment,
-        stages=session.run.stages,
-        base=config.lr,
-        schedule=config.lr_schedule,
-        # warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, lr_k_decay, lr_power
-        **config.curve,
+        moment, stages=stages, base=config.lr, schedule=config.lr_schedule, **config.curve
     )
 
 
@@ -160,38 +151,31 @@ def evaluate(session: Session | EvaluationSession, source: Source | None = None)
 
 def end_epoch(session: Session, end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
-    config, log, ema = session.config, session.log, session.run.ema
+    config, cluster, log, ema = session.config, session.cluster, session.log, session.run.ema
     train_time_s, result = session.train_time_s(end), None
     last = session.is_last(end)
     due = last or (end.epoch + 1) % config.eval_every == 0
     with session.evaluating() as spent:
-        session.cluster.load(end)  # the merged weights into the model
+        cluster.load(end)  # the merged weights into the model
         if due:
             result = evaluate(session)
             for name, source in session.also.items():  # of open_session(evaluate_also=...)
                 result = result.also(name, evaluate(session, source))
             result = replace(result, time_s=spent())
         if config.eval_train and last:
-            trained = evaluate(session, session.run.data.train)
-            result = replace(result, train_accuracy=trained.accuracy, train_loss=trained.loss)
+            result = result.also("train", evaluate(session, session.run.data.train))
         if last:
             session.save_model(FINAL)
         if config.save_best and due and log.is_best(result):
             session.save_model(BEST)
         if ema:  # an average of the merged weights, one step an epoch
-            ema.add(session.cluster.weights.vector)
+            ema.add(cluster.weights.vector)
         if ema and due:
             with session.ema_weights():
-                averaged = evaluate(session)
-                result = replace(result, ema_accuracy=averaged.accuracy, ema_loss=averaged.loss)
+                result = result.also("ema", evaluate(session))
                 if last:
                     session.save_model(EMA)
-    log.epoch_end(
-        end.epoch,
-        result,
-        train_time_s=train_time_s,
-        virtual_time_s=session.cluster.time_s,
-    )
+    log.epoch_end(end.epoch, result, train_time_s=train_time_s, virtual_time_s=cluster.time_s)
 
 
 def train(session: Session) -> None:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Annotated, Any
 
 import torch
@@ -27,7 +28,7 @@ LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the same for one run, 
 
 def with_figures(found: Loss) -> tuple[Tensor, Figures]:
     """Return what a loss function gave as a pair, also where it gave the loss alone."""
-    return found if isinstance(found, tuple) else (found, {})
+    return found if isinstance(found, tuple) and len(found) == 2 else (found, {})
 
 
 def figure_names(
@@ -39,21 +40,33 @@ def figure_names(
     """Return the names of the figures that a loss function gives, from one call with an example.
 
     Raises:
-        SettingError: If the loss is no mean, or the name of a figure stands for something else.
+        SettingError: If loss or a figure is no mean, or its name stands for something else.
     """
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
-    if not isinstance(loss, Tensor) or loss.dim():
-        got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise SettingError(
-            f"loss_function must return a mean loss, a tensor [], or (loss, figures), got {got}"
-        )
-    for name in figures:
-        if name in RESERVED:
+        good = isinstance(loss, Tensor) and not loss.dim()
+        if not good or not isinstance(figures, Mapping):
+            got = f"{type(figures).__name__} for figures" if good else _kind(loss)
             raise SettingError(
-                f"a figure of loss_function must have a name that no field has, got {name!r}"
+                f"loss_function must return a mean loss, a tensor [], or (loss, figures), got {got}"
             )
+        for name, value in figures.items():
+            if not isinstance(name, str) or name in RESERVED:
+                raise SettingError(
+                    f"a figure of loss_function must have a name that no field has, got {name!r}"
+                )
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+                raise SettingError(
+                    f"figure {name!r} of loss_function must be a mean, a number or a tensor [], "
+                    f"got {_kind(value)}"
+                )
+        loss.backward()  # a fault in it shows itself here, not in the first step
+    model.zero_grad(set_to_none=True)
     return tuple(figures)
+
+
+def _kind(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 @contextmanager
@@ -111,13 +124,12 @@ class BceConfig:
     # sum the binary cross-entropy over the classes instead of its mean
     bce_sum: bool = False
 
-
-def check_bce(config: BceConfig) -> None:
-    """Raise ``SettingError`` if a setting of binary cross-entropy is given without it."""
-    given = {"bce_sum": config.bce_sum, "bce_target_thresh": config.bce_target_thresh is not None}
-    for name, is_given in given.items():
-        if is_given and not config.bce_loss:
-            raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
+    def __post_init__(self) -> None:
+        super().__post_init__()  # of RunConfig, whose mixin it is
+        given = {"bce_sum": self.bce_sum, "bce_target_thresh": self.bce_target_thresh is not None}
+        for name, is_given in given.items():
+            if is_given and not self.bce_loss:
+                raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
 
 
 def binary_cross_entropy(

@@ -347,10 +347,9 @@ class Server(GlobalWeights):
         ordered = [pushed[worker] for worker in sorted(pushed)]
         factors = torch.tensor([factor for _, factor in ordered], device=current.device)
         merged = self._own(current, torch.stack([weights for weights, _ in ordered]), factors)
-        if merged.shape != current.shape:
-            raise SettingError(
-                f"a merge rule must return weights [{len(current)}], got {list(merged.shape)}"
-            )
+        if getattr(merged, "shape", None) != current.shape:
+            got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
+            raise SettingError(f"a merge rule must return weights [{len(current)}], got {got}")
         return merged
 
     def _load_outer(self, state: Mapping[str, Any] | None) -> None:

@@ -183,8 +183,8 @@ def curves_figure(
             averages = [_number(row.get("ema_loss")) for row in evaluations]
             _line(bottom, x, averages, AVERAGED, "evaluation, averaged weights")
         for number, name in enumerate(further):
-            figures = [further_sets(row).get(name, (math.nan, math.nan)) for row in evaluations]
-            accuracies, others = zip(*figures, strict=True)
+            pairs = [further_sets(row).get(name, (math.nan, math.nan)) for row in evaluations]
+            accuracies, others = zip(*pairs, strict=True)
             colour = f"C{(number + 4) % 10}"
             _line(top, x, [_number(value, 100) for value in accuracies], colour, name)
             _line(bottom, x, [_number(value) for value in others], colour, name)

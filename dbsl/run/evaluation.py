@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dbsl.data.sources import Source, TrainingData
 from dbsl.data.tensors import as_source
 from dbsl.model import load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
+from dbsl.plan.turns import RESERVED
 from dbsl.run.accelerator import first_on_node
 from dbsl.run.config import RunConfig
 from dbsl.run.own import Own
@@ -43,10 +44,19 @@ class Evaluation:
     # Metrics of one's own by name, which go to metrics.jsonl and, as eval/NAME, to the trackers.
     more: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        taken = {field.name for field in fields(self)} | RESERVED
+        if wrong := [name for name in self.more if name in taken]:
+            raise SettingError(
+                f"more of Evaluation must have names that no field has, got {wrong[0]!r}"
+            )
+
     def also(self, name: str, result: Evaluation) -> Evaluation:
-        """Return this result with that of a further evaluation set, as two figures of `more`."""
-        figures = {f"{name}_accuracy": result.accuracy, f"{name}_loss": result.loss}
-        return replace(self, more={**self.more, **figures})
+        """Return this result with that of other samples or weights, as NAME_accuracy and so on."""
+        found = {"accuracy": result.accuracy, "loss": result.loss, **result.more}
+        more = {**self.more, **{f"{name}_{key}": value for key, value in found.items()}}
+        own = {field.name: more.pop(field.name) for field in fields(self) if field.name in more}
+        return replace(self, **own, more=more)
 
 
 _RESERVED = ("ema", "top5", "train")  # whose figures an evaluation has

@@ -116,6 +116,11 @@ class Own:
         Building may freeze parameters, which all that follows is to know.
         """
         optimizer = self.build_optimizer(config, model)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SettingError(
+                "optimizer must leave parameters that are trained, got all frozen by "
+                f"{config.optimizer}"
+            )
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
         if left:

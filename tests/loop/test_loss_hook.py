@@ -309,6 +309,39 @@ def test_a_loss_that_is_no_mean_is_refused_and_a_bug_shows_itself_before_anythin
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda loss: (loss, {}, 3), "must return a mean loss, .* got tuple"),
+        (lambda loss: (loss, loss), "must return a mean loss, .* got Tensor for figures"),
+        (lambda loss: (loss, {"a": torch.zeros(2)}), r"figure 'a' of .* a mean, .* got \[2\]"),
+        (lambda loss: (loss, {"a": "high"}), "figure 'a' of .* a mean, .* got str"),
+        (lambda loss: (loss, {3: 1.0}), "a figure of loss_function must have a name .* got 3"),
+    ],
+)
+def test_what_is_no_loss_with_figures_is_refused_before_anything_is_written(
+    tmp_path, second, message
+):
+    def loss_function(model, inputs, labels, config):
+        return second(F.cross_entropy(model(inputs), labels))
+
+    with pytest.raises(SettingError, match=message):
+        run(tmp_path / "run", loss_function)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("second_graph", [True, False])
+def test_a_loss_without_a_way_back_shows_it_before_anything_is_written(tmp_path, second_graph):
+    def loss_function(model, inputs, labels, config):
+        loss = F.cross_entropy(model(inputs.requires_grad_()), labels)
+        torch.autograd.grad(loss, inputs)  # without create_graph
+        return loss if second_graph else loss.detach()
+
+    with pytest.raises(RuntimeError, match=r"backward|does not require grad"):
+        run(tmp_path / "run", loss_function)
+    assert not (tmp_path / "run").exists()
+
+
 def test_settling_the_names_leaves_weights_statistics_gradients_and_random_streams(
     tmp_path, monkeypatch
 ):
