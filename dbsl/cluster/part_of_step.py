@@ -12,7 +12,7 @@ def take_step(
 ) -> None:
     """Take a step with this learning rate, and clear the gradients unless they are kept.
 
-    A group of parameters may have a factor on it, ``lr_scale``, as timm gives with layer decay.
+    A group of parameters may have a factor on it, ``lr_scale``; see `dbsl.optimizer.keep_ratios`.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)

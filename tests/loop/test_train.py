@@ -375,6 +375,7 @@ def test_a_clipped_step_is_as_long_as_the_bound_and_the_log_has_the_norm_before(
     plain = {"optimizer": "momentum", "momentum": 0.0, "weight_decay": 0.0, "warmup_epochs": 0.0}
     settings = {"workers": 2, **plain, **mode, "clip_grad": 1e-3, "log_every": 1}
     helpers.run(tmp_path / "run", epochs=2, lr_milestones=(1,), **settings)
+    del moves[0]  # it tried the optimizer before the run
     assert moves == pytest.approx([1e-3] * len(moves), rel=1e-2)
     lines = [event for event in metrics_of(tmp_path / "run") if event["event"] == "step"]
     assert len(lines) >= len(moves) > 0
