@@ -26,7 +26,7 @@ def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_pa
         run(
             tmp_path / "run",
             **MODES[mode],
-            lr=1e25,
+            lr=1e15,
             warmup_epochs=0,
             epochs=9,
             lr_milestones=(8,),

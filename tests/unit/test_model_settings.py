@@ -59,16 +59,16 @@ def test_an_argument_of_a_model_that_is_another_setting_is_refused(argument, mes
             {"model_kwargs": ("features_only=True",), "head_init_scale": 0.5},
             "10 classes, .2, 10. for .*, got list of test_resnet",
         ),
-        ({"gp": ""}, "the data.s inputs, float32 .2, 3, 16, 16., got RuntimeError of te"),
+        ({"gp": ""}, "images of 16 px, got test_resnet"),
         (
             {"model": "convnext_atto"},
-            "the data's inputs, float32 .2, 3, 16, 16., got RuntimeError of convnext_atto",
+            "images of 16 px, got convnext_atto",
         ),
     ],
 )
 def test_a_model_that_has_no_score_for_each_class_is_refused(accelerator, settings, message):
     with pytest.raises(SettingError, match=f"^model must .*{message}"):
-        prepare(Config(**{**TINY, **settings}), accelerator, loss_of=None)
+        prepare(Config(**{**TINY, **settings}), accelerator, loss_function=None)
 
 
 @pytest.mark.parametrize("classes", [2, 5])

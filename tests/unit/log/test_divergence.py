@@ -120,7 +120,7 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(optimizer, rate):
 
 def test_a_run_whose_rounds_were_all_refused_is_no_success(tmp_path, capsys):
     """The weights are the initial ones, whose loss is finite."""
-    settings = {"lr": 1e30, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
+    settings = {"lr": 1e15, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
     with pytest.raises(SystemExit) as ended, one_line_errors():
         run(tmp_path / "run", **settings, workers=2)
     assert ended.value.code == EXIT_DIVERGED
