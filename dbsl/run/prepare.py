@@ -86,12 +86,7 @@ def prepare(
     also = further_sources(own, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
-    if own.model is not None:  # a fault of it shows its traceback
-        least = least_batch(model, data.example(1, config.resolutions[0])[0])
-    else:
-        least = check_sides(config.model, model, data, config.resolutions)
-        example = data.example(2, config.resolutions[0])[0]
-        check_scores(model, config.model, example, data.num_classes)
+    least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
 
@@ -273,6 +268,8 @@ def _build_model(
         settings=config.model_settings,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
+    check_sides(config.model, model, data, config.resolutions)
+    check_scores(model, config.model, data.example(2, config.resolutions[0])[0], data.num_classes)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
     if config.head_init_scale is not None or config.head_init_bias is not None:

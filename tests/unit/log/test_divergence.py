@@ -82,7 +82,7 @@ def test_only_the_evaluation_is_held_against_guessing():
 
 
 def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, capsys):
-    settings = {"workers": 4, "lr": 1e18, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
+    settings = {"workers": 4, "lr": 1e15, "epochs": 1, "warmup_epochs": 0, "mixed_precision": "no"}
     folder = tmp_path / "run"
     for resume in (None, "auto"):  # finished, and no better for it
         with pytest.raises(SystemExit) as ended, one_line_errors():
@@ -90,7 +90,7 @@ def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(tmp_path, ca
         assert ended.value.code == EXIT_DIVERGED == 3
         said = capsys.readouterr()
         assert "error: the loss of the final evaluation is not finite" in said.err
-        assert "lower lr (1e+18 with sgd)" in said.err
+        assert "lower lr (1e+15 with sgd)" in said.err
     assert json.loads((folder / "summary.json").read_text())["final_loss"] is None
     assert not (folder / "README.md").exists()
 
