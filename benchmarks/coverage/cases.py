@@ -15,8 +15,8 @@ from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation, parse_disturb
 from dbsl.plan.types import TimeModel
 
-# quorum: bsp with min_workers; nodes: bsp with node_rounds
-SYNCS = ("bsp", "quorum", "nodes", "ssp", "asp", "step")
+# quorum: bsp with min_workers
+SYNCS = ("bsp", "quorum", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
 ALONE = ("ssp", "asp", "quorum")  # workers are lost and join
 
@@ -74,9 +74,6 @@ class Case:
         options["small_workers"] = min(workers, options["small_workers"])
         if "min_workers" in options:
             options["min_workers"] = min(workers, options["min_workers"])
-        if "node_workers" in options:
-            first = min(options["node_workers"][0], workers - 1)
-            options["node_workers"] = (first, workers - first)
         if self.joint:
             options.setdefault("global_batch_size", sum(self.large))
         return replace(
@@ -96,11 +93,11 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     """Draw a case."""
     sync = sync or draw(st.sampled_from(SYNCS))
     push = "weights"
-    if sync not in ("step", "nodes"):
+    if sync != "step":
         push = draw(st.sampled_from(("weights", "weights", "gradients")))
     workers, epochs = draw(st.integers(2, 5)), draw(st.integers(2, 6 if sync in ALONE else 4))
     least = draw(st.sampled_from((1, 1, 2)))
-    rounds = 1 if push == "gradients" else draw(st.integers(1 + (sync == "nodes"), 4))
+    rounds = 1 if push == "gradients" else draw(st.integers(1, 4))
     samples = draw(st.integers(workers * rounds * least * 3, 120))
     share = samples // workers // rounds
     large = draw(st.lists(st.integers(least, min(12, share)), min_size=workers, max_size=workers))
@@ -145,7 +142,7 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
     if every and sync in ("ssp", "asp") and not joint:
         every *= rounds
     options = {
-        "sync": "bsp" if sync in ("quorum", "nodes") else sync,
+        "sync": "bsp" if sync == "quorum" else sync,
         "balance_every": every,
         "push_every": draw(st.integers(1, 3)) if push == "gradients" else 1,
         "drop_last": joint and draw(st.booleans()),
@@ -157,10 +154,6 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
     if sync == "quorum":
         options["min_workers"] = draw(st.integers(1, workers))
         options["grace_seconds"] = draw(st.sampled_from((0.0, 0.01, 0.05, 0.3, 2.0)))
-    if sync == "nodes":
-        options["node_rounds"] = draw(st.integers(2, rounds))
-        first = draw(st.integers(1, workers - 1))
-        options["node_workers"] = (first, workers - first)
     return options
 
 

@@ -16,10 +16,10 @@ from benchmarks.coverage.cases import Case
 from benchmarks.coverage.prepare import prepare
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
-from dbsl.checkpoint.restart import apart, plan_restart
+from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.cluster.membership import leave_out
-from dbsl.plan.turns import EpochEnd, JoinedWorker, Restart, Round, nodes_meet
+from dbsl.plan.turns import EpochEnd, JoinedWorker, Restart, Round
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.cluster import connect
 from dbsl.run.progress import make_reports
@@ -51,7 +51,6 @@ class Played:
     whole: bool = True  # epochs that nobody had begun when the last worker was lost
     idle: int = 0  # workers without a sample in an epoch that they joined for
     ended: bool = False  # those that were left could not carry the plan
-    alike: bool = True  # workers that have merged with each other, when they begin a round
     epochs: list[int] = field(default_factory=list)  # that ended, in order
 
 
@@ -88,7 +87,6 @@ class _Player:
         self._stops = list(case.stops)
         self._collected: list[tuple[int, Round, np.ndarray]] = []  # the last pushes, by version
         self._pushes: Counter[int] = Counter()  # in time, by round of the run
-        self._began: dict[int, dict[int, float]] = {}  # by round of the run and worker: the weight
 
     def play(self) -> Played:
         """Play to the end."""
@@ -144,8 +142,6 @@ class _Player:
             lead = server.clocks[turn.workers[0]] - server.slowest()
             played.ahead = max(played.ahead, lead)
         cluster.pull(turn)
-        began = self._began.setdefault(self._clock_of(turn), {})
-        began[turn.workers[0]] = float(cluster.weights.vector[0])
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
         cluster.push(
             make_reports(
@@ -216,10 +212,9 @@ class _Player:
             run = prepare(case)
         except ValueError:  # there is no plan for them
             return None
-        of_nodes = apart([state]) if before.node_rounds > 1 else None
         try:
             samples = len(run.data.train)
-            return case, run, plan_restart(state, {}, run, asdict(before), samples, of_nodes)
+            return case, run, plan_restart(state, {}, run, asdict(before), samples)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise
@@ -255,10 +250,7 @@ class _Player:
         played, least = self.played, self._run.config.min_workers
         if least is not None and not played.ended:
             played.short += sum(count < least for count in self._pushes.values())
-        if self._run.config.node_rounds > 1:
-            played.alike = played.alike and _begin_alike(self._run, self._began)
         self._pushes.clear()
-        self._began.clear()
 
     def _result(self) -> Played:
         run, played, counts = self._run, self.played, self._counts
@@ -274,16 +266,3 @@ class _Player:
         if run.config.push == "gradients":
             played.pushed = float(self._cluster.server.snapshot()[0])  # the rest is padding
         return played
-
-
-def _begin_alike(run: Run, began: dict[int, dict[int, float]]) -> bool:
-    """Whether workers of a node begin each round alike, and all do after all have met."""
-    nodes, every = run.worker_nodes, run.config.node_rounds
-    for clock, weights in began.items():
-        met = clock == 0 or nodes_meet((clock - 1) % run.rounds, every, run.rounds)
-        groups: dict[int, set[float]] = {}
-        for worker, weight in weights.items():
-            groups.setdefault(0 if met else nodes[worker], set()).add(weight)
-        if any(len(own) > 1 for own in groups.values()):
-            return False
-    return True

@@ -32,7 +32,7 @@ _FREE = {
 }
 # What follows from the number of workers, which may change as well.
 TIMES = ("slope", "intercept", "floor")
-_WORKERS = {"workers", "small_workers", "node_workers", "dedicated_server", *TIMES}
+_WORKERS = {"workers", "small_workers", "dedicated_server", *TIMES}
 # What the order of an epoch is drawn by.
 _ORDER = ("seed", "aug_repeats", "shuffle_block", "cache_gib")
 PER_WORKER = (

@@ -10,12 +10,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
 from dbsl.cluster.config import meets_at_server
-from dbsl.cluster.node_server import mean_of_nodes
 from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segment_at, segments_from_plain
 from dbsl.run.config import takes_joint_steps
@@ -23,8 +20,8 @@ from dbsl.run.run import Run, round_sampler, steps_of
 
 # What a state is of: a refusal names the first of these that has changed.
 _TRAINING = (
-    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "node_rounds", "node_workers"),
-    *("balance", "local_batch_sizes", "global_batch_size"),
+    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "balance"),
+    *("local_batch_sizes", "global_batch_size"),
 )
 
 Ranges = tuple[tuple[int, int], ...]
@@ -45,7 +42,6 @@ def plan_restart(
     run: Run,
     before: Mapping[str, Any],
     samples: int,
-    of_nodes: Tensor | None = None,
 ) -> Restart:
     """Return what a run takes over from another one's state.
 
@@ -55,7 +51,6 @@ def plan_restart(
         run: The new run.
         before: The old run's settings.
         samples: Training images of the old run.
-        of_nodes: The mean of nodes that have merged apart from each other (`apart`).
 
     Raises:
         SettingError: If what is left of the epoch cannot be told.
@@ -73,7 +68,7 @@ def plan_restart(
         round_ = 0
     quorum = server.get("quorum") or {}
     common = {
-        "weights": server["weights"] if of_nodes is None else of_nodes,
+        "weights": server["weights"],
         "version": server["version"],
         "refused": cluster.get("refused", server["refused"]),
         "clock": epoch * rounds + round_,
@@ -91,31 +86,10 @@ def plan_restart(
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
         return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
-    if of_nodes is not None and server.get("outer") is not None:
-        stay, got = _changed(run, before)
-        raise SettingError(f"{stay} with merge delta until all nodes have merged, {got}")
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
     return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
-
-
-def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Return the mean of nodes that have merged since all have met; None: they are alike.
-
-    Args:
-        states: Of all processes, in order.
-    """
-    first = states[0]["cluster"]
-    simulated = first["server"].get("nodes")
-    if simulated is not None:
-        held, counted = simulated["held"], simulated["counted"]
-    else:
-        of, counted = first["nodes"]["of"], first["nodes"]["counted"]
-        trained = states[len(states) - len(of) :]  # a dedicated server comes before
-        pulled = {n: s["cluster"]["pulled"] for n, s in zip(of, trained, strict=True)}
-        held = {node: pulled[node] for node in counted}
-    return mean_of_nodes(held, counted) if held else None
 
 
 def _joint_restart(

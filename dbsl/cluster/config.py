@@ -40,9 +40,6 @@ class SyncConfig:
     # seconds that a round still waits once --min-workers have come; on the virtual clock where
     # workers are simulated
     grace_seconds: Annotated[float | None, Within(0)] = None
-    # with --sync bsp: after so many rounds, and at an epoch's end, the workers of all nodes merge;
-    # after the other rounds those of each node by themselves, and no weights leave a node
-    node_rounds: Annotated[int, Within(1)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
     merge: Merge | None = None
     # learning rate of the server's step, with --merge delta

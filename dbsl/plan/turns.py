@@ -12,11 +12,6 @@ Sync = Literal["bsp", "ssp", "asp", "step"]
 Push = Literal["weights", "gradients"]
 
 
-def nodes_meet(round_: int, node_rounds: int, rounds_per_epoch: int) -> bool:
-    """Whether all nodes merge after a round of an epoch, or the workers of each node alone."""
-    return (round_ + 1) % node_rounds == 0 or round_ + 1 == rounds_per_epoch
-
-
 class StepLine(NamedTuple):
     """A worker's figures, reported every so many of its optimizer steps."""
 

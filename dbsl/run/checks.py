@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
@@ -41,33 +39,6 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         raise SettingError(
             f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
             f"true in {processes} processes on {accelerator.device.type}"
-        )
-
-
-def check_nodes(config: RunConfig, workers: int, nodes: Sequence[int]) -> None:
-    """Raise ``SettingError`` for nodes that the workers are not on, or that do not meet.
-
-    Args:
-        config: The run's settings.
-        workers: Of the run.
-        nodes: The node of each process.
-    """
-    sizes, every = config.node_workers, config.node_rounds
-    if sizes is not None:
-        given = ", ".join(map(str, sizes))
-        if len(nodes) > 1:
-            raise SettingError(
-                "node_workers must be unset with several processes, whose launcher says on which "
-                f"node each is, got {given}"
-            )
-        if sum(sizes) != workers:
-            raise SettingError(f"node_workers must add up to the {workers} workers, got {given}")
-    elif every > 1 and len(nodes) == 1:
-        raise SettingError(f"node_workers must be given with node_rounds {every} in one process")
-    there = len(sizes) if sizes else len(set(nodes[-workers:]))
-    if every > 1 and there == 1:
-        raise SettingError(
-            f"node_rounds must be 1 on one node, whose workers merge after every round, got {every}"
         )
 
 

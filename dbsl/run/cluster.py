@@ -26,8 +26,6 @@ from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import CPU, SERVER_RANK
-from dbsl.cluster.node_barrier import NodeBarrier
-from dbsl.cluster.node_server import NodeServer
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.quorum import Quorum
@@ -141,9 +139,6 @@ class _Builder:
         common["wire"] = self._wire
         if meets:
             common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
-            if config.node_rounds > 1:
-                common |= self._nodes() | {"timeout_s": config.worker_timeout}
-                return NodeBarrier(weights, server, control=control, **common), stepper
             return BarrierCluster(weights, server, control=control, **common), stepper
         common["asks_place"] = config.min_workers is not None
         common["timeout_s"] = timeout_s = config.worker_timeout
@@ -209,13 +204,7 @@ class _Builder:
             "own": merge,
             **self._counted(),
         }
-        if self._alone and config.node_rounds > 1:
-            options |= self._nodes()
-            return NodeServer(weights.vector.to(device), config.workers, **options)
         return Server(weights.vector.to(device), config.workers, **options)
-
-    def _nodes(self) -> dict[str, Any]:
-        return {"nodes": self._run.worker_nodes, "node_rounds": self._config.node_rounds}
 
     def _counted(self) -> dict[str, Any]:
         config = self._config
@@ -246,7 +235,7 @@ def _check_merge(config: RunConfig) -> None:
                 f"{name} must not be {fits} with a merge rule of one's own, since no weights are "
                 f"merged, got {fits}"
             )
-    for name, must in (("merge", None), ("wire", "float32"), ("node_rounds", 1)):
+    for name, must in (("merge", None), ("wire", "float32")):
         if getattr(config, name) != must:
             raise SettingError(
                 f"{name} must be {must or 'unset'} with a merge rule of one's own, "

@@ -40,7 +40,6 @@ from dbsl.run.accelerator import first_on_node, nodes_of
 from dbsl.run.average import WeightAverage
 from dbsl.run.checks import (
     check_micro_batches,
-    check_nodes,
     check_processes,
     check_room,
     check_samples,
@@ -164,12 +163,10 @@ def _count_workers(
         local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
-    nodes = nodes_of(accelerator)
     check_processes(config, accelerator)
-    check_nodes(config, workers, nodes)
     if config.min_workers is not None:
         in_range("min_workers", config.min_workers, 1, workers)
-    return replace(config, workers=workers, small_workers=small_workers), nodes
+    return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
 
 
 def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:

@@ -53,27 +53,20 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
 
-@pytest.mark.parametrize("by_nodes", [False, True])
-def test_other_workers_go_on_from_shards_each_of_which_is_read_once(
-    tmp_path, monkeypatch, by_nodes
-):
+def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):
     def shard(rank):
-        nodes = {"of": [0, 1, 2], "counted": {1: 1.0}}
-        cluster = {"server": {}, "pulled": torch.tensor([rank]), "nodes": nodes}
-        return {"cluster": cluster, "stepper": {"optimizers": {rank: "own"}}}
+        return {"stepper": {"optimizers": {rank: "own"}}}
 
     def read_shard(folder, manifest, rank):
         read.append(rank)
-        if rank == 1 and not by_nodes:
+        if rank == 1:
             raise MissingShardError("no shard")
         return shard(rank)
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
-    read, found = [], Found(tmp_path, tmp_path, Bag(processes=3))
-    optimizers, of_nodes = resume._of_all_shards(found, shard(0), 2, by_nodes)
-    assert read == [1, 2]
-    assert optimizers.keys() == ({0, 1} if by_nodes else {0})
-    assert of_nodes == (1 if by_nodes else None)
+    read, found = [], Found(tmp_path, tmp_path, Bag(processes=4))
+    assert resume._of_all_shards(found, shard(0), 3) == {0: "own", 2: "own"}
+    assert read == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
