@@ -15,10 +15,9 @@ from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation, parse_disturb
 from dbsl.plan.types import TimeModel
 
-# quorum: bsp with min_workers
-SYNCS = ("bsp", "quorum", "ssp", "asp", "step")
+SYNCS = ("bsp", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
-ALONE = ("ssp", "asp", "quorum")  # workers are lost and join
+ALONE = ("ssp", "asp")  # workers are lost and join
 
 
 class Stop(NamedTuple):
@@ -72,8 +71,6 @@ class Case:
         """Return the case for as many workers; joint steps keep their global batch."""
         options = self.options | {"workers": workers}
         options["small_workers"] = min(workers, options["small_workers"])
-        if "min_workers" in options:
-            options["min_workers"] = min(workers, options["min_workers"])
         if self.joint:
             options.setdefault("global_batch_size", sum(self.large))
         return replace(
@@ -114,8 +111,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     change = st.builds(Change, _moments(samples, options, models), _worker(workers), st.booleans())
     many = 4 * workers if sync in ALONE and draw(st.booleans()) else 0
     changes = draw(st.lists(change, min_size=many // 2, max_size=many))
-    most = workers - options.get("min_workers", 1)  # may be away at the start
-    missing = st.sets(_worker(workers), max_size=most)
+    missing = st.sets(_worker(workers), max_size=workers - 1)  # at the start
     absent = draw(missing) if sync in ALONE and draw(st.booleans()) else ()
     groups, block = draw(_groups(samples))
     return Case(
@@ -142,7 +138,7 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
     if every and sync in ("ssp", "asp") and not joint:
         every *= rounds
     options = {
-        "sync": "bsp" if sync == "quorum" else sync,
+        "sync": sync,
         "balance_every": every,
         "push_every": draw(st.integers(1, 3)) if push == "gradients" else 1,
         "drop_last": joint and draw(st.booleans()),
@@ -151,9 +147,6 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
         "resolutions": (8, 16) if draw(st.booleans()) and push == "weights" else (8,),
         "seed": draw(st.integers(0, 99)),
     }
-    if sync == "quorum":
-        options["min_workers"] = draw(st.integers(1, workers))
-        options["grace_seconds"] = draw(st.sampled_from((0.0, 0.01, 0.05, 0.3, 2.0)))
     return options
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
 from dbsl.cluster.config import meets_at_server
-from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
+from dbsl.plan.turns import EpochEnd, Restart, Round, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segment_at, segments_from_plain
 from dbsl.run.config import takes_joint_steps
 from dbsl.run.run import Run, round_sampler, steps_of
@@ -66,15 +66,12 @@ def plan_restart(
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
-    quorum = server.get("quorum") or {}
     common = {
         "weights": server["weights"],
         "version": server["version"],
         "refused": cluster.get("refused", server["refused"]),
         "clock": epoch * rounds + round_,
         "time_s": cluster.get("time_s", 0.0),
-        "missed": tuple(MissedRound(**row) for row in quorum.get("missed", ())),
-        "late_pushes": quorum.get("late_pushes", 0),
         "reports": tuple(
             report
             for report in map(report_from_plain, server.get("reports", ()))
@@ -143,17 +140,12 @@ def _rounds_behind(
     """Return the rounds that each worker has behind it, and who has to do the lowest one again.
 
     A lost worker has all behind it: what it had left was counted as lost, and is not to come. What
-    a barrier has collected is not merged: it is to be trained on again, that of a worker that was
-    lost since, too.
+    a barrier has collected is not merged: it is to be trained on again.
     """
     there = server["active"]
     clocks = [clock if w in there else math.inf for w, clock in enumerate(server["clocks"])]
-    if not at_barrier:
-        return clocks, ()
-    if (quorum := server.get("quorum")) is not None:
-        return clocks, quorum["came"]
-    ahead = {w for w, clock in enumerate(server["clocks"]) if clock > min(clocks)}
-    return clocks, ahead.difference(server.get("newcomers", ()))
+    lowest = min(clocks)
+    return clocks, [w for w in there if at_barrier and clocks[w] > lowest]
 
 
 def left_of_epochs(ahead: Iterable[RoundAhead], run: Run, rounds: int) -> dict[int, Ranges]:
@@ -284,7 +276,7 @@ def _check_whole_steps(
 
 def advice_inside(before: Mapping[str, Any]) -> str:
     """Return when a change may be made that is refused inside an epoch."""
-    if meets_at_server(before["sync"], before["min_workers"]):
+    if meets_at_server(before["sync"]):
         return "it may change where no worker is inside an epoch"
     return "resume a checkpoint of an epoch's end"
 

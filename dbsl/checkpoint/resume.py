@@ -270,12 +270,8 @@ def _check_state(found: Found, run: Run) -> None:
 def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:
     """Whether each process goes on from its own state: plans are as they were, and how all meet."""
     changed = changed_settings(manifest.config, config)
-    return (
-        (manifest.processes, manifest.workers) == (processes, config.workers)
-        and changed.keys().isdisjoint(_MEETING | _PLANS)
-        # Without a quorum a barrier has no place for who is late, and its state is another.
-        and ("min_workers" not in changed or config.min_workers is not None)
-    )
+    alike = (manifest.processes, manifest.workers) == (processes, config.workers)
+    return alike and changed.keys().isdisjoint(_MEETING | _PLANS)
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
@@ -307,7 +303,7 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
 def _own_shard(found: Found, before: Mapping[str, Any], rank: int, run: Run) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
     manifest = found.manifest
-    if manifest.processes == 1 or not meets_at_server(before["sync"], before["min_workers"]):
+    if manifest.processes == 1 or not meets_at_server(before["sync"]):
         return read_shard(found.folder, manifest, rank)
     first = read_shard(found.folder, manifest, SERVER_RANK)
     first = with_lost_workers(first, run, before["epochs"])

@@ -118,8 +118,6 @@ class Restart:
         server_optimizer: State of the server's optimizer, where gradients are pushed.
         time_s: The virtual clock.
         outer: State of the server's outer optimizer, where `merge` is delta.
-        missed: Rounds merged without a worker that have not been told of.
-        late_pushes: Pushes that were dropped so far.
         refused: Rounds that were not finite so far.
         reports: Of rounds that were merged, and have not been told of.
         finished: Ends of epochs that have not been told of.
@@ -139,8 +137,6 @@ class Restart:
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
     time_s: float = 0.0
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
-    missed: tuple[MissedRound, ...] = ()
-    late_pushes: int = 0
     refused: int = 0
     reports: tuple[RoundReport, ...] = ()
     finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
@@ -158,16 +154,6 @@ class LostWorker:
     rounds: int  # rounds that it had pushed
     samples: int  # its samples of epochs under way; nobody trains on them any more
     reason: str
-
-
-@dataclass(frozen=True)
-class MissedRound:
-    """A round at a barrier that was merged without a worker."""
-
-    worker: int
-    epoch: int
-    round: int
-    samples: int  # its samples of the round; nobody trains on them
 
 
 @dataclass(frozen=True)

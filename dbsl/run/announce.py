@@ -73,7 +73,7 @@ def _on_link(run: Run) -> list[str]:
         return [f"{link}: one worker, nothing goes over it"]
     each = "each push of gradients" if config.push == "gradients" else "each round"
     at_server = ""
-    if meets_at_server(config.sync, config.min_workers):
+    if meets_at_server(config.sync):
         at_server = ", but not for worker 0: the server is there"
     return [
         f"{link}: {each} takes {duration(exchange_s)} longer on the virtual clock than predicted "

@@ -25,12 +25,6 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
             "link_gbps must be unset with several processes, whose network is real, "
             f"got {config.link_gbps:g}"
         )
-    grace_s = config.grace_seconds
-    if processes > 1 and grace_s is not None and grace_s >= config.worker_timeout:
-        raise SettingError(
-            f"grace_seconds must be below the worker_timeout of {config.worker_timeout:g} s, after "
-            f"which a silent worker counts as lost, got {grace_s:g}"
-        )
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"

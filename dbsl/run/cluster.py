@@ -28,7 +28,6 @@ from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import CPU, SERVER_RANK
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import MergeRule, Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
@@ -117,7 +116,7 @@ class _Builder:
     def rounds(self, merge: MergeRule | None) -> tuple[Cluster, Stepper]:
         """Return what takes rounds, after which weights or gradients are pushed."""
         config, common = self._config, self._common
-        meets = not self._alone and not meets_at_server(config.sync, config.min_workers)
+        meets = not self._alone and not meets_at_server(config.sync)
         control = self._control() if meets else None
         device = self._accelerator.device if self._alone or meets else CPU  # the server's
         if config.push == "gradients":
@@ -140,7 +139,6 @@ class _Builder:
         if meets:
             common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
             return BarrierCluster(weights, server, control=control, **common), stepper
-        common["asks_place"] = config.min_workers is not None
         common["timeout_s"] = timeout_s = config.worker_timeout
         if self._job is not None:
             common["admission"] = admission = self._job.enter(timeout_s)
@@ -212,19 +210,7 @@ class _Builder:
             "staleness": {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync],
             "rounds_per_epoch": self._run.rounds,
             "observe": self._run.planner.observe,
-            "quorum": self._quorum(),
         }
-
-    def _quorum(self) -> Quorum | None:
-        config, run = self._config, self._run
-        if config.min_workers is None:
-            return None
-        return Quorum(
-            config.min_workers,
-            config.grace_seconds,
-            rounds_per_epoch=run.rounds,
-            samples_of=run.planner.samples_in,
-        )
 
 
 def _check_merge(config: RunConfig) -> None:

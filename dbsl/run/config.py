@@ -141,20 +141,6 @@ def _check_together(config: RunConfig) -> None:
 
 def _check_rounds(config: RunConfig) -> None:
     """Raise ``SettingError`` for a setting of when workers meet that does not go with another."""
-    if config.sync != "bsp" and config.min_workers is not None:
-        why = "where nobody waits for all"
-        if config.sync == "step":
-            why = (
-                "whose gradients meet in a collective of all processes (sync bsp with push "
-                "gradients takes the same steps through the server)"
-            )
-        raise SettingError(
-            f"min_workers must be unset with sync {config.sync}, {why}, got {config.min_workers}"
-        )
-    if (config.min_workers is None) != (config.grace_seconds is None):
-        given, other = ("min_workers", "grace_seconds")[:: 1 if config.min_workers else -1]
-        value = getattr(config, given)
-        raise SettingError(f"{other} must be given with {given}, got {given} {value:g} alone")
     parts = (config.balance_every or 0) % config.rounds_per_epoch
     if parts and config.sync in ("ssp", "asp"):
         raise SettingError(

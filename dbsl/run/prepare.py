@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.architecture import check_patches, check_sides, init_head, least_batch
-from dbsl.base.bounds import in_range
 from dbsl.base.errors import SettingError
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
@@ -164,8 +163,6 @@ def _count_workers(
         dedicated_server=config.dedicated_server,
     )
     check_processes(config, accelerator)
-    if config.min_workers is not None:
-        in_range("min_workers", config.min_workers, 1, workers)
     return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
 
 

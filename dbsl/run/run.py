@@ -245,7 +245,7 @@ class Run:
             steps = len(self.steps(current, Round((worker,), epoch, round_)))
             compute_s = self.duration(worker, epoch, round_, current) / max(steps, 1)
             return steps * link.joint_step_s(size, config.workers, compute_s)
-        if config.sync == "bsp" and config.min_workers is None:
+        if config.sync == "bsp":
             at_server = config.merge == "delta" or config.push == "gradients"
             return link.barrier_s(size, config.workers, at_server=at_server)
         return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)

@@ -85,13 +85,6 @@ MODES = {
     },
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
-    "quorum": {
-        **ROUNDS,
-        "min_workers": 3,
-        "grace_seconds": 0.0,
-        "slowdown": ("2:2.0",),
-        "time_noise": 0.1,
-    },
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
     "micro": {**JOINT, "push": "gradients", "push_every": 2, "micro_batch_size": (2, 4)},
 }
@@ -171,7 +164,7 @@ def misaligned(monkeypatch):
 
 
 KILLED = dict.fromkeys(MODES, "") | {"balance": "epochs-float32"}
-KILLED |= dict.fromkeys(("asp", "step", "gradients", "quorum"), "in-rounds-bf16")
+KILLED |= dict.fromkeys(("asp", "step", "gradients"), "in-rounds-bf16")
 
 
 @pytest.mark.usefixtures("misaligned")

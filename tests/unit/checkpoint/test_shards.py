@@ -48,7 +48,7 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
-    before = {"sync": "asp", "min_workers": None, "dedicated_server": False, "epochs": 3}
+    before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
     state = resume._own_shard(found, before, 1, Bag(rounds=2))
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
@@ -92,7 +92,6 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
 
 SIMULATED = {"queue": [(0.5, 1)], "turn": None}
 ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
-ROUNDS |= {"min_workers": None}
 
 
 @pytest.mark.parametrize(
@@ -124,15 +123,6 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
     state["planner"]["current"] = {8: {"workers": [{"steps": 5}]}}
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "alike"), [(2, 3, True), (None, 2, True), (2, None, False)]
-)
-def test_where_a_run_goes_on_without_its_quorum_no_process_takes_its_own_state(before, now, alike):
-    manifest = Bag(processes=3, workers=3, config={"min_workers": before})
-    config = Config(workers=3, min_workers=now, grace_seconds=now and 1.0)
-    assert resume.goes_on_alike(manifest, config, 3) == alike
 
 
 @pytest.mark.parametrize("lost", [False, True])
