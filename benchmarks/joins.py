@@ -1,12 +1,12 @@
 """Kill workers of a running job and start them again, and count its samples.
 
     python -m benchmarks.joins --minutes 10
-    python -m benchmarks.joins --minutes 5 --jobs quorum    # rows of other jobs stay
+    python -m benchmarks.joins --minutes 5 --jobs ssp    # rows of other jobs stay
 
-Jobs of several processes on this machine, without a barrier, or with one that has a quorum. A
-worker at random is killed (SIGKILL) and started again with the same command, over and over, until
-the job ends; then the next job begins. What must hold: in each epoch, and over the job, the samples
-that were trained on and those that were counted as lost or missed are all samples of the data.
+Jobs of several processes on this machine, without a barrier. A worker at random is killed (SIGKILL)
+and started again with the same command, over and over, until the job ends; then the next job
+begins. What must hold: in each epoch, and over the job, the samples that were trained on and those
+that were counted as lost are all samples of the data.
 
 A row is a job: how often a worker was killed and has joined, how long it took from the kill until
 rank 0 had noticed, and from the start of a process (a fork, whose imports are done) until its first
@@ -41,7 +41,6 @@ FLAGS = (
 JOBS = {
     "asp": "--sync asp",
     "ssp": "--sync ssp --staleness 2",
-    "quorum": "--sync bsp --min-workers 2 --grace-seconds 0.2",
 }
 _PATIENCE_S = 300.0  # for a kill to be noticed, or a worker to push
 
@@ -137,10 +136,7 @@ def play(kind: str, epochs: int, processes: int, folder: Path, rng: random.Rando
     for event in events:
         if event["event"] == "round":
             trained[event["epoch"]] += event["samples"]
-    lost, missed = (
-        sum(event["samples"] for event in events if event["event"] == name)
-        for name in ("lost", "missed")
-    )
+    lost = sum(event["samples"] for event in events if event["event"] == "lost")
     return {
         "sync": kind,
         "processes": processes,
@@ -150,8 +146,7 @@ def play(kind: str, epochs: int, processes: int, folder: Path, rng: random.Rando
         "samples": SAMPLES * epochs,
         "trained": sum(trained.values()),
         "counted_as_lost": lost,
-        "counted_as_missed": missed,
-        "uncounted": SAMPLES * epochs - sum(trained.values()) - lost - missed,
+        "uncounted": SAMPLES * epochs - sum(trained.values()) - lost,
         "epochs_with_too_many": sum(count > SAMPLES for count in trained.values()),
         "noticed_median_s": round(statistics.median(noticed), 2) if noticed else None,
         "noticed_most_s": round(max(noticed), 2) if noticed else None,

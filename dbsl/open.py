@@ -115,7 +115,7 @@ def open_session(
         yield session
         session.accelerator.end_training()
         return
-    alone = not meets_at_server(config.sync, config.min_workers) or config.plan_only
+    alone = not meets_at_server(config.sync) or config.plan_only
     if not alone and (job := find_running_job()):
         with _joined(config, job, opening) as session:
             yield session

@@ -174,21 +174,6 @@ def server_limits(up: str) -> list[str]:
     return lines
 
 
-def node_costs(up: str) -> list[str]:
-    """Return planned seconds of an epoch by nodes, link and what travels."""
-    rows = read(RESULTS / "node_costs.csv")
-    counts = [name for name in rows[0] if name.endswith(" nodes")]
-    return [
-        f"| s/epoch ([CSV]({up}results/node_costs.csv)) | {' | '.join(counts)} |",
-        "|---|" + "---|" * len(counts),
-        *(
-            f"| {row['model']}, {row['gbps']} Gb/s, {row['arm']} "
-            f"| {' | '.join(row[count] for count in counts)} |"
-            for row in rows
-        ),
-    ]
-
-
 def link_check(up: str) -> list[str]:
     """Return predicted over real seconds of an epoch on a shaped link."""
     rows = read(RESULTS / "demos/link_check.csv")

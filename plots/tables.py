@@ -40,7 +40,6 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
         machine_tables.link_check,
         machine_tables.server_scale,
         machine_tables.server_limits,
-        machine_tables.node_costs,
         machine_tables.studies,
         machine_tables.uneven,
         machine_tables.speed,

@@ -9,10 +9,6 @@ sampler are those that train.py uses. What must hold:
 - without a loss every sample is trained on, and after losses those that are missing are exactly as
   many as were counted, none of them in an epoch that nobody had begun;
 - a worker that joins trains in the epoch that it has joined for;
-- with a quorum a round is merged from as many pushes as were asked for, or more, all of them begun
-  with the same weights, and every sample that a late worker leaves out is counted;
-- where nodes merge by themselves, the workers of a node begin a round alike, and all workers do
-  after a merge of all nodes;
 - with `ssp` nobody is further ahead than `staleness` allows;
 - where gradients are pushed, each push reaches the weights once.
 

@@ -29,8 +29,6 @@ _SUMS = {
     "samples": "expected",
     "trained": "trained",
     "counted_as_lost": "lost",
-    "counted_as_missed": "missed",
-    "late_pushes": "late",
 }
 
 
@@ -52,7 +50,7 @@ def measure(sync: str, balance: str, number: int, start: int) -> dict[str, objec
         total["cases"] += 1
         total["in_blocks"] += bool(case.groups)
         if played.ended:  # before its end: what it would have trained on is not counted
-            played.expected = played.trained + played.lost + played.missed
+            played.expected = played.trained + played.lost
         for column, name in _SUMS.items():
             total[column] += getattr(played, name)
 

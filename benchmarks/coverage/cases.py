@@ -15,10 +15,9 @@ from dbsl.plan.blocks import Blocks
 from dbsl.plan.emulate import Emulation, parse_disturb
 from dbsl.plan.types import TimeModel
 
-# quorum: bsp with min_workers; nodes: bsp with node_rounds
-SYNCS = ("bsp", "quorum", "nodes", "ssp", "asp", "step")
+SYNCS = ("bsp", "ssp", "asp", "step")
 BALANCES = ("none", "dynamic", "dbs")
-ALONE = ("ssp", "asp", "quorum")  # workers are lost and join
+ALONE = ("ssp", "asp")  # workers are lost and join
 
 
 class Stop(NamedTuple):
@@ -72,11 +71,6 @@ class Case:
         """Return the case for as many workers; joint steps keep their global batch."""
         options = self.options | {"workers": workers}
         options["small_workers"] = min(workers, options["small_workers"])
-        if "min_workers" in options:
-            options["min_workers"] = min(workers, options["min_workers"])
-        if "node_workers" in options:
-            first = min(options["node_workers"][0], workers - 1)
-            options["node_workers"] = (first, workers - first)
         if self.joint:
             options.setdefault("global_batch_size", sum(self.large))
         return replace(
@@ -96,11 +90,11 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     """Draw a case."""
     sync = sync or draw(st.sampled_from(SYNCS))
     push = "weights"
-    if sync not in ("step", "nodes"):
+    if sync != "step":
         push = draw(st.sampled_from(("weights", "weights", "gradients")))
     workers, epochs = draw(st.integers(2, 5)), draw(st.integers(2, 6 if sync in ALONE else 4))
     least = draw(st.sampled_from((1, 1, 2)))
-    rounds = 1 if push == "gradients" else draw(st.integers(1 + (sync == "nodes"), 4))
+    rounds = 1 if push == "gradients" else draw(st.integers(1, 4))
     samples = draw(st.integers(workers * rounds * least * 3, 120))
     share = samples // workers // rounds
     large = draw(st.lists(st.integers(least, min(12, share)), min_size=workers, max_size=workers))
@@ -117,8 +111,7 @@ def cases(draw, sync: str | None = None, balance: str | None = None) -> Case:
     change = st.builds(Change, _moments(samples, options, models), _worker(workers), st.booleans())
     many = 4 * workers if sync in ALONE and draw(st.booleans()) else 0
     changes = draw(st.lists(change, min_size=many // 2, max_size=many))
-    most = workers - options.get("min_workers", 1)  # may be away at the start
-    missing = st.sets(_worker(workers), max_size=most)
+    missing = st.sets(_worker(workers), max_size=workers - 1)  # at the start
     absent = draw(missing) if sync in ALONE and draw(st.booleans()) else ()
     groups, block = draw(_groups(samples))
     return Case(
@@ -145,7 +138,7 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
     if every and sync in ("ssp", "asp") and not joint:
         every *= rounds
     options = {
-        "sync": "bsp" if sync in ("quorum", "nodes") else sync,
+        "sync": sync,
         "balance_every": every,
         "push_every": draw(st.integers(1, 3)) if push == "gradients" else 1,
         "drop_last": joint and draw(st.booleans()),
@@ -154,13 +147,6 @@ def _options(draw, sync: str, known: dict[str, Any]) -> dict[str, Any]:
         "resolutions": (8, 16) if draw(st.booleans()) and push == "weights" else (8,),
         "seed": draw(st.integers(0, 99)),
     }
-    if sync == "quorum":
-        options["min_workers"] = draw(st.integers(1, workers))
-        options["grace_seconds"] = draw(st.sampled_from((0.0, 0.01, 0.05, 0.3, 2.0)))
-    if sync == "nodes":
-        options["node_rounds"] = draw(st.integers(2, rounds))
-        first = draw(st.integers(1, workers - 1))
-        options["node_workers"] = (first, workers - first)
     return options
 
 

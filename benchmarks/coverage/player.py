@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
@@ -16,10 +16,10 @@ from benchmarks.coverage.cases import Case
 from benchmarks.coverage.prepare import prepare
 from dbsl.base.errors import SyncError
 from dbsl.base.serialize import pack, unpack
-from dbsl.checkpoint.restart import apart, plan_restart
+from dbsl.checkpoint.restart import plan_restart
 from dbsl.checkpoint.resume import with_lost_workers
 from dbsl.cluster.membership import leave_out
-from dbsl.plan.turns import EpochEnd, JoinedWorker, Restart, Round, nodes_meet
+from dbsl.plan.turns import EpochEnd, JoinedWorker, Restart, Round
 from dbsl.plan.types import CurrentPlan
 from dbsl.run.cluster import connect
 from dbsl.run.progress import make_reports
@@ -39,10 +39,6 @@ class Played:
     lost_workers: int = 0
     joined_workers: int = 0
     lost: int = 0  # samples that the planner counted
-    missed: int = 0  # samples that were counted as of rounds merged without their worker
-    late: int = 0  # pushes that were dropped
-    stale: int = 0  # updates, the most that a merged push was behind
-    short: int = 0  # rounds that were merged from fewer pushes than were asked for
     expected: int = 0
     trained: int = 0
     twice: int = 0
@@ -51,7 +47,6 @@ class Played:
     whole: bool = True  # epochs that nobody had begun when the last worker was lost
     idle: int = 0  # workers without a sample in an epoch that they joined for
     ended: bool = False  # those that were left could not carry the plan
-    alike: bool = True  # workers that have merged with each other, when they begin a round
     epochs: list[int] = field(default_factory=list)  # that ended, in order
 
 
@@ -82,20 +77,16 @@ class _Player:
         self._cluster.changes = list(case.changes)
         epochs = self._run.config.epochs
         self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
-        self._missed = np.zeros(epochs, dtype=np.int64)  # in rounds merged without their worker
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
         self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
         self._stops = list(case.stops)
         self._collected: list[tuple[int, Round, np.ndarray]] = []  # the last pushes, by version
-        self._pushes: Counter[int] = Counter()  # in time, by round of the run
-        self._began: dict[int, dict[int, float]] = {}  # by round of the run and worker: the weight
 
     def play(self) -> Played:
         """Play to the end."""
         while self._goes_on():
             pass
         self._hear()
-        self._close()
         return self._result()
 
     def _connect(self, run: Run) -> None:
@@ -125,27 +116,21 @@ class _Player:
             self.played.ended = True
 
     def _train(self, turn: Round, segment: CurrentPlan) -> None:
-        """Count the samples of a turn as trained on, unless its push is late, and push."""
+        """Count the samples of a turn as trained on, and push."""
         run, cluster, played = self._run, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version
         played.turns += 1
         steps = run.steps(segment, turn)
         own = dict.fromkeys(turn.workers, 0)
-        quorum = server and server.quorum
-        late = bool(quorum and quorum.behind.intersection(turn.workers))
-        played.late += late
         for part in (part for step in steps for part in step.parts):
             own[part.worker] += len(part.indices)
             self._joined.discard((part.worker, turn.epoch))
-            if not late:
-                np.add.at(self._counts[turn.epoch], part.indices, 1)
-                self._collected.append((version, turn, part.indices))
+            np.add.at(self._counts[turn.epoch], part.indices, 1)
+            self._collected.append((version, turn, part.indices))
         if server is not None:
             lead = server.clocks[turn.workers[0]] - server.slowest()
             played.ahead = max(played.ahead, lead)
         cluster.pull(turn)
-        began = self._began.setdefault(self._clock_of(turn), {})
-        began[turn.workers[0]] = float(cluster.weights.vector[0])
         cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
         cluster.push(
             make_reports(
@@ -159,21 +144,13 @@ class _Player:
                 clock=self._stepper.clock,
             )
         )
-        for report in cluster.reports():
-            played.stale = max(played.stale, report.staleness)
-            self._pushes[self._clock_of(report)] += 1
+        deque(cluster.reports(), maxlen=0)  # as the log does
         if server is not None and server.version != version:
             self._collected.clear()
 
-    def _clock_of(self, turn: Any) -> int:
-        return turn.epoch * self._run.rounds + turn.round
-
     def _hear(self) -> None:
-        """Count who was lost, was late and has joined."""
+        """Count who was lost and has joined."""
         server, played, joined = self._cluster.server, self.played, self._joined
-        for row in self._cluster.missed():
-            self._missed[row.epoch] += row.samples
-            joined.discard((row.worker, row.epoch))
         for change in self._cluster.membership():
             if isinstance(change, JoinedWorker):
                 played.joined_workers += 1
@@ -216,10 +193,9 @@ class _Player:
             run = prepare(case)
         except ValueError:  # there is no plan for them
             return None
-        of_nodes = apart([state]) if before.node_rounds > 1 else None
         try:
             samples = len(run.data.train)
-            return case, run, plan_restart(state, {}, run, asdict(before), samples, of_nodes)
+            return case, run, plan_restart(state, {}, run, asdict(before), samples)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise
@@ -241,49 +217,23 @@ class _Player:
         for version, turn, indices in self._collected:
             if self._cluster.server is not None and version == self._cluster.server.version:
                 np.subtract.at(self._counts[turn.epoch], indices, 1)
-                self._pushes.pop(self._clock_of(turn), None)
         self._collected.clear()
-        self._close()
         self._joined.clear()
         self._case = case
         self._connect(run)
         self._cluster.restart(start)
         run.planner.fixed = run.fixed_segments(start)
 
-    def _close(self) -> None:
-        """Look at what workers have done that do not go on."""
-        played, least = self.played, self._run.config.min_workers
-        if least is not None and not played.ended:
-            played.short += sum(count < least for count in self._pushes.values())
-        if self._run.config.node_rounds > 1:
-            played.alike = played.alike and _begin_alike(self._run, self._began)
-        self._pushes.clear()
-        self._began.clear()
-
     def _result(self) -> Played:
         run, played, counts = self._run, self.played, self._counts
         epochs = range(run.config.epochs)
         of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in epochs]
-        played.missed, played.idle = int(self._missed.sum()), len(self._joined)
+        played.idle = len(self._joined)
         played.changes += run.planner.changes
         played.expected, played.trained = sum(of_epoch), int(counts.sum())
         played.twice = int((counts > 1).sum())
         if first := self._untouched:
-            there = counts.sum(1) + self._missed
-            played.whole = there[first:].tolist() == of_epoch[first:]
+            played.whole = counts.sum(1)[first:].tolist() == of_epoch[first:]
         if run.config.push == "gradients":
             played.pushed = float(self._cluster.server.snapshot()[0])  # the rest is padding
         return played
-
-
-def _begin_alike(run: Run, began: dict[int, dict[int, float]]) -> bool:
-    """Whether workers of a node begin each round alike, and all do after all have met."""
-    nodes, every = run.worker_nodes, run.config.node_rounds
-    for clock, weights in began.items():
-        met = clock == 0 or nodes_meet((clock - 1) % run.rounds, every, run.rounds)
-        groups: dict[int, set[float]] = {}
-        for worker, weight in weights.items():
-            groups.setdefault(0 if met else nodes[worker], set()).add(weight)
-        if any(len(own) > 1 for own in groups.values()):
-            return False
-    return True

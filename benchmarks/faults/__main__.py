@@ -16,10 +16,8 @@ from benchmarks.record import record
 
 FAULTS = (
     processes.worker_dies,
-    processes.worker_dies_with_quorum,
     processes.worker_dies_at_barrier,
     processes.server_dies,
-    processes.server_dies_with_quorum,
     processes.launcher_restarts,
     stops.asked_to_stop,
     stops.not_finite,

@@ -26,7 +26,6 @@ from benchmarks.kills import COMMON, ROOT, fingerprint
 from benchmarks.ranks import free_port
 
 _ENDS = (("killed (SIGKILL)", signal.SIGKILL), ("stopped", signal.SIGSTOP))
-_QUORUM = ["--sync", "bsp", "--min-workers", "2", "--grace-seconds", "1"]
 
 
 def worker_dies(scratch: Path) -> Iterator[Row]:
@@ -39,17 +38,6 @@ def worker_dies(scratch: Path) -> Iterator[Row]:
             yield _goes_on(folder, what, number, sync, [*FLAGS, "--sync", sync], epochs)
 
 
-def worker_dies_with_quorum(scratch: Path) -> Iterator[Row]:
-    """A worker's process is killed or stopped, where the others wait for it as long as the grace.
-
-    Rounds go on without one that is stopped before it is noticed to be lost.
-    """
-    for what, number in _ENDS:
-        epochs = 120 if number == signal.SIGSTOP else 8
-        folder = scratch / f"dies-quorum-{number}"
-        yield _goes_on(folder, what, number, "bsp, quorum", [*FLAGS, *_QUORUM], epochs)
-
-
 def _goes_on(folder: Path, what: str, number: int, mode: str, flags: list[str], epochs: int) -> Row:
     """End a worker's process in a run that is to go on without it."""
     run = Run(folder, flags, epochs=epochs)
@@ -60,7 +48,7 @@ def _goes_on(folder: Path, what: str, number: int, mode: str, flags: list[str], 
     lost = summary(folder).get("lost_workers")
     last = samples(folder, epochs - 1)
     events = metrics(folder)
-    counted = sum(e["samples"] for e in events if e["event"] in ("round", "lost", "missed"))
+    counted = sum(e["samples"] for e in events if e["event"] in ("round", "lost"))
     kept = statuses == [0, 0] and lost == [2] and last == 240 and counted == 240 * epochs
     kept = kept and noticed <= (5 if number == signal.SIGKILL else TIMEOUT_S + 5)
     return Row(
@@ -106,11 +94,6 @@ def server_dies(scratch: Path) -> Iterator[Row]:
     for sync in ("bsp", "step", "ssp", "asp"):
         flags = JOINT if sync == "step" else [*FLAGS, "--sync", sync]
         yield _ends(scratch / f"server-{sync}", sync, flags)
-
-
-def server_dies_with_quorum(scratch: Path) -> Iterator[Row]:
-    """Rank 0 is killed, which rounds do not go on without."""
-    yield _ends(scratch / "server-quorum", "bsp, quorum", [*FLAGS, *_QUORUM])
 
 
 def _ends(folder: Path, mode: str, flags: list[str]) -> Row:

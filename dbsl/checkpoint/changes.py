@@ -32,7 +32,7 @@ _FREE = {
 }
 # What follows from the number of workers, which may change as well.
 TIMES = ("slope", "intercept", "floor")
-_WORKERS = {"workers", "small_workers", "node_workers", "dedicated_server", *TIMES}
+_WORKERS = {"workers", "small_workers", "dedicated_server", *TIMES}
 # What the order of an epoch is drawn by.
 _ORDER = ("seed", "aug_repeats", "shuffle_block", "cache_gib")
 PER_WORKER = (
@@ -164,7 +164,7 @@ def epochs_under_way(
     clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
     if "queue" in cluster:  # simulated: it is known who is in a round
         inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
-    elif at_epoch_end and not meets_at_server(before["sync"], before["min_workers"]):
+    elif at_epoch_end and not meets_at_server(before["sync"]):
         inside = set()
     else:  # only the workers know whether they have taken a step: all that may have
         ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)

@@ -62,7 +62,6 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         self._stopping.on_signal = self._cluster.interrupt
         self._cluster.on_stop = self._stop
-        self._cluster.on_moved = self._forget_round
         self._cluster.idle = partial(self.after_step, round_over=True)  # it takes no steps
         return self
 
@@ -167,11 +166,6 @@ class Checkpointer:
     def _keeps_last(self) -> bool:
         return self._run.config.keep_checkpoints > 0
 
-    def _forget_round(self) -> None:
-        """Forget the round that a resumed run was stopped inside: it is over."""
-        self._progress.clear()
-        self._random = None
-
     def _check_refused(self) -> None:
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
@@ -207,8 +201,7 @@ class Checkpointer:
         self._writer.start(copy)
 
     def _stop(self) -> None:
-        why = self._stopping.reason or self._cluster.stop_reason
-        why = why or "another process was asked to stop"
+        why = self._stopping.reason or "another process was asked to stop"
         self._save(stop=True)
         self._writer.wait()
         raise RunStopped(

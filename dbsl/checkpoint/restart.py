@@ -10,21 +10,18 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
 from dbsl.cluster.config import meets_at_server
-from dbsl.cluster.node_server import mean_of_nodes
-from dbsl.plan.turns import EpochEnd, MissedRound, Restart, Round, report_from_plain
+from dbsl.plan.turns import EpochEnd, Restart, Round, report_from_plain
 from dbsl.plan.types import CurrentPlan, plan_from_plain, segment_at, segments_from_plain
 from dbsl.run.config import takes_joint_steps
 from dbsl.run.run import Run, round_sampler, steps_of
 
 # What a state is of: a refusal names the first of these that has changed.
 _TRAINING = (
-    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "node_rounds", "node_workers"),
-    *("balance", "local_batch_sizes", "global_batch_size"),
+    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "balance"),
+    *("local_batch_sizes", "global_batch_size"),
 )
 
 Ranges = tuple[tuple[int, int], ...]
@@ -45,7 +42,6 @@ def plan_restart(
     run: Run,
     before: Mapping[str, Any],
     samples: int,
-    of_nodes: Tensor | None = None,
 ) -> Restart:
     """Return what a run takes over from another one's state.
 
@@ -55,7 +51,6 @@ def plan_restart(
         run: The new run.
         before: The old run's settings.
         samples: Training images of the old run.
-        of_nodes: The mean of nodes that have merged apart from each other (`apart`).
 
     Raises:
         SettingError: If what is left of the epoch cannot be told.
@@ -71,15 +66,12 @@ def plan_restart(
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
-    quorum = server.get("quorum") or {}
     common = {
-        "weights": server["weights"] if of_nodes is None else of_nodes,
+        "weights": server["weights"],
         "version": server["version"],
         "refused": cluster.get("refused", server["refused"]),
         "clock": epoch * rounds + round_,
         "time_s": cluster.get("time_s", 0.0),
-        "missed": tuple(MissedRound(**row) for row in quorum.get("missed", ())),
-        "late_pushes": quorum.get("late_pushes", 0),
         "reports": tuple(
             report
             for report in map(report_from_plain, server.get("reports", ()))
@@ -91,31 +83,10 @@ def plan_restart(
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
         return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
-    if of_nodes is not None and server.get("outer") is not None:
-        stay, got = _changed(run, before)
-        raise SettingError(f"{stay} with merge delta until all nodes have merged, {got}")
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
     return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
-
-
-def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Return the mean of nodes that have merged since all have met; None: they are alike.
-
-    Args:
-        states: Of all processes, in order.
-    """
-    first = states[0]["cluster"]
-    simulated = first["server"].get("nodes")
-    if simulated is not None:
-        held, counted = simulated["held"], simulated["counted"]
-    else:
-        of, counted = first["nodes"]["of"], first["nodes"]["counted"]
-        trained = states[len(states) - len(of) :]  # a dedicated server comes before
-        pulled = {n: s["cluster"]["pulled"] for n, s in zip(of, trained, strict=True)}
-        held = {node: pulled[node] for node in counted}
-    return mean_of_nodes(held, counted) if held else None
 
 
 def _joint_restart(
@@ -169,17 +140,12 @@ def _rounds_behind(
     """Return the rounds that each worker has behind it, and who has to do the lowest one again.
 
     A lost worker has all behind it: what it had left was counted as lost, and is not to come. What
-    a barrier has collected is not merged: it is to be trained on again, that of a worker that was
-    lost since, too.
+    a barrier has collected is not merged: it is to be trained on again.
     """
     there = server["active"]
     clocks = [clock if w in there else math.inf for w, clock in enumerate(server["clocks"])]
-    if not at_barrier:
-        return clocks, ()
-    if (quorum := server.get("quorum")) is not None:
-        return clocks, quorum["came"]
-    ahead = {w for w, clock in enumerate(server["clocks"]) if clock > min(clocks)}
-    return clocks, ahead.difference(server.get("newcomers", ()))
+    lowest = min(clocks)
+    return clocks, [w for w in there if at_barrier and clocks[w] > lowest]
 
 
 def left_of_epochs(ahead: Iterable[RoundAhead], run: Run, rounds: int) -> dict[int, Ranges]:
@@ -310,7 +276,7 @@ def _check_whole_steps(
 
 def advice_inside(before: Mapping[str, Any]) -> str:
     """Return when a change may be made that is refused inside an epoch."""
-    if meets_at_server(before["sync"], before["min_workers"]):
+    if meets_at_server(before["sync"]):
         return "it may change where no worker is inside an epoch"
     return "resume a checkpoint of an epoch's end"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import link_or_copy
@@ -40,7 +39,7 @@ from dbsl.checkpoint.on_disk import (
     remove_incomplete,
     set_aside_after,
 )
-from dbsl.checkpoint.restart import apart, plan_restart
+from dbsl.checkpoint.restart import plan_restart
 from dbsl.cluster.collectives import share_text
 from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
@@ -58,10 +57,7 @@ from dbsl.run.run import Run
 
 _ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
 # How workers meet: where one of these has changed, no process's own state fits.
-_MEETING = {
-    *("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server"),
-    *("node_rounds", "node_workers"),
-}
+_MEETING = {"sync", "push", "push_every", "rounds_per_epoch", "dedicated_server"}
 # What plans are made from: where one of these has changed, the plans that were saved do not hold.
 _PLANS = {
     *("small_workers", "time_ratio", "small_share", "update_factor", "rounding"),
@@ -232,10 +228,9 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             state = _own_shard(found, before, rank, run)
         else:
             state = read_shard(found.folder, manifest, 0)
-            by_nodes = before["node_rounds"] > 1
-            optimizers, of_nodes = _of_all_shards(found, state, run.config.workers, by_nodes)
+            optimizers = _of_all_shards(found, state, run.config.workers)
             try:
-                restart = plan_restart(state, optimizers, run, before, samples, of_nodes)
+                restart = plan_restart(state, optimizers, run, before, samples)
             except SettingError as error:
                 refused = error
         if accelerator.is_main_process:
@@ -275,12 +270,8 @@ def _check_state(found: Found, run: Run) -> None:
 def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool:
     """Whether each process goes on from its own state: plans are as they were, and how all meet."""
     changed = changed_settings(manifest.config, config)
-    return (
-        (manifest.processes, manifest.workers) == (processes, config.workers)
-        and changed.keys().isdisjoint(_MEETING | _PLANS)
-        # Without a quorum a barrier has no place for who is late, and its state is another.
-        and ("min_workers" not in changed or config.min_workers is not None)
-    )
+    alike = (manifest.processes, manifest.workers) == (processes, config.workers)
+    return alike and changed.keys().isdisjoint(_MEETING | _PLANS)
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
@@ -312,7 +303,7 @@ def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:
 def _own_shard(found: Found, before: Mapping[str, Any], rank: int, run: Run) -> Any:
     """Return a process's state; where workers go by themselves, as of the server's clocks."""
     manifest = found.manifest
-    if manifest.processes == 1 or not meets_at_server(before["sync"], before["min_workers"]):
+    if manifest.processes == 1 or not meets_at_server(before["sync"]):
         return read_shard(found.folder, manifest, rank)
     first = read_shard(found.folder, manifest, SERVER_RANK)
     first = with_lost_workers(first, run, before["epochs"])
@@ -380,10 +371,8 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     }
 
 
-def _of_all_shards(
-    found: Found, first: Mapping[str, Any], workers: int, by_nodes: bool
-) -> tuple[dict[int, Any], Tensor | None]:
-    """Return optimizer state by worker and the mean of nodes (`apart`), from all shards.
+def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:
+    """Return optimizer state by worker, from all shards.
 
     Each is read once, and none is kept whole: together they may be larger than the memory.
 
@@ -391,15 +380,11 @@ def _of_all_shards(
         found: The checkpoint.
         first: Rank 0's shard.
         workers: Of the new run; state of others is left out.
-        by_nodes: Whether nodes merged apart from each other.
     """
     optimizers: dict[int, Any] = {}
-    clusters = []
     for rank in range(found.manifest.processes):
         with suppress(MissingShardError):  # a lost worker has none
             shard = read_shard(found.folder, found.manifest, rank) if rank else first
             own = shard["stepper"]["optimizers"]
             optimizers |= {w: state for w, state in own.items() if w < workers}
-            if by_nodes:
-                clusters.append({"cluster": shard["cluster"]})
-    return optimizers, apart(clusters) if by_nodes else None
+    return optimizers

@@ -171,24 +171,6 @@ class ControlGroup:
             for report in reports
         ]
 
-    def gather_reports(
-        self, own: RoundReport | None, figures: Sequence[str] = ()
-    ) -> list[RoundReport]:
-        """Return all processes' reports without their lines (a collective).
-
-        Args:
-            own: This process's; None: it has none.
-            figures: Names of the reports' figures.
-        """
-        self.enter()
-        mine = torch.full((ROW + len(figures),), torch.nan, dtype=torch.float64)
-        if own is not None:
-            mine = encode(own, CPU)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine, group=self._group)
-        there = (row for row in rows if not row[0].isnan())  # a worker is a number
-        return [decode(row, figures) for row in there]
-
     def gather_rows(self, row: Tensor) -> list[Tensor]:
         """Return the rows of all processes (a collective of their writer threads)."""
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]

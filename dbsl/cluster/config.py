@@ -32,17 +32,6 @@ class SyncConfig:
     sync_batch_norm: bool = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
     staleness: Annotated[int, Within(0)] = 1
-    # pushes that a round is merged from at least, with --sync bsp: once so many workers have come,
-    # the others have --grace-seconds; then the round goes on without them, and what they push of it
-    # later is dropped and counted. Needs a server: processes meet on rank 0, as with asp. Unset:
-    # a round waits for all
-    min_workers: Annotated[int | None, Within(1)] = None
-    # seconds that a round still waits once --min-workers have come; on the virtual clock where
-    # workers are simulated
-    grace_seconds: Annotated[float | None, Within(0)] = None
-    # with --sync bsp: after so many rounds, and at an epoch's end, the workers of all nodes merge;
-    # after the other rounds those of each node by themselves, and no weights leave a node
-    node_rounds: Annotated[int, Within(1)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
     merge: Merge | None = None
     # learning rate of the server's step, with --merge delta
@@ -56,6 +45,6 @@ class SyncConfig:
     worker_timeout: Annotated[float, Within(0, 1e9, open_low=True)] = 1800.0
 
 
-def meets_at_server(sync: Sync, min_workers: int | None) -> bool:
+def meets_at_server(sync: Sync) -> bool:
     """Whether processes meet at a server on rank 0, each in its own time, in no collective."""
-    return sync in ("ssp", "asp") or min_workers is not None
+    return sync in ("ssp", "asp")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.heartbeats import Pulse
 from dbsl.cluster.joining import Door
-from dbsl.cluster.membership import lose_worker, too_few_without
+from dbsl.cluster.membership import lose_worker
 from dbsl.cluster.messages import (
     CPU,
     Ending,
@@ -28,7 +27,6 @@ from dbsl.cluster.messages import (
     message,
     message_kind,
     message_numbers,
-    place,
     with_lines,
 )
 from dbsl.cluster.protocol import Cluster
@@ -137,29 +135,8 @@ class Conversing(Cluster):
 
     def _wait_for(self, predicate: Callable[[], object], limit_s: float | None = None) -> None:
         # Every worker comes to the end of its round, or is lost.
-        quorum = self.server.quorum
-        end = None if limit_s is None else time.monotonic() + limit_s
-        while not (self._failure or predicate()):
-            if self._settle():
-                continue
-            left_s = [] if end is None else [end - time.monotonic()]
-            if left_s and left_s[0] <= 0:
-                break
-            if quorum is not None and quorum.left_s() is not None:
-                left_s.append(quorum.left_s())
-            self._changed.wait(min(left_s, default=None))
+        self._changed.wait_for(lambda: self._failure or predicate(), limit_s)
         self._raise_failure()
-
-    def _settle(self) -> bool:
-        """Merge a round whose grace is over, if there is one; say whether it was."""
-        try:
-            merged = self.server.settle(timer=True)
-        except Exception as error:  # a merge rule's: no worker is at fault
-            self._failure = error
-            merged = True
-        if merged:
-            self._changed.notify_all()
-        return merged
 
     def _wake(self) -> None:
         with self._changed:
@@ -211,8 +188,6 @@ class Conversing(Cluster):
             elif kind == Kind.PLAN:
                 moment = message_numbers(head, self._rounds // self._rounds_per_epoch)
                 send(encode_plan(self._plan_to_begin(peer, *moment), CPU), peer.pair)
-            elif kind == Kind.PLACE:
-                self._answer_place(peer)
             else:
                 self._answer_pull(peer)
 
@@ -240,7 +215,7 @@ class Conversing(Cluster):
             transfer = peer.whole if self._sends_changes else peer.narrow
             finite = transfer.receive(peer.buffer, check=True)
         with self._changed:
-            clock = divmod(self.server.round_of(peer.worker), self._rounds_per_epoch)
+            clock = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
         check_report(report, peer.worker, *clock)
         self._merge(peer.buffer, replace(report, refused=report.refused or not finite))
 
@@ -260,45 +235,14 @@ class Conversing(Cluster):
         if peer.pulse.failure:
             raise SyncError(peer.pulse.failure)
 
-    def _answer_place(self, peer: _Peer) -> None:
-        """Say which round a worker begins, when it may: a late one has missed some."""
-        server, worker = self.server, peer.worker
-        with self._changed:
-            self._wait_for(
-                lambda: (
-                    self._interrupted
-                    or peer.pulse.failure
-                    or (self._may_come(worker) and not self._evaluates())
-                )
-            )
-            if peer.pulse.failure:
-                raise SyncError(peer.pulse.failure)
-            stop, clock = self._interrupted, server.clocks[worker]
-            if not stop and clock < self._rounds:
-                server.begin(worker)
-        send(place(clock, stop=self._level(stop)), peer.pair)
-
-    def _level(self, stop: bool) -> Ending:
-        return Ending(stop + (stop and self.finished_early))
-
-    def _may_come(self, worker: int) -> bool:
-        """Whether a worker that is in no round may begin one, or has none left to do."""
-        if self.server.clocks[worker] >= self._rounds:
-            return True
-        self.server.enter(worker)  # rounds may have gone on without it while it waited
-        return self.server.may_start(worker)
-
-    def _evaluates(self) -> bool:
-        """Whether rounds wait for rank 0, which evaluates and is to be in the next one, too."""
-        return False
-
     def _answer_pull(self, peer: _Peer) -> None:
         with self._changed:
             self._wait_to_start(peer)
             stop = self._interrupted
             weights = None if stop else self.server.pull(peer.worker)
             self._told(peer.rank)
-        send(answer(stop=self._level(stop), announced=self._announced), peer.pair)
+        ending = Ending(stop + (stop and self.finished_early))
+        send(answer(stop=ending, announced=self._announced), peer.pair)
         if not stop:
             peer.whole.send(weights, copy=peer.pulled)
             peer.whole.wait()
@@ -312,11 +256,6 @@ class Conversing(Cluster):
             return False  # it has nothing more to give
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
-            return False
-        if short := too_few_without(self.server, worker):
-            # Saved with it as it was: after a resume it begins its round anew.
-            self.stop_reason = f"rank {rank} was lost ({reason}): {short}"
-            self._interrupted = True
             return False
         clock = self.server.clocks[worker]
         try:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dbsl.base.numbers import as_numbers
 from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.part_of_step import begin_thawed, take_part, take_step
-from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import BuildOptimizer, ClipMode, load_optimizer
@@ -98,8 +97,6 @@ class GradientServer(Server):
         staleness: As for `Server`.
         rounds_per_epoch: Pushes of a worker per epoch.
         observe: As for `Server`.
-        quorum: As for `Server`. The gradient of a round that lacks workers is that of the samples
-            of those who came: their sum over their part of the global batch.
     """
 
     def __init__(
@@ -110,7 +107,6 @@ class GradientServer(Server):
         staleness: int | None,
         rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
-        quorum: Quorum | None = None,
     ) -> None:
         super().__init__(
             owner.vector,
@@ -119,7 +115,6 @@ class GradientServer(Server):
             staleness=staleness,
             rounds_per_epoch=rounds_per_epoch,
             observe=observe,
-            quorum=quorum,
         )
         self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
         self._owner = owner
@@ -173,8 +168,6 @@ class GradientServer(Server):
         self._rate = report.learning_rate
 
     def _merge_collected(self) -> None:
-        if self.quorum is not None and 0 < self._sum_weight < 1 - 1e-6:
-            self._sum.div_(self._sum_weight)
         if self._sum_weight:  # else all were refused, and no step is taken
             self._step(self._sum, self._rate)
         self._sum.zero_()

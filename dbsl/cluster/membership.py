@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dbsl.base.errors import SettingError
-from dbsl.base.words import plural
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.members import Members
@@ -50,14 +49,6 @@ def join_worker(server: Server, planner: Planner, worker: int, last: int) -> int
     return clock
 
 
-def too_few_without(server: Server, worker: int) -> str | None:
-    """Return in words that without a worker too few are left to merge a round from, if so."""
-    if (left := server.shortage(worker)) is None:
-        return None
-    least, all_ = server.quorum.min_workers, plural(len(server.clocks), "worker")
-    return f"{left} of {all_} are left, fewer than --min-workers {least}"
-
-
 def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> None:
     """Begin a run without workers that may join later.
 
@@ -69,6 +60,3 @@ def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> Non
         raise SettingError("a run must begin with a worker, got none")
     planner.leave_out(workers)
     server.active = left
-    if server.shortage() is not None:
-        least, there = server.quorum.min_workers, plural(len(left), "worker")
-        raise SettingError(f"min_workers must be at most the {there} of the start, got {least}")

@@ -39,7 +39,6 @@ class Kind(IntEnum):
     PULL = 3
     PLAN = 4
     LEAVE = 5
-    PLACE = 6  # which round comes next, where rounds go on without those who are late
 
 
 class Ending(IntEnum):
@@ -192,17 +191,6 @@ def read_answer(head: Tensor) -> tuple[Ending, tuple[int, int]]:
     """Return what `answer` was given."""
     stop, sequence, epoch = head.tolist()
     return Ending(int(stop)), (int(sequence), int(epoch))
-
-
-def place(clock: int = 0, *, stop: Ending = Ending.GOES_ON) -> Tensor:
-    """Return which round of the run a worker begins, and whether the run ends, float64 [2]."""
-    return torch.tensor([float(stop), clock], dtype=torch.float64)
-
-
-def read_place(head: Tensor) -> tuple[Ending, int]:
-    """Return whether the run ends, and the round of the run, as `place` was given them."""
-    stop, clock = head.tolist()
-    return Ending(int(stop)), int(clock)
 
 
 def plan_tensor(workers: int, device: torch.device) -> Tensor:

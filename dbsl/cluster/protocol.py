@@ -20,7 +20,6 @@ from dbsl.plan.turns import (
     EpochEnd,
     JoinedWorker,
     LostWorker,
-    MissedRound,
     Restart,
     Round,
     RoundReport,
@@ -50,9 +49,6 @@ class Cluster(ABC):
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
         finished_early: Whether the run has ended before its last epoch, by `finish`.
-        stop_reason: Why, if that is the cluster's own: too few workers are left.
-        on_moved: Called where a resumed run was stopped inside a round that is over by now: what
-            was done of it is void.
         idle: Called by a process that takes no steps while others do, where it may save: at a
             barrier once a round's steps are taken, else from time to time.
     """
@@ -60,7 +56,6 @@ class Cluster(ABC):
     time_s: float | None = None
     holds_weights: bool = True
     on_stop: Callable[[], object] = staticmethod(lambda: None)
-    on_moved: Callable[[], object] = staticmethod(lambda: None)
     idle: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
@@ -88,7 +83,6 @@ class Cluster(ABC):
         self._waited_s = 0.0  # since the last report
         self._refused = 0
         self._interrupted = False  # the run is to stop
-        self.stop_reason: str | None = None
         self.finished_early = False
         self._membership: deque[LostWorker | JoinedWorker] = deque()  # until they are told of
         self._announced = NOTHING_ANNOUNCED  # the save that every process is to take part in
@@ -104,12 +98,6 @@ class Cluster(ABC):
     def refused(self) -> int:
         """Rounds whose loss or weights were not finite, so far; without a barrier: on rank 0."""
         return self._refused if self.server is None else self.server.refused
-
-    @property
-    def late_pushes(self) -> int:
-        """Pushes that came after their round was merged, so far (in the server's process)."""
-        quorum = self.server and self.server.quorum
-        return quorum.late_pushes if quorum else 0
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._exits.__exit__(*error)
@@ -158,12 +146,6 @@ class Cluster(ABC):
         """Yield the workers that were lost or have joined since the last call, in that order."""
         while self._membership:
             yield self._membership.popleft()
-
-    def missed(self) -> Iterator[MissedRound]:
-        """Yield the rounds that were merged without a worker since the last call."""
-        quorum = self.server and self.server.quorum
-        while quorum and quorum.missed:
-            yield quorum.missed.popleft()
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
         """Return what this process does after a step: what it would, or what all agree on."""

@@ -21,7 +21,6 @@ from dbsl.base.errors import SettingError
 from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.global_weights import GlobalWeights, merge_one
 from dbsl.cluster.outer import OuterOptimizer
-from dbsl.cluster.quorum import Quorum
 from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
 
 MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +48,6 @@ class Server(GlobalWeights):
         observe: Called with each report, before anyone can ask for what follows from it.
         outer: The optimizer of `delta`.
         own: A merge rule of one's own, in place of `rule`.
-        quorum: When a round at a barrier goes on with those who came; None: all are waited for.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class Server(GlobalWeights):
         observe: Callable[[RoundReport], object] = lambda report: None,
         outer: OuterOptimizer | None = None,
         own: MergeRule | None = None,
-        quorum: Quorum | None = None,
     ) -> None:
         if rule in _AT_BARRIER and staleness != 0:
             raise SettingError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
@@ -72,7 +69,6 @@ class Server(GlobalWeights):
         self.rule: Merge = rule
         self._outer = outer
         self._own = own
-        self.quorum = quorum
         self._pushed: dict[int, tuple[Tensor, float]] = {}  # for a rule of one's own, at a barrier
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
@@ -99,14 +95,10 @@ class Server(GlobalWeights):
         """
         if worker in self.newcomers and self.clocks[worker] > self._newcomers_start():
             return False
-        if self.quorum is not None and self.quorum.rests(worker):
-            return False
         return self.staleness is None or self.clocks[worker] <= self.latest_start()
 
     def latest_start(self) -> float:
         """Return the clock up to which workers may start a round now."""
-        if self.quorum is not None:
-            return self.quorum.round
         return float("inf") if self.staleness is None else self.slowest() + self.staleness
 
     def _newcomers_start(self) -> int:
@@ -124,10 +116,6 @@ class Server(GlobalWeights):
         self.active.discard(worker)
         self.newcomers.discard(worker)
         self.inside.pop(worker, None)
-        if self.quorum is not None:
-            self.quorum.forget(worker)
-            self.settle()
-            return
         if self._collected and self.slowest() > round_:  # the barrier waited for it alone
             self._merge_collected()
         self._end_epochs()
@@ -139,49 +127,9 @@ class Server(GlobalWeights):
         self.newcomers.add(worker)
 
     def begin(self, worker: int) -> None:
-        """Note that a worker has begun its next round, unless it is late in another one."""
+        """Note that a worker has begun its next round."""
         self.newcomers.discard(worker)
-        if self.quorum is not None and not self.quorum.begin(worker, self.clocks[worker]):
-            return
         self.inside[worker] = self.clocks[worker]
-
-    def enter(self, worker: int) -> None:
-        """Have a worker take part again that a round went on without; it is in no round now."""
-        if self.quorum is not None:
-            self.quorum.enter(worker, self.clocks, self.active)
-
-    def round_of(self, worker: int) -> int:
-        """Return the round that a worker is in, or comes to: its clock, unless it is late."""
-        return self.inside.get(worker, self.clocks[worker])
-
-    def settle(self, *, timer: bool = False) -> bool:
-        """Go on with a round that all have pushed, or enough of them while the grace lasted.
-
-        With `timer` a grace whose last moment has come is over.
-
-        Returns:
-            Whether a round was merged.
-        """
-        quorum = self.quorum
-        if quorum is None or not quorum.is_over(self.clocks, self.active, timer=timer):
-            return False
-        absent = quorum.close(self.clocks, self.active)
-        self._merge_collected()
-        for worker in absent:
-            self.clocks[worker] += 1
-        self._end_epochs()
-        return True
-
-    def shortage(self, without: int | None = None) -> int | None:
-        """Return the number of workers that are left, if rounds cannot be merged from so few.
-
-        Args:
-            without: A worker that is about to be dropped.
-        """
-        if self.quorum is None:
-            return None
-        able = self.quorum.able(self.clocks, self.active - {without}, self.newcomers)
-        return able if able < self.quorum.min_workers else None
 
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
@@ -190,22 +138,13 @@ class Server(GlobalWeights):
         return self.snapshot()
 
     def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
-        """Merge a worker's weights, advance its clock and return the report with its staleness.
-
-        With a quorum, a push whose round is over is dropped.
-        """
+        """Merge a worker's weights, advance its clock and return the report with its staleness."""
         self.inside.pop(report.worker, None)
-        if self.quorum is not None:
-            self.settle()
-            if not self.quorum.come(report.worker):
-                if not report.refused:
-                    self._observe(report)
-                return report
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
         if self.rule in _AT_BARRIER:
             self._collect(weights, report)
-            if self.quorum is None and self._is_last(report.worker):
+            if self._is_last(report.worker):
                 self._merge_collected()
         elif not report.refused:
             self._merge(weights, report)
@@ -248,7 +187,6 @@ class Server(GlobalWeights):
             "reports": [asdict(report) for report in self.reports],
             "outer": self._outer and self._outer.state_dict(),
             "pushed": dict(self._pushed),
-            "quorum": self.quorum and self.quorum.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,14 +214,6 @@ class Server(GlobalWeights):
         device = self._weights.device
         pushed = state.get("pushed", {})  # older checkpoints lack it
         self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed.items()}
-        if self.quorum is None:
-            return
-        if state.get("quorum") is None:  # the run had none before
-            slowest = self.slowest()
-            came = {w for w in self.active - self.newcomers if self.clocks[w] > slowest}
-            self.quorum.restart(slowest, came if self._collected else ())
-        else:
-            self.quorum.load_state_dict(state["quorum"], workers)
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
@@ -292,9 +222,6 @@ class Server(GlobalWeights):
         self.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
         self._epochs_ended = start.clock // self.rounds_per_epoch
-        if self.quorum is not None:
-            self.quorum.restart(start.clock)
-            self.quorum.take_over(start.missed, start.late_pushes)
         now = time.perf_counter()
         self.finished.extend(replace(end, ended_at=now) for end in start.finished)
         self._load_outer(start.outer)
@@ -368,10 +295,7 @@ class Server(GlobalWeights):
             if not report.refused:
                 self._observe(report)
             self.reports.append(report)
-        if self.quorum is not None:  # what it has collected is to be merged first
-            self.settle()
-        else:
-            self._end_epochs()
+        self._end_epochs()
 
     def _end_epochs(self) -> None:
         """Note the ends of epochs that all active workers have come to."""

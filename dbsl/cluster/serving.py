@@ -45,7 +45,6 @@ class ServingCluster(Conversing):
         **common: Any,
     ) -> None:
         super().__init__(weights, server, **common)
-        self._ending = False  # an epoch's end is looked at
         self._pushed = self.outgoing  # in host memory, which a GPU copies to faster if it is pinned
         if self.outgoing.is_cuda:
             self._pushed = torch.empty_like(self.outgoing, device="cpu", pin_memory=True)
@@ -57,12 +56,10 @@ class ServingCluster(Conversing):
             thread.start()
         if self._door is not None:
             self._door.open(self)
-        yield from self._come()
         while self.workers and self._clock < self._rounds:
             yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
             yield from self._finished(wait=False)
-            yield from self._come()
         yield from self._finished(wait=True)
 
     def plan(self, turn: Round) -> CurrentPlan:
@@ -211,40 +208,6 @@ class ServingCluster(Conversing):
         # The others save later than the server, perhaps in a round that they have begun since.
         there = server.active - server.newcomers
         server.inside = {w: server.clocks[w] for w in there} | server.inside
-        if server.quorum is not None:
-            server.quorum.restart_clock()
-
-    def _come(self) -> Iterator[EpochEnd]:
-        """With a quorum, find out which round this process's worker begins, and when it may.
-
-        Yield the ends of epochs that come meanwhile.
-        """
-        if self.server.quorum is None or not self.workers:
-            return
-        server, (worker,) = self.server, self.workers
-        while True:
-            with self._changed:
-                self._wait_for(
-                    lambda: self._interrupted or server.finished or self._may_come(worker)
-                )
-                stop, clock = self._interrupted, server.clocks[worker]
-                ready = not (stop or server.finished)
-                if ready and clock < self._rounds:
-                    server.begin(worker)
-            if stop:
-                self.on_stop()
-                return
-            if ready:
-                break
-            yield from self._finished(wait=False)
-        if clock != self._clock:
-            self._clock = clock
-            self.on_moved()
-
-    def _evaluates(self) -> bool:
-        (worker,) = self.workers or (None,)
-        at_end = bool(self.server.finished) or self._ending
-        return worker is not None and at_end and worker not in self.server.quorum.behind
 
     def _close_door(self) -> None:
         if self._door is not None:
@@ -267,11 +230,7 @@ class ServingCluster(Conversing):
                 act = self.on_stop if self._interrupted else self.idle
                 act()
             else:
-                self._ending = True
                 yield end
-                with self._changed:
-                    self._ending = False
-                    self._changed.notify_all()
 
     def _all_done(self) -> bool:
         return self.server.slowest() >= self._rounds

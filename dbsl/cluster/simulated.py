@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.base.numbers import as_counts, as_numbers
-from dbsl.cluster.membership import Change, join_worker, lose_worker, too_few_without
+from dbsl.cluster.membership import Change, join_worker, lose_worker
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -72,8 +72,6 @@ class SimulatedCluster(Cluster):
         self._queue: list[tuple[float, int]] = []
         self._turn: int | None = None  # the worker whose turn it is
         self.changes: list[Change] = []
-        if server.quorum is not None:
-            server.quorum.clock = lambda: self.time_s
 
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
@@ -85,8 +83,6 @@ class SimulatedCluster(Cluster):
                     self._start(worker)
                 if not self._queue:
                     return
-                if self._grace_ends_before(self._queue[0][0]):
-                    continue
                 if self._change_before(self._queue[0][0]):
                     continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
@@ -108,8 +104,6 @@ class SimulatedCluster(Cluster):
         server, clock = self.server, self.server.clocks[worker]
         if worker not in server.active or server.active == {worker} or clock >= self._rounds:
             return
-        if short := too_few_without(server, worker):
-            raise SyncError(f"worker {worker} was lost: {short}")
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
         if worker in self._pulled:
@@ -132,17 +126,6 @@ class SimulatedCluster(Cluster):
         if clock < self._rounds:
             self._ended[worker] = self.time_s
             self._membership.append(JoinedWorker(worker, worker, clock, self._place(worker)[0]))
-
-    def _grace_ends_before(self, time_s: float) -> bool:
-        """Merge a round without those that come later than its grace; say whether it was one."""
-        quorum = self.server.quorum
-        deadline_s = None if quorum is None else quorum.deadline_s()
-        if deadline_s is None or deadline_s >= time_s:
-            return False
-        if not self._change_before(deadline_s):
-            self.time_s = deadline_s
-            self.server.settle(timer=True)
-        return True
 
     def _change_before(self, time_s: float) -> bool:
         """Make the next change, if it comes before this time; say whether it did."""
@@ -172,21 +155,12 @@ class SimulatedCluster(Cluster):
         self._ended[worker] = self.time_s
         wait_s = self._waits[worker]
         if self.server.staleness == 0:  # it is known when the others come: the round's own waiting
-            wait_s = self._merged_at() - self.time_s
+            ends_s = [end_s for end_s, w in self._queue if w in self.server.active]
+            wait_s = max(ends_s, default=self.time_s) - self.time_s
         wait_s += self._exchange(worker, report.epoch, report.round)
         report = replace(report, compute_time_s=self._durations[worker], wait_time_s=wait_s)
         self.server.push(self.outgoing, report)
         return report.refused
-
-    def _merged_at(self) -> float:
-        """Return when the round is merged that a worker is about to push; late, it waits not."""
-        active, quorum = self.server.active, self.server.quorum
-        if quorum is None:
-            return max((end_s for end_s, w in self._queue if w in active), default=self.time_s)
-        if self._turn in quorum.behind:
-            return self.time_s
-        awaited = active - quorum.behind
-        return quorum.close_at_s([end_s for end_s, w in self._queue if w in awaited])
 
     def state_dict(self) -> dict[str, Any]:
         """Return where every worker is, to go on from in `load_state_dict`.
@@ -230,9 +204,6 @@ class SimulatedCluster(Cluster):
     def _waiting(self) -> list[int]:
         """Return the workers that are in no round and may start one, in order."""
         inside, latest = {worker for _, worker in self._queue}, self.server.latest_start()
-        if self.server.quorum is not None:
-            for worker in sorted(self.server.quorum.behind - inside):
-                self.server.enter(worker)
         return [
             worker
             for worker, clock in enumerate(self.server.clocks)
@@ -245,7 +216,7 @@ class SimulatedCluster(Cluster):
 
     def _place(self, worker: int) -> tuple[int, int]:
         """Return the epoch and the round that a worker is in."""
-        return divmod(self.server.round_of(worker), self.server.rounds_per_epoch)
+        return divmod(self.server.clocks[worker], self.server.rounds_per_epoch)
 
     def _start(self, worker: int) -> None:
         self._pulled[worker] = self.server.pull(worker)  # which a newcomer begins with

@@ -33,10 +33,8 @@ from dbsl.cluster.messages import (
     decode_plan,
     encode_lines,
     message,
-    place,
     plan_tensor,
     read_answer,
-    read_place,
 )
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
@@ -57,7 +55,6 @@ def through_server(
     timeout_s: float,
     outgoing: Tensor | None = None,
     wire: torch.dtype | None = None,
-    asks_place: bool = False,
     door: Door | None = None,
     admission: Admission | None = None,
     **common: Any,
@@ -75,8 +72,6 @@ def through_server(
         outgoing: As for `Cluster`.
         wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
             rounded to it, and of weights their change since the pull.
-        asks_place: Whether workers ask which round comes next, since rounds go on without those
-            who are late.
         door: On rank 0, where processes that are launched again ask to join.
         admission: Of a process that joins: then this is no collective.
         **common: The rest of what a `Cluster` takes.
@@ -92,7 +87,7 @@ def through_server(
     if server is not None:
         return ServingCluster(weights, server, pairs=pairs, door=door, **common)
     pair = pairs[SERVER_RANK]
-    cluster = ServedCluster(weights, pair=pair, asks_place=asks_place, **common)
+    cluster = ServedCluster(weights, pair=pair, **common)
     if admission is not None:
         cluster.begin_at(admission.clock, admission.sequence, admission.number)
     return cluster
@@ -107,7 +102,6 @@ class ServedCluster(Cluster):
         timeout_s: As for `through_server`.
         narrow: Dtype of pushes, if it is not the weights'.
         sends_changes: Whether a push is the weights' change since the pull.
-        asks_place: As for `through_server`.
     """
 
     def __init__(
@@ -118,12 +112,10 @@ class ServedCluster(Cluster):
         timeout_s: float,
         narrow: torch.dtype | None,
         sends_changes: bool,
-        asks_place: bool = False,
         **common: Any,
     ) -> None:
         super().__init__(weights, **common)
         self._message = partial(message, figures=len(self._figures))
-        self._asks_place = asks_place
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
         self._can_change = False  # this round began with `_pulled`
@@ -135,11 +127,9 @@ class ServedCluster(Cluster):
 
     def turns(self) -> Iterator[Round]:
         """Yield this worker's rounds in order."""
-        self._come()
         while self._clock < self._rounds:
             yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
-            self._come()
 
     def plan(self, turn: Round) -> CurrentPlan:
         """Return the plan in force in a turn, waiting while the worker is too far ahead.
@@ -258,23 +248,6 @@ class ServedCluster(Cluster):
             raise RunFinished
         self._interrupted = True
         self.on_stop()
-
-    def _come(self) -> None:
-        """Ask which round this worker begins, and wait until it may, where rounds go on so."""
-        if not self._asks_place:
-            return
-        began, head = time.perf_counter(), place()
-        with self._exchange():
-            send(self._message(Kind.PLACE), self._pair)
-            receive(head, self._pair)
-            self._sent()
-        self._waited_s += time.perf_counter() - began
-        stop, clock = read_place(head)
-        if stop:
-            self._end(stop)
-        elif clock != self._clock:
-            self._clock = clock
-            self.on_moved()
 
     def _sent(self) -> None:
         """Wait until the last push has left this process."""

@@ -240,7 +240,6 @@ class RunLog:
         self.meter.hear(report)
         if self._divergence is not None:
             self._divergence.look(report.loss, report.epoch)
-        self.members.came(report)
         report = replace(report, logged=0, lines=())
         if not self._pushes:
             self._sink.write(

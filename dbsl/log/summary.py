@@ -103,7 +103,6 @@ def sum_up(session: Session) -> None:
                 *(run.stages, run.plans, config.rounds_per_epoch, pictures["plots/plan"], latest)
             )
         log.images(pictures)
-        log.members.end()
         names = ("seed", "workers", "small_workers", "sync")
         values = {
             **log.results(),
@@ -136,7 +135,6 @@ def _mishaps(session: Session) -> dict[str, Any]:
     found = {
         "refused_rounds": session.cluster.refused,
         **session.log.members.state_dict(),
-        "late_pushes": session.cluster.late_pushes,
         "bad_images": bad,
         "mirror_failures": session.mirror.failures,
     }

@@ -35,8 +35,7 @@ _DASH = 4.0  # length of a coinciding worker's dashes, in widths of its line
 _WIDE = 30  # ratio of planned to measured seconds from which their axis is logarithmic
 _FAR = 10  # times what three quarters of a panel stay below: not drawn to scale
 _SECONDS = ("time_s", "wait_time_s")  # panels in which one outlier does not set the scale
-_MARKS = {"missed": "late", "lost": "lost", "joined": "joined"}  # by event
-_SHAPES = {"late": "v", "lost": "X", "joined": "^"}
+_SHAPES = {"lost": "X", "joined": "^"}  # by event
 _OF_ONE = ("local_batch_size", "time_s")  # what there is to say of one worker
 
 
@@ -51,8 +50,7 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
     Epochs count from 1. An epoch that a worker has not finished is NaN. A share is one of all
     samples of an epoch, those that nobody trained on included. "before" is the share that no worker
     has of each epoch, [epochs]: workers of before a restart had it, in joint steps. A worker that
-    has missed rounds of an epoch, or was lost in it, has no idle time: it is not known how long
-    they would have taken.
+    was lost in an epoch has no idle time in it: it is not known how long it would have taken.
     """
     rounds: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in metrics:
@@ -69,12 +67,11 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
         for name in names[1:]:
             values[name][worker, column] = sum(row.get(name, 0.0) for row in own)
     # The longest epoch has them all, unless samples were left out of each.
-    missed, taken = np.zeros(len(epochs)), np.zeros(len(epochs))
+    taken = np.zeros(len(epochs))
     for row in metrics:
-        if row["event"] in ("missed", "restart") and row["epoch"] in epochs:
-            of = missed if row["event"] == "missed" else taken
-            of[epochs.index(row["epoch"])] += row["samples"]
-    samples = np.max(np.nansum(values["samples"], axis=0) + missed + taken)
+        if row["event"] == "restart" and row["epoch"] in epochs:
+            taken[epochs.index(row["epoch"])] += row["samples"]
+    samples = np.max(np.nansum(values["samples"], axis=0) + taken)
     values["before"] = 100 * taken / samples
     with np.errstate(invalid="ignore", divide="ignore"):
         values["share"] = 100 * values["samples"] / samples
@@ -87,15 +84,14 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
 
 
 def worker_marks(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """Return which workers were late, lost, or have joined, and in which epochs, from 1."""
+    """Return which workers were lost or have joined, and in which epochs, from 1."""
     marks, epoch = [], 0
     for row in metrics:
         if row["event"] == "round":
             epoch = max(epoch, row["epoch"])  # that a worker was lost in: none is told
-        elif row["event"] in _MARKS:
-            kind = _MARKS[row["event"]]
-            marks.append((kind, row["worker"], 1 + row.get("epoch", epoch)))
-    return list(dict.fromkeys(marks))  # late in several rounds is late once
+        elif row["event"] in _SHAPES:
+            marks.append((row["event"], row["worker"], 1 + row.get("epoch", epoch)))
+    return marks
 
 
 def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
@@ -104,8 +100,8 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     Measured seconds have the planned ones beside them, dotted: in the worker's colour, or in black
     where workers have the same. One worker has no share, nothing to wait for, and nobody to be
     ahead of. A simulated cluster's clock runs by the plan: what its workers computed on it has a
-    panel of its own. Beside the shares stands what nobody trained on, and who was late, lost, or
-    has joined.
+    panel of its own. Beside the shares stands what nobody trained on, and who was lost or has
+    joined.
 
     Args:
         metrics: Records of a metrics.jsonl, with one finished round at least.
@@ -197,7 +193,7 @@ def _draw_members(
     left_out: np.ndarray,
     marks: Sequence[tuple[str, int, int]],
 ) -> None:
-    """Draw what nobody trained on, in percent, and who was late, lost, or has joined."""
+    """Draw what nobody trained on, in percent, and who was lost or has joined."""
     if np.any(left_out > _LEAST_LEFT_OUT):
         axes.bar(epochs, left_out, color="0.8", width=0.8, zorder=0, label="nobody")
     colors = matplotlib.color_sequences["tab10"]

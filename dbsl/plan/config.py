@@ -90,9 +90,6 @@ class EmulationConfig:
     # time
     link_gbps: Annotated[float | None, Within(1e-6)] = None
     link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
-    # workers of each simulated node, in order, say 8,2: the link is the node's, and with
-    # --node-rounds they merge by themselves; unset: one node, and a link for each worker
-    node_workers: Annotated[tuple[int, ...] | None, Within(1)] = None
     # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
     link_overlap: Annotated[float, Within(0, 1)] = 0.0
 

@@ -137,10 +137,6 @@ class Planner:
             return segment and segment.plan
         return self.current_at(epoch) if self.balance == "none" else None
 
-    def samples_in(self, worker: int, epoch: int, round_: int) -> int:
-        """Return a worker's samples in a round, by the plan in force."""
-        return self._samples_of(self.at(epoch, round_), epoch, worker, round_)
-
     def current_at(self, epoch: int) -> Plan:
         """Return the last plan of an epoch's resolution, without asking for a new one."""
         return self.current[self._resolution_at(epoch)]

@@ -12,11 +12,6 @@ Sync = Literal["bsp", "ssp", "asp", "step"]
 Push = Literal["weights", "gradients"]
 
 
-def nodes_meet(round_: int, node_rounds: int, rounds_per_epoch: int) -> bool:
-    """Whether all nodes merge after a round of an epoch, or the workers of each node alone."""
-    return (round_ + 1) % node_rounds == 0 or round_ + 1 == rounds_per_epoch
-
-
 class StepLine(NamedTuple):
     """A worker's figures, reported every so many of its optimizer steps."""
 
@@ -123,8 +118,6 @@ class Restart:
         server_optimizer: State of the server's optimizer, where gradients are pushed.
         time_s: The virtual clock.
         outer: State of the server's outer optimizer, where `merge` is delta.
-        missed: Rounds merged without a worker that have not been told of.
-        late_pushes: Pushes that were dropped so far.
         refused: Rounds that were not finite so far.
         reports: Of rounds that were merged, and have not been told of.
         finished: Ends of epochs that have not been told of.
@@ -144,8 +137,6 @@ class Restart:
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
     time_s: float = 0.0
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
-    missed: tuple[MissedRound, ...] = ()
-    late_pushes: int = 0
     refused: int = 0
     reports: tuple[RoundReport, ...] = ()
     finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
@@ -163,16 +154,6 @@ class LostWorker:
     rounds: int  # rounds that it had pushed
     samples: int  # its samples of epochs under way; nobody trains on them any more
     reason: str
-
-
-@dataclass(frozen=True)
-class MissedRound:
-    """A round at a barrier that was merged without a worker."""
-
-    worker: int
-    epoch: int
-    round: int
-    samples: int  # its samples of the round; nobody trains on them
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,6 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         where = "simulated in one process" if config.workers > 1 else "in one process"
     elif run.nodes[-1]:
         where += f" on {nodes_in_words(run.nodes)}"
-    if config.node_workers:
-        where += f" on {nodes_in_words(run.worker_nodes)}"
-    if config.node_rounds > 1:
-        where += f" that merge every {config.node_rounds} rounds"
     small = f", {config.small_workers} on small batches" if config.workers > 1 else ""
     sync = f", sync {config.sync}" if config.workers > 1 else ""
     threads = plural(torch.get_num_threads(), "CPU thread")
@@ -71,21 +67,14 @@ def _on_link(run: Run) -> list[str]:
     if config.link_gbps is None:
         return []
     at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
-    exchange_s = run.exchange(config.workers - 1, 0, config.node_rounds - 1, at_first)
+    exchange_s = run.exchange(config.workers - 1, 0, 0, at_first)
     link = f"emulated link of {config.link_gbps:g} Gbit/s"
-    meeting = set(run.worker_nodes if config.node_workers else range(config.workers))
-    if len(meeting) == 1:
-        whose = "all workers are on one node" if config.workers > 1 else "one worker"
-        return [f"{link}: {whose}, nothing goes over it"]
-    each = "each round"
-    if config.push == "gradients":
-        each = "each push of gradients"
-    elif config.node_rounds > 1:
-        each = "each merge of all nodes"
+    if config.workers == 1:
+        return [f"{link}: one worker, nothing goes over it"]
+    each = "each push of gradients" if config.push == "gradients" else "each round"
     at_server = ""
-    if meets_at_server(config.sync, config.min_workers):
-        first = "the first node's workers" if config.node_workers else "worker 0"
-        at_server = f", but not for {first}: the server is there"
+    if meets_at_server(config.sync):
+        at_server = ", but not for worker 0: the server is there"
     return [
         f"{link}: {each} takes {duration(exchange_s)} longer on the virtual clock than predicted "
         f"above{at_server}"

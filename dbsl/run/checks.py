@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
@@ -27,12 +25,6 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
             "link_gbps must be unset with several processes, whose network is real, "
             f"got {config.link_gbps:g}"
         )
-    grace_s = config.grace_seconds
-    if processes > 1 and grace_s is not None and grace_s >= config.worker_timeout:
-        raise SettingError(
-            f"grace_seconds must be below the worker_timeout of {config.worker_timeout:g} s, after "
-            f"which a silent worker counts as lost, got {grace_s:g}"
-        )
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
@@ -41,33 +33,6 @@ def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
         raise SettingError(
             f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
             f"true in {processes} processes on {accelerator.device.type}"
-        )
-
-
-def check_nodes(config: RunConfig, workers: int, nodes: Sequence[int]) -> None:
-    """Raise ``SettingError`` for nodes that the workers are not on, or that do not meet.
-
-    Args:
-        config: The run's settings.
-        workers: Of the run.
-        nodes: The node of each process.
-    """
-    sizes, every = config.node_workers, config.node_rounds
-    if sizes is not None:
-        given = ", ".join(map(str, sizes))
-        if len(nodes) > 1:
-            raise SettingError(
-                "node_workers must be unset with several processes, whose launcher says on which "
-                f"node each is, got {given}"
-            )
-        if sum(sizes) != workers:
-            raise SettingError(f"node_workers must add up to the {workers} workers, got {given}")
-    elif every > 1 and len(nodes) == 1:
-        raise SettingError(f"node_workers must be given with node_rounds {every} in one process")
-    there = len(sizes) if sizes else len(set(nodes[-workers:]))
-    if every > 1 and there == 1:
-        raise SettingError(
-            f"node_rounds must be 1 on one node, whose workers merge after every round, got {every}"
         )
 
 

@@ -26,11 +26,8 @@ from dbsl.cluster.heartbeats import Heartbeats
 from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.messages import CPU, SERVER_RANK
-from dbsl.cluster.node_barrier import NodeBarrier
-from dbsl.cluster.node_server import NodeServer
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.quorum import Quorum
 from dbsl.cluster.server import MergeRule, Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
@@ -119,7 +116,7 @@ class _Builder:
     def rounds(self, merge: MergeRule | None) -> tuple[Cluster, Stepper]:
         """Return what takes rounds, after which weights or gradients are pushed."""
         config, common = self._config, self._common
-        meets = not self._alone and not meets_at_server(config.sync, config.min_workers)
+        meets = not self._alone and not meets_at_server(config.sync)
         control = self._control() if meets else None
         device = self._accelerator.device if self._alone or meets else CPU  # the server's
         if config.push == "gradients":
@@ -141,11 +138,7 @@ class _Builder:
         common["wire"] = self._wire
         if meets:
             common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
-            if config.node_rounds > 1:
-                common |= self._nodes() | {"timeout_s": config.worker_timeout}
-                return NodeBarrier(weights, server, control=control, **common), stepper
             return BarrierCluster(weights, server, control=control, **common), stepper
-        common["asks_place"] = config.min_workers is not None
         common["timeout_s"] = timeout_s = config.worker_timeout
         if self._job is not None:
             common["admission"] = admission = self._job.enter(timeout_s)
@@ -209,13 +202,7 @@ class _Builder:
             "own": merge,
             **self._counted(),
         }
-        if self._alone and config.node_rounds > 1:
-            options |= self._nodes()
-            return NodeServer(weights.vector.to(device), config.workers, **options)
         return Server(weights.vector.to(device), config.workers, **options)
-
-    def _nodes(self) -> dict[str, Any]:
-        return {"nodes": self._run.worker_nodes, "node_rounds": self._config.node_rounds}
 
     def _counted(self) -> dict[str, Any]:
         config = self._config
@@ -223,19 +210,7 @@ class _Builder:
             "staleness": {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync],
             "rounds_per_epoch": self._run.rounds,
             "observe": self._run.planner.observe,
-            "quorum": self._quorum(),
         }
-
-    def _quorum(self) -> Quorum | None:
-        config, run = self._config, self._run
-        if config.min_workers is None:
-            return None
-        return Quorum(
-            config.min_workers,
-            config.grace_seconds,
-            rounds_per_epoch=run.rounds,
-            samples_of=run.planner.samples_in,
-        )
 
 
 def _check_merge(config: RunConfig) -> None:
@@ -246,7 +221,7 @@ def _check_merge(config: RunConfig) -> None:
                 f"{name} must not be {fits} with a merge rule of one's own, since no weights are "
                 f"merged, got {fits}"
             )
-    for name, must in (("merge", None), ("wire", "float32"), ("node_rounds", 1)):
+    for name, must in (("merge", None), ("wire", "float32")):
         if getattr(config, name) != must:
             raise SettingError(
                 f"{name} must be {must or 'unset'} with a merge rule of one's own, "

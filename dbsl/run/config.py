@@ -141,25 +141,6 @@ def _check_together(config: RunConfig) -> None:
 
 def _check_rounds(config: RunConfig) -> None:
     """Raise ``SettingError`` for a setting of when workers meet that does not go with another."""
-    if config.sync != "bsp" and config.min_workers is not None:
-        why = "where nobody waits for all"
-        if config.sync == "step":
-            why = (
-                "whose gradients meet in a collective of all processes (sync bsp with push "
-                "gradients takes the same steps through the server)"
-            )
-        raise SettingError(
-            f"min_workers must be unset with sync {config.sync}, {why}, got {config.min_workers}"
-        )
-    if config.node_rounds > config.rounds_per_epoch:
-        raise SettingError(
-            f"node_rounds must be at most the {config.rounds_per_epoch} rounds_per_epoch, since "
-            f"all nodes merge at an epoch's end, got {config.node_rounds}"
-        )
-    if (config.min_workers is None) != (config.grace_seconds is None):
-        given, other = ("min_workers", "grace_seconds")[:: 1 if config.min_workers else -1]
-        value = getattr(config, given)
-        raise SettingError(f"{other} must be given with {given}, got {given} {value:g} alone")
     parts = (config.balance_every or 0) % config.rounds_per_epoch
     if parts and config.sync in ("ssp", "asp"):
         raise SettingError(
@@ -289,14 +270,6 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield config.lr_schedule != "poly", "lr_power", 1, "except with lr_schedule poly"
     for name, without in (("plan_only", False), ("push_to_hub", None), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
-    rounds = config.sync == "bsp" and not gradients
-    yield not rounds, "node_rounds", 1, "except with sync bsp and push weights"
-    quorum = "with min_workers, where processes meet at a server"
-    yield config.min_workers is not None, "node_rounds", 1, quorum
-    changes = "with node_rounds, since nodes begin a round with unlike weights"
-    yield config.node_rounds > 1, "wire", "float32", changes
-    effect = "except with node_rounds above 1 or link_gbps"
-    yield config.node_rounds == 1 and config.link_gbps is None, "node_workers", None, effect
     yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
     linked = config.link_gbps is not None and step
     yield not linked, "link_overlap", 0.0, "except with link_gbps and sync step"

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.architecture import check_patches, check_sides, init_head, least_batch
-from dbsl.base.bounds import in_range
 from dbsl.base.errors import SettingError
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
@@ -40,7 +39,6 @@ from dbsl.run.accelerator import first_on_node, nodes_of
 from dbsl.run.average import WeightAverage
 from dbsl.run.checks import (
     check_micro_batches,
-    check_nodes,
     check_processes,
     check_room,
     check_samples,
@@ -159,12 +157,8 @@ def _count_workers(
         local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
-    nodes = nodes_of(accelerator)
     check_processes(config, accelerator)
-    check_nodes(config, workers, nodes)
-    if config.min_workers is not None:
-        in_range("min_workers", config.min_workers, 1, workers)
-    return replace(config, workers=workers, small_workers=small_workers), nodes
+    return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
 
 
 def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:

@@ -29,7 +29,7 @@ from dbsl.plan.sampler import (
 )
 from dbsl.plan.split import bounded_split
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
-from dbsl.plan.turns import Restart, Round, nodes_meet
+from dbsl.plan.turns import Restart, Round
 from dbsl.plan.types import CurrentPlan, Plan, TimeModel
 from dbsl.profile.noise_probe import NoiseProbe
 from dbsl.run.average import WeightAverage
@@ -95,10 +95,8 @@ class Run:
     @property
     def worker_nodes(self) -> tuple[int, ...]:
         """The node of each worker, from 0."""
-        sizes, workers = self.config.node_workers, self.config.workers
-        if sizes is not None:
-            return tuple(node for node, size in enumerate(sizes) for _ in range(size))
         several = len(self.nodes) > 1  # processes, of which the last ones have the workers
+        workers = self.config.workers
         return self.nodes[-workers:] if several else (0,) * workers
 
     @property
@@ -234,30 +232,23 @@ class Run:
         The planner may decide when it is asked for the plan in force; a given `segment` is taken
         instead.
 
-        Workers of one node share its link, and meet at no cost. The first node is where the server
-        is, unless that has a process of its own.
+        The server is with worker 0, unless it has a process of its own.
         """
         config = self.config
         if config.link_gbps is None:
             return 0.0
         link = Link(config.link_gbps, config.link_ms, config.link_overlap)
-        nodes = self.worker_nodes if config.node_workers else range(config.workers)
-        meeting = len(set(nodes))
         parameters, state = self.numbers
         size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
         if config.sync == "step":
             current = segment or self.planner.at(epoch, round_)
             steps = len(self.steps(current, Round((worker,), epoch, round_)))
             compute_s = self.duration(worker, epoch, round_, current) / max(steps, 1)
-            return steps * link.joint_step_s(size, meeting, compute_s)
-        if config.sync == "bsp" and config.min_workers is None:
+            return steps * link.joint_step_s(size, config.workers, compute_s)
+        if config.sync == "bsp":
             at_server = config.merge == "delta" or config.push == "gradients"
-            if not nodes_meet(round_, config.node_rounds, self.rounds):
-                return 0.0
-            return link.barrier_s(size, meeting, at_server=at_server)
-        return (
-            0.0 if nodes[worker] == 0 and not config.dedicated_server else link.round_trip_s(size)
-        )
+            return link.barrier_s(size, config.workers, at_server=at_server)
+        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
 
 
 def steps_of(

@@ -83,19 +83,12 @@ class Session:
     @property
     def waits_for_evaluation(self) -> bool:
         """Whether nobody trains while there is an evaluation."""
-        if self.accelerator.num_processes == 1:
-            return True
-        # With a quorum rounds wait for rank 0's worker, which evaluates first, if it has one.
-        return self.config.sync in ("bsp", "step") and not (
-            self.config.min_workers is not None and self.config.dedicated_server
-        )
+        return self.accelerator.num_processes == 1 or self.shares_evaluation
 
     @property
     def shares_evaluation(self) -> bool:
         """Whether all processes evaluate at a time, each its part of the images."""
-        config = self.config
-        together = not meets_at_server(config.sync, config.min_workers)
-        return together and self.accelerator.num_processes > 1
+        return self.accelerator.num_processes > 1 and not meets_at_server(self.config.sync)
 
     @property
     def also(self) -> Mapping[str, Source]:

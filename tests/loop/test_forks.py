@@ -881,7 +881,6 @@ def test_a_return_that_leaves_no_result_is_refused_and_leaves_no_record(tmp_path
         pytest.param({"sync": "step"}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"sync": "ssp", "dedicated_server": True}, marks=pytest.mark.slow),
-        pytest.param({"min_workers": 1, "grace_seconds": 5.0}, marks=pytest.mark.slow),
     ],
 )
 def test_one_process_ends_the_run_early_and_all_leave_in_good_order(

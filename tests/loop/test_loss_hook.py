@@ -42,7 +42,6 @@ MODES = {
     "step": {"sync": "step", "local_batch_sizes": (2, 3, 2, 4)},
     "gradients": {"push": "gradients", "local_batch_sizes": (2, 3, 2, 4), "push_every": 2},
     "micro": {**ROUNDS, "micro_batch_size": (2,)},
-    "nodes": {**ROUNDS, "node_workers": (2, 2), "node_rounds": 2},
 }
 HERE = os.getpid()
 
@@ -173,12 +172,9 @@ def in_ranks(folder, ranks, loss_function, model=Net, evaluate=train.evaluate, *
         train.evaluate = evaluate
         run(folder, loss_function, model, **{**settings, "workers": None})
 
-    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1 if "node_rounds" in settings else ranks}
+    launched = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environments = [
-        {**launched, "RANK": r, "LOCAL_RANK": r % launched["LOCAL_WORLD_SIZE"]}
-        for r in range(ranks)
-    ]
+    environments = [{**launched, "RANK": r, "LOCAL_RANK": r} for r in range(ranks)]
     processes = [Forked(one, **{k: str(v) for k, v in e.items()}) for e in environments]
     assert wait_all(processes) == [0] * ranks, [process.stderr for process in processes]
 
@@ -194,15 +190,6 @@ TWO = {"local_batch_sizes": (2, 5)}
         pytest.param("asp", {"sync": "asp", "large_batch_size": (6,)}, marks=slow),
         pytest.param("gradients", {"push": "gradients", **TWO, "push_every": 2}, marks=slow),
         pytest.param("served", {"large_batch_size": (6,), "dedicated_server": True}, marks=slow),
-        pytest.param(
-            "nodes",
-            {
-                "large_batch_size": (4,),
-                "rounds_per_epoch": 2,
-                "node_rounds": 2,
-            },
-            marks=slow,
-        ),
     ],
 )
 def test_figures_of_other_processes_come_with_their_reports(tmp_path, mode, settings):

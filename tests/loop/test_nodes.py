@@ -2,12 +2,9 @@
 
 import ctypes
 import importlib
-import itertools
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -17,15 +14,12 @@ import pytest
 import torch
 
 from benchmarks.demos.slow_link import ADDRESSES, link
-from dbsl.base.errors import EXIT_STOPPED
-from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.run.parse import parse_config
 from dbsl.run.run import Run
 from tests.helpers import (
     ROOT,
     TINY,
     Forked,
-    fingerprint,
     free_port,
     rounds_of,
     slow,
@@ -42,7 +36,6 @@ ROUNDS = {**UNLIKE, "large_batch_size": (5,), "rounds_per_epoch": 2}
 MODES = {
     "step": JOINT,
     **{sync: {**ROUNDS, "sync": sync} for sync in ("bsp", "ssp", "asp")},
-    "nodes": {**ROUNDS, "node_rounds": 2},
 }
 RECORDED = """
 import runpy, sys
@@ -97,31 +90,14 @@ def record(folder):
     Run.batches = recorded
 
 
-def signal_at(step, number):
-    """Have rank 1 send itself a signal when it has taken so many steps."""
-    after_step, count = Checkpointer.after_step, itertools.count(1)
-
-    def counted(self, **options):
-        if next(count) == step and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), number)
-        after_step(self, **options)
-
-    Checkpointer.after_step = counted
-
-
-def run_on_nodes(tmp_path, network, sizes, flags, *, statuses=None, at=None):
-    """Train in processes on nodes of these sizes, and return what rank 0 printed.
-
-    With `at`, a step and a signal, rank 1 gets it then; ranks are to end with these statuses.
-    """
+def run_on_nodes(tmp_path, network, sizes, flags):
+    """Train in processes on nodes of these sizes, and return what rank 0 printed."""
     ranks, port = [], free_port()
     for size, (_, prefix) in zip(sizes, network, strict=True):
 
         def train(prefix=prefix):
             enter(prefix)
             record(tmp_path)
-            if at is not None:
-                signal_at(*at)
             main(parse_config(Config, flags))
 
         for local_rank in range(size):
@@ -129,9 +105,8 @@ def run_on_nodes(tmp_path, network, sizes, flags, *, statuses=None, at=None):
             numbers |= {"WORLD_SIZE": sum(sizes), "MASTER_PORT": port}
             environment = {name: str(number) for name, number in numbers.items()}
             ranks.append(Forked(train, MASTER_ADDR=network[0][0], **environment))
-    expected = statuses or [0] * sum(sizes)
-    assert wait_all(ranks) == expected, [rank.stderr for rank in ranks]
-    return "".join(rank.stdout + rank.stderr for rank in ranks) if at else ranks[0].stdout
+    assert wait_all(ranks) == [0] * sum(sizes), [rank.stderr for rank in ranks]
+    return ranks[0].stdout
 
 
 def samples_by_epoch(tmp_path, ranks=4):
@@ -196,41 +171,6 @@ def test_torchrun_starts_three_processes_on_one_node_and_one_on_the_other(tmp_pa
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said
     check_nodes(tmp_path, said[0][0])
-
-
-@slow
-def test_nodes_stopped_between_two_meetings_resume_to_the_same_bits_and_by_other_workers(tmp_path):
-    host = [("127.0.0.1", [])] * 2
-    how = {"epochs": 2, "large_batch_size": (2,), "rounds_per_epoch": 4, "node_rounds": 3}
-    flags = {name: to_flags(tmp_path / name, **how, resume="auto") for name in ("whole", "run")}
-    said = run_on_nodes(tmp_path, host, (2, 1), flags["whole"])
-    assert "3 workers in 3 processes on 2 nodes (2 + 1) that merge every 3 rounds" in said
-    run_on_nodes(
-        tmp_path, host, (2, 1), flags["run"], statuses=[EXIT_STOPPED] * 3, at=(6, signal.SIGTERM)
-    )
-    states = [
-        json.loads(next(tmp_path.glob(f"run/checkpoints/save-*/rank-0000{r}.json")).read_text())
-        for r in range(3)
-    ]
-    assert [state["cluster"]["clock"] for state in states] == [2, 2, 2]  # the third round
-    shutil.copytree(tmp_path / "run", tmp_path / "fewer")
-    run_on_nodes(tmp_path, host, (2, 1), flags["run"])
-    assert fingerprint(tmp_path / "run") == fingerprint(tmp_path / "whole")
-    fewer = ["--resume", str(tmp_path / "fewer")]
-    run_on_nodes(tmp_path, host, (1, 1), fewer)
-    rounds = rounds_of(tmp_path / "fewer")
-    for epoch in range(2):
-        assert sum(r["samples"] for r in rounds if r["epoch"] == epoch) == 60
-
-
-@slow
-def test_a_process_that_dies_between_two_meetings_ends_those_of_all_nodes_and_is_named(tmp_path):
-    host = [("127.0.0.1", [])] * 2
-    how = {"epochs": 2, "large_batch_size": (2,), "rounds_per_epoch": 4, "node_rounds": 3}
-    flags = to_flags(tmp_path / "run", **how, worker_timeout=30)
-    statuses = [2, -signal.SIGKILL, 2]
-    said = run_on_nodes(tmp_path, host, (2, 1), flags, statuses=statuses, at=(6, signal.SIGKILL))
-    assert "error: rank 1 died or fell silent" in said  # by rank 0, which has the store here
 
 
 def threads_of_ranks(tmp_path, ranks):

@@ -22,9 +22,8 @@ from dbsl.checkpoint import resume
 from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.manifest import read_manifest
-from dbsl.checkpoint.on_disk import Found, newest, read_shard
-from dbsl.checkpoint.restart import apart, left_of_epochs, rounds_ahead
-from dbsl.cluster.server import Server
+from dbsl.checkpoint.on_disk import Found, newest
+from dbsl.checkpoint.restart import left_of_epochs, rounds_ahead
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
 from dbsl.log.rows import in_code, read_metrics
@@ -86,14 +85,6 @@ MODES = {
     },
     "gradients": {**JOINT, "push": "gradients", "push_every": 2},
     "delta": {**ROUNDS, "merge": "delta", "ema_decay": 0.6, "mixup": 0.4, "cutmix": 1.0},
-    "quorum": {
-        **ROUNDS,
-        "min_workers": 3,
-        "grace_seconds": 0.0,
-        "slowdown": ("2:2.0",),
-        "time_noise": 0.1,
-    },
-    "nodes": {**ROUNDS, "rounds_per_epoch": 4, "node_workers": (3, 1), "node_rounds": 3},
     "gradients-asp": {**JOINT, "push": "gradients", "sync": "asp"},
     "micro": {**JOINT, "push": "gradients", "push_every": 2, "micro_batch_size": (2, 4)},
 }
@@ -173,7 +164,7 @@ def misaligned(monkeypatch):
 
 
 KILLED = dict.fromkeys(MODES, "") | {"balance": "epochs-float32"}
-KILLED |= dict.fromkeys(("asp", "step", "gradients", "quorum", "nodes"), "in-rounds-bf16")
+KILLED |= dict.fromkeys(("asp", "step", "gradients"), "in-rounds-bf16")
 
 
 @pytest.mark.usefixtures("misaligned")
@@ -494,19 +485,19 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
 @pytest.mark.parametrize(
     ("mode", "workers"),
     [
-        *(("bsp", 3), ("nodes", 3), ("asp", 2), ("step", 6)),
+        *(("bsp", 3), ("asp", 2), ("step", 6)),
         *(
             pytest.param(mode, workers, marks=slow)
-            for mode in ("bsp", "nodes", "asp", "step")
+            for mode in ("bsp", "asp", "step")
             for workers in (2, 3, 6)
-            if (mode, workers) not in (("bsp", 3), ("nodes", 3), ("asp", 2), ("step", 6))
+            if (mode, workers) not in (("bsp", 3), ("asp", 2), ("step", 6))
         ),
     ],
 )
 def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, mode, workers):
     seen = []
     settings = {**MODES[mode], "train_samples": 90, "large_batch_size": (3,)}
-    partly = mode in ("bsp", "nodes")  # it is stopped when a part of the workers has pushed
+    partly = mode == "bsp"  # it is stopped when a part of the workers has pushed
     if mode == "step":
         settings |= {"large_batch_size": None}
     with monkeypatch.context() as patches:
@@ -515,17 +506,9 @@ def test_other_workers_cover_the_rest_of_the_epoch_once(tmp_path, monkeypatch, m
             run(tmp_path / "run", **settings)
     (saved,) = tmp_path.glob("run/checkpoints/save-*/rank-00000.json")
     state = json.loads(saved.read_text())
-    shard = read_shard(saved.parent, read_manifest(saved.parent), 0)
     before = metrics_before(tmp_path / "run", state)
-    if mode == "nodes":
-        settings |= {"node_workers": (workers - 1, 1)}
     settings |= {"workers": workers, "slowdown": None, "resume": str(tmp_path / "run")}
-    with monkeypatch.context() as patches:
-        restart, begun = Server.restart, []
-        patches.setattr(Server, "restart", lambda self, s: begun.append(s) or restart(self, s))
-        run(tmp_path / "run", **settings, allow_config_change=True)
-    if mode == "nodes":  # which had merged apart from each other
-        assert torch.equal(begun[0].weights, apart([shard]))
+    run(tmp_path / "run", **settings, allow_config_change=True)
     rounds = rounds_of(tmp_path / "run")
     events = metrics_of(tmp_path / "run")
     undone = sum(e["event"] == "undone" for e in events)  # and done again, by all workers

@@ -50,7 +50,6 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
             rule="mean" if sync == "bsp" else "ratio",
             staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
             rounds_per_epoch=rounds,
-            quorum=options.get("quorum"),
         )
     common = {
         "planner": planner,
@@ -59,11 +58,10 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
         "epochs": epochs,
         "rounds_per_epoch": rounds,
     }
-    if sync == "bsp" and "quorum" not in options:
+    if sync == "bsp":
         cluster = BarrierCluster(weights, server, control=ControlGroup(timeout_s), **common)
     else:
         common |= {name: options[name] for name in ("door", "admission") if name in options}
-        common["asks_place"] = "quorum" in options
         cluster = through_server(weights, server, timeout_s=timeout_s, **common)
     return weights, cluster, plan
 

@@ -48,32 +48,25 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
-    before = {"sync": "asp", "min_workers": None, "dedicated_server": False, "epochs": 3}
+    before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
     state = resume._own_shard(found, before, 1, Bag(rounds=2))
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
 
-@pytest.mark.parametrize("by_nodes", [False, True])
-def test_other_workers_go_on_from_shards_each_of_which_is_read_once(
-    tmp_path, monkeypatch, by_nodes
-):
+def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):
     def shard(rank):
-        nodes = {"of": [0, 1, 2], "counted": {1: 1.0}}
-        cluster = {"server": {}, "pulled": torch.tensor([rank]), "nodes": nodes}
-        return {"cluster": cluster, "stepper": {"optimizers": {rank: "own"}}}
+        return {"stepper": {"optimizers": {rank: "own"}}}
 
     def read_shard(folder, manifest, rank):
         read.append(rank)
-        if rank == 1 and not by_nodes:
+        if rank == 1:
             raise MissingShardError("no shard")
         return shard(rank)
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
-    read, found = [], Found(tmp_path, tmp_path, Bag(processes=3))
-    optimizers, of_nodes = resume._of_all_shards(found, shard(0), 2, by_nodes)
-    assert read == [1, 2]
-    assert optimizers.keys() == ({0, 1} if by_nodes else {0})
-    assert of_nodes == (1 if by_nodes else None)
+    read, found = [], Found(tmp_path, tmp_path, Bag(processes=4))
+    assert resume._of_all_shards(found, shard(0), 3) == {0: "own", 2: "own"}
+    assert read == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,6 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
 
 SIMULATED = {"queue": [(0.5, 1)], "turn": None}
 ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
-ROUNDS |= {"min_workers": None}
 
 
 @pytest.mark.parametrize(
@@ -131,15 +123,6 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
     state["planner"]["current"] = {8: {"workers": [{"steps": 5}]}}
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "alike"), [(2, 3, True), (None, 2, True), (2, None, False)]
-)
-def test_where_a_run_goes_on_without_its_quorum_no_process_takes_its_own_state(before, now, alike):
-    manifest = Bag(processes=3, workers=3, config={"min_workers": before})
-    config = Config(workers=3, min_workers=now, grace_seconds=now and 1.0)
-    assert resume.goes_on_alike(manifest, config, 3) == alike
 
 
 @pytest.mark.parametrize("lost", [False, True])

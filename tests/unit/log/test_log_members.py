@@ -1,12 +1,12 @@
 from dbsl.log.members import MemberLog
-from dbsl.plan.turns import JoinedWorker, LostWorker, MissedRound, RoundReport
+from dbsl.plan.turns import JoinedWorker, LostWorker
 
 
 class Cluster:
     """What a cluster has to tell."""
 
-    def __init__(self, membership=(), missed=()):
-        self.membership, self.missed = (lambda rows=r: rows for r in (membership, missed))
+    def __init__(self, membership):
+        self.membership = lambda: membership
 
 
 def make():
@@ -15,48 +15,13 @@ def make():
     return members, said
 
 
-def came(members, worker, epoch):
-    members.came(RoundReport(worker, epoch, 0, 8, 10, 10, 1, 1.0, 0.5, 1.0))
-
-
-def missed(worker, *epochs):
-    return [MissedRound(worker, epoch, 0, 10) for epoch in epochs]
-
-
-def test_a_late_worker_is_told_of_when_it_falls_behind_and_when_it_is_back():
-    members, said = make()
-    for epoch in range(2, 30):
-        came(members, 0, epoch)
-        members.hear(Cluster(missed=missed(1, epoch)))
-    assert said == [
-        "warning: worker 1 is late; rounds go on without it, from round 1 of epoch 3 on"
-    ]
-    came(members, 1, 30)
-    members.hear(Cluster())
-    assert said[1:] == ["worker 1 is back in time: 28 rounds and 280 samples of it left out"]
-    came(members, 1, 33)
-    members.hear(Cluster(missed=missed(1, 31, 32)))  # heard of at once
-    assert said[3:] == ["worker 1 is back in time: 2 rounds and 20 samples of it left out"]
-    members.hear(Cluster(missed=missed(1, 34)))
-    members.end()
-    assert said[5:] == [
-        "warning: worker 1 was late to the end: 1 round and 10 samples of it left out"
-    ]
-    assert members.missed_samples == 310
-
-
 def test_lost_samples_and_workers_that_have_joined_are_in_the_summary_and_in_checkpoints():
     members, _ = make()
     loss = LostWorker(1, 1, 3, 833, "its process died")
-    members.hear(Cluster([loss], missed(1, 2)))
+    members.hear(Cluster([loss]))
     members.hear(Cluster([JoinedWorker(1, 1, 5, 5)]))
     state = members.state_dict()
-    assert state == {
-        "lost_workers": [1],
-        "joined_workers": [1],
-        "lost_samples": 833,
-        "missed_samples": 10,
-    }
+    assert state == {"lost_workers": [1], "joined_workers": [1], "lost_samples": 833}
     again = MemberLog()
     again.load_state_dict(state)
     assert again.state_dict() == state

@@ -60,15 +60,12 @@ def test_joint_steps_of_workers_before_are_neither_a_workers_share_nor_nobodys()
     assert "nobody" not in labels
 
 
-def with_a_late_worker():
-    """Worker 1 misses a round in epoch 3 and all of epoch 4, is lost in 6 and back in 8."""
+def with_a_lost_worker():
+    """Worker 1 is lost in epoch 6 and back in 8."""
     rows = []
     for row in rounds(4, 8, per_epoch=2):
         worker, epoch, number = row["worker"], row["epoch"], row["round"]
-        missed = worker == 1 and (epoch == 3 or (epoch, number) == (2, 1))
-        if missed:
-            rows.append({"event": "missed", "worker": 1, "epoch": epoch, "samples": 10})
-        elif worker != 1 or epoch not in (5, 6):
+        if worker != 1 or epoch not in (5, 6):
             # Worker 0 has more in two epochs, and lies on others in the rest.
             rows.append(row | {"samples": 12 if worker == 0 and epoch in (5, 6) else 10})
         elif (epoch, number) == (5, 1):
@@ -76,34 +73,26 @@ def with_a_late_worker():
     return [*rows, {"event": "joined", "worker": 1, "epoch": 7}]
 
 
-def test_samples_that_nobody_trained_on_and_late_and_lost_workers_are_seen():
-    rows = with_a_late_worker()
+def test_samples_that_nobody_trained_on_and_lost_workers_are_seen():
+    rows = with_a_lost_worker()
     _, values = worker_values(rows)
     assert values["share"][0, :5].tolist() == [25] * 5
-    assert values["share"][1, 2] == 12.5
     unknown = np.isnan(values["idle"][1])
-    assert (1 + np.flatnonzero(unknown)).tolist() == [3, 4, 6, 7]
-    assert worker_marks(rows) == [
-        ("late", 1, 3),
-        ("late", 1, 4),
-        ("lost", 1, 6),
-        ("joined", 1, 8),
-    ]
+    assert (1 + np.flatnonzero(unknown)).tolist() == [6, 7]
+    assert worker_marks(rows) == [("lost", 1, 6), ("joined", 1, 8)]
     axes = worker_figure(rows).axes[1]
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx(
-        [0, 0, 12.5, 25, 0, 20, 20, 0]
-    )
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([0, 0, 0, 0, 0, 20, 20, 0])
     named = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert sorted(named) == ["joined", "late", "lost", "nobody"]
+    assert sorted(named) == ["joined", "lost", "nobody"]
 
 
 def test_lines_that_coincide_in_most_epochs_are_dashed_and_begin_anew_where_they_meet():
-    lines = worker_figure(with_a_late_worker()).axes[1].lines
+    lines = worker_figure(with_a_lost_worker()).axes[1].lines
     assert all(line.get_linestyle() == "--" for line in lines[:4])
     assert [line._unscaled_dash_pattern[0] for line in lines[:4]] == [0, 4, 8, 12]
     breaks = np.flatnonzero(np.isnan(lines[2].get_ydata()))
     x = lines[2].get_xdata()
-    assert {x[b] for b in breaks} >= {2, 5}  # workers 1 and 0 part from it
+    assert {x[b] for b in breaks} >= {5}  # workers 0 and 1 part from it
 
 
 def test_a_line_that_lies_on_two_others_is_dashed_with_both():

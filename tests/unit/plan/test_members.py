@@ -139,7 +139,6 @@ def test_a_join_in_the_middle_of_the_round_that_was_lost_does_not_bring_that_rou
     [
         ({"sync": "ssp", "staleness": 0}, 1),
         ({"sync": "ssp", "staleness": 1}, 2),
-        ({"sync": "bsp", "min_workers": 1, "grace_seconds": 9.0}, 1),
     ],
 )
 def test_a_worker_lost_while_another_waits_for_it_costs_the_rounds_that_were_begun_and_no_more(

@@ -43,8 +43,6 @@ WITH = {
     "mixup_off_epoch": MIXUP,
     "mixup_prob": MIXUP,
     "mixup_switch_prob": MIXUP | {"cutmix": 1.0},
-    "node_rounds": TWO | {"rounds_per_epoch": 2, "node_workers": (1, 1)},
-    "node_workers": LINK,
     "opt_betas": ADAMW,
     "opt_eps": ADAMW,
     "outer_lr": TWO | {"merge": "delta"},

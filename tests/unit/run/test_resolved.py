@@ -216,13 +216,14 @@ def test_a_ratio_of_small_workers_counts_workers_anew(tmp_path):
 def test_a_resumed_run_takes_back_any_setting_that_may_be_unset(tmp_path):
     hints = typing.get_type_hints(Config)
     optional = [n for n, hint in hints.items() if type(None) in typing.get_args(hint)]
-    assert {"node_workers", "min_workers", "merge", "augment", "mirror"} <= set(optional)
+    assert {"global_batch_size", "merge", "augment", "mirror"} <= set(optional)
     flags = [text for name in optional for text in (f"--{name}", "unset")]
     values = vars(parse_config(Config, flags))
     assert {name: values[name] for name in optional} == dict.fromkeys(optional)
-    settings = "rounds_per_epoch: 2\nnode_rounds: 2\nnode_workers: [2, 2]\nworkers: 4\n"
+    settings = "sync: step\nglobal_batch_size: 8\nworkers: 4\n"
     (tmp_path / "config.yaml").write_text(settings)
-    resume = ["--resume", str(tmp_path), "--node-rounds", "1"]
-    with pytest.raises(ValueError, match="a flag wins over it: --node-workers unset"):
+    resume = ["--resume", str(tmp_path), "--sync", "bsp"]
+    with pytest.raises(ValueError, match="a flag wins over it: --global-batch-size unset"):
         parse_config(Config, resume)
-    assert parse_config(Config, [*resume, "--node-workers", "unset"]).node_workers is None
+    resume += ["--global-batch-size", "unset"]
+    assert parse_config(Config, resume).global_batch_size is None
