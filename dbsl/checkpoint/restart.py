@@ -71,7 +71,7 @@ def plan_restart(
     epoch, round_ = lowest = divmod(min(clocks), rounds_before)
     if rounds_before != rounds:
         round_ = 0
-    quorum = server.get("quorum") or {}
+    quorum = server["quorum"] or {}
     common = {
         "weights": server["weights"] if of_nodes is None else of_nodes,
         "version": server["version"],
@@ -82,22 +82,22 @@ def plan_restart(
         "late_pushes": quorum.get("late_pushes", 0),
         "reports": tuple(
             report
-            for report in map(report_from_plain, server.get("reports", ()))
+            for report in map(report_from_plain, server["reports"])
             if report.worker not in again or (report.epoch, report.round) != lowest
         ),
-        "finished": tuple(EpochEnd(**end) for end in server.get("finished", ())),
+        "finished": tuple(EpochEnd(**end) for end in server["finished"]),
         "again": tuple((worker, *lowest) for worker in sorted(again)),
     }
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
         return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
-    if of_nodes is not None and server.get("outer") is not None:
+    if of_nodes is not None and server["outer"] is not None:
         stay, got = _changed(run, before)
         raise SettingError(f"{stay} with merge delta until all nodes have merged, {got}")
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
-    return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
+    return Restart(left=left, optimizers=optimizers, outer=server["outer"], **common)
 
 
 def apart(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
@@ -142,7 +142,7 @@ def _joint_restart(
     _check_inside_epoch({epoch}, state, run, before, samples)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
-    counted = progress.get("counted", 0) if progress else 0
+    counted = progress["counted"] if progress else 0
     ahead = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)
     return Restart(
         clock=cluster["clock"],
@@ -176,10 +176,10 @@ def _rounds_behind(
     clocks = [clock if w in there else math.inf for w, clock in enumerate(server["clocks"])]
     if not at_barrier:
         return clocks, ()
-    if (quorum := server.get("quorum")) is not None:
+    if (quorum := server["quorum"]) is not None:
         return clocks, quorum["came"]
     ahead = {w for w, clock in enumerate(server["clocks"]) if clock > min(clocks)}
-    return clocks, ahead.difference(server.get("newcomers", ()))
+    return clocks, ahead.difference(server["newcomers"])
 
 
 def left_of_epochs(ahead: Iterable[RoundAhead], run: Run, rounds: int) -> dict[int, Ranges]:

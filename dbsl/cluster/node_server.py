@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
-from dbsl.base.numbers import as_counts
 from dbsl.cluster.server import Server
 from dbsl.plan.turns import Restart, RoundReport, nodes_meet
 
@@ -68,13 +66,10 @@ class NodeServer(Server):
         """Go on from what `state_dict` returned."""
         super().load_state_dict(state)
         nodes, device = state["nodes"], self._weights.device
-        (self._round,) = as_counts([nodes["round"]], 1)
+        self._round = nodes["round"]
         self._sums = {node: (s.to(device), weight) for node, (s, weight) in nodes["sums"].items()}
         self._held = {node: held.to(device) for node, held in nodes["held"].items()}
         self._counted = dict(nodes["counted"])
-        for vector in (*self._held.values(), *(s for s, _ in self._sums.values())):
-            if vector.shape != self._weights.shape:
-                raise SettingError(f"nodes must have {self._weights.shape}, got {vector.shape}")
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dbsl.base.numbers import as_counts
 from dbsl.plan.turns import MissedRound
 
 
@@ -190,12 +189,11 @@ class Quorum:
 
     def load_state_dict(self, state: Mapping[str, Any], workers: int) -> None:
         """Go on from what `state_dict` returned."""
-        names = ("behind", "resting", "came")
-        behind, resting, came = (as_counts(state[n], len(state[n]), workers - 1) for n in names)
-        self.behind, self._resting, self._came = set(behind), set(resting), set(came)
+        self.behind, self._resting = set(state["behind"]), set(state["resting"])
+        self._came = set(state["came"])
         self._deadline_s, self._opened_s = state["deadline_s"], state["opened_s"]
         self.missed = deque(MissedRound(**row) for row in state["missed"])
-        self.round, self.late_pushes = as_counts([state["round"], state["late_pushes"]], 2)
+        self.round, self.late_pushes = state["round"], state["late_pushes"]
 
     def _awaited(self, clocks: Sequence[int], active: Collection[int]) -> int:
         """Return how many workers that are not behind have not pushed the open round yet."""

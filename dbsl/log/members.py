@@ -58,10 +58,9 @@ class MemberLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.lost = list(state["lost_workers"])
-        # The others are not in checkpoints of before.
-        self.joined = list(state.get("joined_workers", ()))
-        self.lost_samples = state.get("lost_samples", 0)
-        self.missed_samples = state.get("missed_samples", 0)
+        self.joined = list(state["joined_workers"])
+        self.lost_samples = state["lost_samples"]
+        self.missed_samples = state["missed_samples"]
 
     def came(self, report: RoundReport) -> None:
         """Note that a worker has pushed a round in time."""

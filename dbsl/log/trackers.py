@@ -113,22 +113,6 @@ def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
     return {own.name: own.tracker.id if own.name == "wandb" else "" for own in trackers}
 
 
-def trackers_before(state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what `tracker_ids` returned in the session that saved this state of a log, if any."""
-    if state is None:
-        return {}
-    if "trackers" in state:
-        return dict(state["trackers"])
-    known = state["tracker"]  # older checkpoints have W&B's id alone, or a tracker's name
-    return (
-        {}
-        if known is None
-        else {known: ""}
-        if known in {*map(str, LoggerType)}
-        else {"wandb": known}
-    )
-
-
 def _start_wandb(
     accelerator: Accelerator,
     folder: Path,

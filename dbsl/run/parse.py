@@ -53,7 +53,6 @@ _ELSEWHERE = {
     "sched": "--lr-schedule",
     "val-split": "--holdout",
 }
-_REMOVED = {"damp_stale": False}  # settings of older files, by name: their default
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
@@ -258,25 +257,6 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     return folder
 
 
-def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of an older file or checkpoint as they are given today.
-
-    Raises:
-        SettingError: If a setting that was removed since had another value than its default.
-    """
-    for name in settings.keys() & _REMOVED.keys():
-        if settings[name] != _REMOVED[name]:
-            raise SettingError(f"{name} was removed (see CHANGELOG.md), got {settings[name]}")
-    settings = {name: value for name, value in settings.items() if name not in _REMOVED}
-    if isinstance(settings.get("reset_momentum"), bool):
-        settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
-    if settings.pop("batch_limit", None) == "useful" and not settings.get("batch_evidence"):
-        raise SettingError(
-            "batch_limit is gone: name the study or run with batch_evidence, got useful alone"
-        )
-    return settings
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which PyYAML takes the last."""
 
@@ -305,7 +285,6 @@ def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
         raise SettingError(
             f"config must map settings to values, got {path} with a bare value or list"
         )
-    settings = in_todays_words(settings)
     for key in settings if known else ():
         name = str(key).replace("-", "_")
         if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED}):

@@ -580,22 +580,6 @@ def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
     assert set(rounds[0]) == ROUND_KEYS
 
 
-def test_a_file_that_an_older_version_began_goes_on_counting_from_0(tmp_path, accelerator):
-    plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
-        play(log, plans, epochs=[0])
-        state = unpack(*pack(log.state_dict()))
-    path = tmp_path / "metrics.jsonl"
-    new = read_metrics(path)
-    path.write_text("".join(json.dumps(row) + "\n" for row in new))  # as it used to be
-    assert read_metrics(path) == new
-    state["metrics_bytes"] = path.stat().st_size
-    with RunLog(tmp_path, accelerator, STAGES, plans, state=state) as log:
-        play(log, plans, epochs=[1])
-    assert strict(path.read_text().splitlines()[-1])["epoch"] == 1
-    assert [row["epoch"] for row in read_metrics(path) if row["event"] == "times"] == [0, 1]
-
-
 @pytest.mark.parametrize("epochs", [2, 4])
 def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
     tmp_path, accelerator, epochs

@@ -5,7 +5,7 @@ import yaml
 
 import train
 from dbsl.run.evidence import find_evidence
-from dbsl.run.parse import in_todays_words, parse_config
+from dbsl.run.parse import parse_config
 from dbsl.run.resolved import with_resolved
 from tests import helpers
 from tests.helpers import TINY, slow
@@ -153,11 +153,3 @@ def test_missing_evidence_is_said_before_anything_is_measured(tmp_path, monkeypa
 def test_bounds_that_bound_nothing_are_refused():
     with pytest.raises(ValueError, match="batch_evidence must go with large_batch_size auto, got"):
         train.Config(batch_evidence="x")
-
-
-def test_older_files_name_their_evidence_or_are_refused():
-    assert in_todays_words({"batch_limit": "memory"}) == {}
-    named = {"batch_limit": "useful", "batch_evidence": "x"}
-    assert in_todays_words(named) == {"batch_evidence": "x"}
-    with pytest.raises(ValueError, match="batch_limit is gone: name the study or run with batch_e"):
-        in_todays_words({"batch_limit": "useful"})
