@@ -31,9 +31,6 @@ class BatchConfig:
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
-    # folder of a study or a run whose useful batch bounds --large-batch-size auto; unset: only
-    # memory bounds it
-    batch_evidence: str | None = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
     # samples per joint step over all workers; unset: the sum of their batches

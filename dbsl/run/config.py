@@ -113,10 +113,6 @@ def _check_together(config: RunConfig) -> None:
         value = getattr(config, name)
         if holds and value not in (must, None):
             raise SettingError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
-    if config.batch_evidence is not None and config.large_batch_size != "auto":
-        raise SettingError(
-            f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
-        )
     if config.micro_batch_size is not None and config.large_batch_size == "auto":
         raise SettingError(
             "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "

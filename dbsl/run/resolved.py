@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "warmup_epochs": ("epochs",),
     "local_batch_sizes": ("workers", "resolutions"),
     "global_batch_size": (*_ROUND, "local_batch_sizes"),
-    "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "batch_evidence"),),
+    "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit"),),
     "micro_batch_size": (
         *(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "large_batch_size", "push"),
     ),
@@ -60,10 +60,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 _LISTS = ("large_batch_size", "micro_batch_size", "slope", "intercept", "floor", "small_batch_size")
 # Settings that say how to find one; with it found they have had their say.
-_DONE = {
-    "slope": {"profile": None, "profile_refresh": False},
-    "large_batch_size": {"batch_evidence": None},
-}
+_DONE = {"slope": {"profile": None, "profile_refresh": False}}
 
 
 def check_names(resolved: Any) -> None:

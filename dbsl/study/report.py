@@ -10,7 +10,6 @@ from typing import Any
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_table, write_text
-from dbsl.run.evidence import REPORT
 from dbsl.study.scaling import (
     CRITICAL_RULE,
     EDGE_RULE,
@@ -24,6 +23,8 @@ from dbsl.study.scaling import (
     find_knees,
     steps_to_result,
 )
+
+REPORT = "report.json"
 
 TABLE = "results.csv"
 Budgets = tuple[int | None, int | None]  # steps, examples

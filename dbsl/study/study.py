@@ -37,13 +37,18 @@ from dbsl.optimizer import check_optimizer
 from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.evidence import dataset_name
 from dbsl.run.folder import LOCK
 from dbsl.run.parse import config_to_yaml
 from dbsl.run.stopping import Stopping
 from dbsl.study.claims import Claim, Claims
 from dbsl.study.config import StudyConfig
-from dbsl.study.files import read_workloads, study_folder, write_study, write_trial
+from dbsl.study.files import (
+    dataset_name,
+    read_workloads,
+    study_folder,
+    write_study,
+    write_trial,
+)
 from dbsl.study.report import write_report
 from dbsl.study.scaling import OBJECTIVE, Trial, reached_at
 from dbsl.study.search import search_entries, search_points, trial_parameters
