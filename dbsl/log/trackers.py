@@ -19,7 +19,6 @@ from accelerate.utils import LoggerType
 
 from dbsl.base.errors import SettingError
 from dbsl.log.charts import THOUSANDTHS
-from dbsl.log.workspace import how_to, make_first_view
 
 PROJECT = "dbsl"
 
@@ -150,12 +149,10 @@ def _start_wandb(
     run = accelerator.get_tracker("wandb", unwrap=True)
     if why is None:
         print(f"wandb: {run.url}", flush=True)
-        make_first_view(run)
     elif run.offline:
         # The folder of all sessions of the run: a resumed one adds to those before.
         command = f"wandb sync {shlex.quote(os.path.relpath(folder / 'wandb'))}"
         print(f"wandb: offline ({why}); to upload: {command}", flush=True)
-        print(how_to(f"ENTITY/{run.project}") + "  (after the upload)", flush=True)
 
 
 def _why_offline() -> str | None:

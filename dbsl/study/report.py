@@ -24,9 +24,7 @@ from dbsl.study.scaling import (
     steps_to_result,
 )
 
-REPORT = "report.json"
-
-TABLE = "results.csv"
+REPORT, TABLE = "report.json", "results.csv"
 Budgets = tuple[int | None, int | None]  # steps, examples
 
 
