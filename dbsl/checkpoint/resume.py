@@ -46,7 +46,7 @@ from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.weights import vector_length
 from dbsl.model import BEST
-from dbsl.optimizer import optimizer_class
+from dbsl.optimizer import optimizer_class, without_rates
 from dbsl.plan.members import Members
 from dbsl.plan.turns import Restart
 from dbsl.plan.types import segments_from_plain
@@ -249,13 +249,14 @@ def _check_state(found: Found, run: Run) -> None:
     """Refuse another model, or kind of optimizer, into which the state does not go."""
     changed = changed_settings(found.manifest.config, run.config)
     old, new = changed.get("optimizer", ("sgd", "sgd"))
-    more = "opt_kwargs" in changed  # which may need more state (amsgrad)
+    more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
+    more = more != now_more  # which may need more state (amsgrad)
     kinds = {optimizer_class(old) or old, optimizer_class(new) or new}
     if more or len(kinds) > 1:
         name = "opt_kwargs" if more else "optimizer"
         before, now = map(as_given, changed[name])
         raise SettingError(f"{name} must stay {before}, whose state the run has, got {now}")
-    name = next((name for name in ("model", "model_kwargs", "gp") if name in changed), None)
+    name = next((name for name in ("model", "model_kwargs") if name in changed), None)
     if name is None:
         return
     with reading_checkpoint(found.folder):

@@ -18,6 +18,9 @@ import yaml
 from dbsl.base.errors import SettingError
 from dbsl.base.flags import UNSET, build, kinds_in_words, read_flags, unknown
 from dbsl.cluster.launch import recall
+from dbsl.data.augment import Pipeline
+from dbsl.data.mixing import MixupKwargs
+from dbsl.plan.config import LrKwargs
 from dbsl.run.accelerator import launched_precision
 from dbsl.run.bucket import pull_config, url_to_pull
 from dbsl.run.config import CHECKPOINTS, is_url
@@ -52,6 +55,14 @@ _ELSEWHERE = {
     "per-device-train-batch-size": _LARGE,
     "sched": "--lr-schedule",
     "val-split": "--holdout",
+    "gp": "--model-kwargs global_pool=",
+    "drop-block": "--model-kwargs drop_block_rate=",
+    "opt-eps": "--opt-kwargs eps=",
+    "opt-betas": "--opt-kwargs betas=",
+    "lr-k-decay": "--lr-kwargs k_decay=",
+    **{f"mixup-{n.replace('_', '-')}": f"--mixup-kwargs {n}=" for n in MixupKwargs.__annotations__},
+    **{n.replace("_", "-"): f"--lr-kwargs {n}=" for n in LrKwargs.__annotations__},
+    **{n.replace("_", "-"): f"--augment-kwargs {n}=" for n in Pipeline.__annotations__},
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 

@@ -25,7 +25,7 @@ _DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
 _STEP = (
     *("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm"),
     *("clip_grad", "clip_mode", "layer_decay", "opt_kwargs"),
-    *("drop_path", "drop_block", "gp", "model_kwargs", "grad_checkpointing"),
+    *("drop_path", "model_kwargs", "grad_checkpointing"),
 )
 _ROUND = ("workers", "rounds_per_epoch", JOINT, "resolutions", *_DATA)
 _BATCHES = ("global_batch_size", "local_batch_sizes")
