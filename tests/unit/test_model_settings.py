@@ -59,11 +59,11 @@ def test_an_argument_of_a_model_that_is_another_setting_is_refused(argument, mes
         ),
         (
             {"model_kwargs": ("global_pool=",)},
-            "the data.s inputs, float32 .2, 3, 16, 16., got RuntimeError of te",
+            "take images of 16 px, got test_resnet .addmm",
         ),
         (
             {"model": "convnext_atto"},
-            "the data's inputs, float32 .2, 3, 16, 16., got RuntimeError of convnext_atto",
+            "take images of 16 px, got convnext_atto .Calculated",
         ),
     ],
 )
