@@ -34,7 +34,7 @@ from PIL import Image
 
 from benchmarks.record import record
 from dbsl.base.errors import RunStopped
-from dbsl.checkpoint.manifest import NEEDED_SETTINGS, Manifest, read_manifest, write_manifest
+from dbsl.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from dbsl.checkpoint.on_disk import newest
 from dbsl.cluster.messages import (
     Kind,
@@ -185,9 +185,9 @@ def of_manifests(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obj
     """Damage the text of a manifest, or its values."""
     folder = scratch / "checkpoints/save-000001"
     folder.mkdir(parents=True)
-    counts = {"sequence": 1, "epoch": 1, "processes": 1, "workers": 4}
+    counts = {"sequence": 1, "epoch": 1, "processes": 1, "workers": 4, "classes": 3, "samples": 24}
     files = {"rank-00000.json": {"bytes": 3, "sha256": "00"}}
-    settings = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [8, 16]}
+    settings = {"sync": "bsp", "workers": 4, "resolutions": [8, 16]}
     write_manifest(folder, Manifest(files=files, config=settings, **counts))
     good = (folder / "manifest.json").read_text()
     while True:

@@ -25,8 +25,8 @@ from benchmarks.record import record
 from dbsl.data.dataset import Data, load_data
 from dbsl.log.rows import read_metrics
 from dbsl.plan.stages import default_resolutions
-from dbsl.run.evidence import REPORT
 from dbsl.study.files import read_workloads
+from dbsl.study.report import REPORT
 from dbsl.study.scaling import steps_to_result
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,26 +33,6 @@ class StridedConv2d(nn.Conv2d):
         return super().forward(images)
 
 
-@torch.no_grad()
-def init_head(model: nn.Module, scale: float | None, bias: float | None) -> None:
-    """Scale a timm model's classifier, and set its bias; None: leave it.
-
-    Raises:
-        SettingError: If it has no classifier with a bias.
-    """
-    head = model.get_classifier()
-    if getattr(head, "bias", None) is None:
-        raise SettingError(
-            "head_init_scale and head_init_bias must go with a model whose classifier has weights "
-            f"and a bias, got {type(head).__name__}"
-        )
-    if scale is not None:
-        head.weight.mul_(scale)
-        head.bias.mul_(scale)
-    if bias is not None:
-        head.bias.fill_(bias)
-
-
 def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
     """Raise ``SettingError`` unless images of each resolution are whole patches of the model's."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)

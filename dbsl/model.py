@@ -23,6 +23,7 @@ from dbsl.architecture import (
 )
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_bytes, write_with
+from dbsl.base.kwargs import arguments, check_names
 from dbsl.base.lazy import lazy_import
 from dbsl.base.network import hub_or_cache
 from dbsl.base.seeds import stream_seed
@@ -344,6 +345,15 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def _check_names(name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse the first argument that timm's model does not have, with the near ones."""
+    with torch.device("meta"):
+        plain = timm.create_model(name)
+    builder = timm.models.build_model_with_cfg
+    known = arguments(type(plain), timm.create_model, builder)
+    check_names("model_kwargs", settings.keys() - {"drop_path_rate"}, known)
+
+
 def _create(
     name: str,
     transformer_args: Mapping[str, Any],
@@ -369,6 +379,8 @@ def _create(
         except Exception as error:
             if not settings or isinstance(error, OSError):  # weights that cannot be read
                 raise
+            if isinstance(error, TypeError):
+                _check_names(name, settings)
             given = ", ".join(f"{key}={value}" for key, value in settings.items())
             reason = " ".join(str(error).split())[:200]
             raise SettingError(

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from dbsl.base.bounds import Within
-from dbsl.base.errors import SettingError
-from dbsl.base.kwargs import parse_kwargs
+from dbsl.base.flags import PAIRS
+from dbsl.base.kwargs import check_names, parse_kwargs
 
-# Arguments of timm's `create_model`, and the settings that they are here.
-_SETTINGS = {
-    "drop_path_rate": "drop_path",
-    "drop_block_rate": "drop_block",
-    "global_pool": "gp",
-    "bn_momentum": "bn_momentum",
-    "bn_eps": "bn_eps",
-}
+# Arguments of timm's `create_model` that settings are, or the data decide.
 _ELSEWHERE = {
+    "drop_path_rate": "drop_path",
     "drop_rate": "dropout",
     "pretrained": "pretrained",
     "checkpoint_path": "initial_checkpoint",
@@ -41,20 +35,9 @@ class ModelConfig:
     initial_checkpoint: str | None = None
     # rate of stochastic depth, in [0, 1); unset: the model's own
     drop_path: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # rate of DropBlock, in [0, 1); unset: the model's own
-    drop_block: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # pooling before the classifier: avg, max, avgmax, token and others; unset: the model's own
-    gp: str | None = None
-    # momentum of batch norm, in (0, 1], for models that take it; unset: the model's own
-    bn_momentum: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # eps of batch norm, for models that take it; unset: the model's own
-    bn_eps: Annotated[float | None, Within(0, open_low=True)] = None
-    # more arguments of the model as name=value, say init_values=1e-6; values have no commas
-    model_kwargs: tuple[str, ...] = ()
-    # factor on the classifier's weights and bias at the start; unset: 1
-    head_init_scale: float | None = None
-    # value of the classifier's bias at the start, say -6 for --bce-loss; unset: the model's own
-    head_init_bias: float | None = None
+    # more arguments of timm's model as name=value, say global_pool=avg drop_block_rate=0.1
+    # bn_eps=1e-3 init_values=1e-6
+    model_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # compute activations twice instead of keeping them: less memory, more time
     grad_checkpointing: bool = False
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
@@ -67,11 +50,6 @@ class ModelConfig:
         Raises:
             SettingError: If an argument of `model_kwargs` is another setting's.
         """
-        named = {name: getattr(self, setting) for name, setting in _SETTINGS.items()}
         more = parse_kwargs("model_kwargs", self.model_kwargs)
-        for name, setting in (_SETTINGS | _ELSEWHERE).items():
-            if name in more:
-                raise SettingError(
-                    f"model_kwargs must leave {name} to {setting}, got {name}={more[name]!r}"
-                )
-        return {name: value for name, value in named.items() if value is not None} | more
+        check_names("model_kwargs", more, more, _ELSEWHERE)
+        return more if self.drop_path is None else {"drop_path_rate": self.drop_path} | more

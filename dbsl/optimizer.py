@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -13,13 +13,17 @@ from torch import Tensor, nn
 
 from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
-from dbsl.base.kwargs import parse_kwargs
+from dbsl.base.flags import PAIRS
+from dbsl.base.kwargs import arguments, check_names, parse_kwargs
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 # Settings of groups of parameters, beside what the optimizer's class takes. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
+# Arguments that other settings are.
+_ELSEWHERE = {name: name for name in ("lr", "momentum", "weight_decay", "layer_decay")}
+_OF_LAYERS = {"layer_decay_min_scale": "runs with layer_decay"}
 # Names of those that can take the part of a step that one push of a global batch is worth.
 STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
@@ -34,16 +38,11 @@ class OptimizerConfig:
     # momentum of SGD and optimizers that have one, in [0, 1)
     momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
     weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
-    # term that keeps optimizers from dividing by zero (eps); unset: the optimizer's own
-    opt_eps: Annotated[float | None, Within(0)] = None
-    # decay of the moments of Adam and its kin, in [0, 1), say 0.9 0.95; unset: the optimizer's own
-    opt_betas: Annotated[tuple[float, ...] | None, Within(0, 1, open_high=True)] = None
     # factor on the learning rate from each layer to the one below it, in (0, 1]; unset: 1
     layer_decay: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # smallest factor that --layer-decay comes to, in [0, 1]
-    layer_decay_min_scale: Annotated[float, Within(0, 1)] = 0.0
-    # more arguments of the optimizer as name=value, say amsgrad=True; values have no commas
-    opt_kwargs: tuple[str, ...] = ()
+    # more arguments of timm's optimizer as name=value, say eps=1e-8 betas=0.9,0.95 amsgrad=True;
+    # layer_decay_min_scale=0.1 is the smallest factor that --layer-decay comes to
+    opt_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
     # metrics.jsonl is the norm before it
     clip_grad: Annotated[float | None, Within(0, open_low=True)] = None
@@ -54,11 +53,15 @@ class OptimizerConfig:
     @property
     def optimizer_settings(self) -> dict[str, Any]:
         """What the optimizer takes beside its learning rate, momentum and weight decay."""
-        named = {"eps": self.opt_eps, "betas": self.opt_betas, "layer_decay": self.layer_decay}
-        named = {name: value for name, value in named.items() if value is not None}
-        if self.layer_decay is not None:
-            named["layer_decay_min_scale"] = self.layer_decay_min_scale
-        return named | parse_kwargs("opt_kwargs", self.opt_kwargs)
+        more = parse_kwargs("opt_kwargs", self.opt_kwargs)
+        check_names("opt_kwargs", more, more, _ELSEWHERE)
+        return more if self.layer_decay is None else {"layer_decay": self.layer_decay} | more
+
+
+def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
+    """Return the optimizer's arguments but those that any step of it can take."""
+    more = parse_kwargs("opt_kwargs", tuple(opt_kwargs))
+    return {n: v for n, v in more.items() if n not in ("eps", "betas", "layer_decay_min_scale")}
 
 
 def check_optimizer(
@@ -68,7 +71,7 @@ def check_optimizer(
 
     `in_parts`: or that takes no part of a step.
     """
-    from timm.optim import get_optimizer_info, list_optimizers  # slow to import, as timm is
+    from timm.optim import create_optimizer_v2, list_optimizers  # slow to import, as timm is
 
     if name not in list_optimizers():
         raise SettingError(
@@ -80,14 +83,11 @@ def check_optimizer(
             f"or asp, where each push is part of a step, got {name}"
         )
     settings = settings or {}
-    info = get_optimizer_info(name)  # timm would leave out what is not known, and not say so
-    for key, known in (("eps", info.has_eps), ("betas", info.has_betas)):
-        if key in settings and not known:
-            raise SettingError(
-                f"opt_{key} must go with an optimizer that has {key}, got {settings[key]} "
-                f"with {name}"
-            )
     try:
+        if settings:  # timm would leave some out, and not say so
+            elsewhere = {} if "layer_decay" in settings else _OF_LAYERS
+            known = arguments(create_optimizer_v2, optimizer_class(name))
+            check_names("opt_kwargs", settings, known, elsewhere)
         with torch.random.fork_rng(devices=[]):
             model = _TwoLayers(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizer = build_optimizer(name, model, 1e-3, 0.9, 1e-4, **settings)
@@ -95,6 +95,8 @@ def check_optimizer(
             parameter.grad = torch.ones_like(parameter)
         if not name.startswith(("bnb", "fused")):  # these step on CUDA alone
             optimizer.step()
+    except SettingError:
+        raise
     except Exception as error:  # any optimizer's own checks
         given = ", ".join(f"{key}={value}" for key, value in settings.items())
         reason = " ".join(str(error).split())[:200]

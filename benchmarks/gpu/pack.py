@@ -31,7 +31,7 @@ networkx numpy packaging pandas pillow psutil pyarrow pytest pytest-timeout pyya
 requests safetensors scikit-learn scipy setuptools sympy tensorboard timm torch
 torchvision tqdm triton typing-extensions wandb
 """
-_OPTIONAL = {"trackio", "wandb_workspaces"}  # modules that a run does without
+_OPTIONAL = {"trackio"}  # modules that a run does without
 _RESERVE_BYTES = MIB // 4  # what the format itself takes of a piece
 
 

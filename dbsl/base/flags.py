@@ -23,6 +23,7 @@ T = TypeVar("T")
 # Metadata of a field of texts, which keep their commas.
 POSITIONAL = {"flag": "positional"}  # the values that stand behind no flag
 REPEATED = {"flag": "repeated"}  # one value behind each flag, which may be given again
+PAIRS = {"flag": "pairs"}  # name=value, where a value may be a list
 
 UNSET = "unset"  # the value that takes back a setting of a file
 
@@ -31,6 +32,7 @@ _WORDS = {int: ("a whole number", "N"), float: ("a number", "X"), Path: ("a text
 _UNIONS = (typing.Union, types.UnionType)
 _GROUP = re.compile(r"\s*# --- (.+)")
 _COMMENT = re.compile(r"\s*# (?!--- )(.+)")
+_BETWEEN_PAIRS = re.compile(r",\s*(?=[^,=]*=)")
 _FIELD = re.compile(r"    (\w+): [^#]*(?:# (.+))?")
 
 
@@ -183,10 +185,12 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: bool | str | l
     if field.metadata in (POSITIONAL, REPEATED):
         return tuple(values)
     text = (",".join if _is_list(hint) else " ".join)(values)
+    if field.metadata == PAIRS:
+        return tuple(pair for pair in _BETWEEN_PAIRS.split(text) if pair)
     try:
         if len(values) != 1 and not _is_list(hint):
             raise ValueError
-        return _read(hint, text)
+        return read_text(hint, text)
     except (KeyError, ValueError):
         shown = repr(text) if values else "nothing"
         raise SettingError(f"{_flag(name)} must be {_described(hint)[0]}, got {shown}") from None
@@ -196,21 +200,32 @@ def _is_list(hint: Any) -> bool:
     return any(typing.get_origin(arm) is tuple for arm in (hint, *typing.get_args(hint)))
 
 
-def _read(hint: Any, text: str) -> Any:
-    """Return the value that a text means as a type; of a union the first type that it fits."""
+def read_text(hint: Any, text: str) -> Any:
+    """Return the value that a text means as a type; of a union the first type that it fits.
+
+    Raises:
+        KeyError, ValueError: If it means none.
+    """
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is types.NoneType:
         return {UNSET: None, "None": None}[text]
+    if hint is bool:
+        return {"true": True, "false": False}[text.lower()]
     if origin is typing.Literal:
         return {str(choice): choice for choice in inside}[text]
     if origin is tuple:
-        return tuple(_read(inside[0], part) for part in text.split(",") if part)
+        return tuple(read_text(inside[0], part) for part in text.split(",") if part)
     if origin in _UNIONS:
         for arm in sorted(inside, key=lambda arm: arm is not types.NoneType):
             with contextlib.suppress(KeyError, ValueError):
-                return _read(arm, text)
+                return read_text(arm, text)
         raise ValueError
     return hint(text) if hint in _WORDS else text
+
+
+def in_words(hint: Any) -> str:
+    """Return what a type is in words."""
+    return "true or false" if hint is bool else _described(hint)[0]
 
 
 def _described(hint: Any) -> tuple[str, str]:

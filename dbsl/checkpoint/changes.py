@@ -18,7 +18,7 @@ from dbsl.cluster.messages import SERVER_RANK
 from dbsl.plan.stages import Schedule, make_stages
 from dbsl.run.code import SUMS, Code, unlike
 from dbsl.run.config import RunConfig
-from dbsl.run.parse import in_todays_words, parse_config
+from dbsl.run.parse import parse_config
 from dbsl.run.resolved import NODES, PROCESSES, RESOLVED, SOURCES, is_as_given, with_resolved
 from dbsl.run.run import Run
 
@@ -60,7 +60,7 @@ def in_short(name: str, value: Any) -> Any:
 
 def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
     """Return a checkpoint's settings; a setting that it does not know has its default."""
-    return {field.name: field.default for field in fields(now)} | in_todays_words(before)
+    return {field.name: field.default for field in fields(now)} | dict(before)
 
 
 def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> None:

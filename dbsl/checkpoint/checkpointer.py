@@ -273,14 +273,13 @@ class Checkpointer:
             counters = self._cluster.weights.counters
             for counter, saved in zip(counters, state["model"]["counters"], strict=True):
                 counter.copy_(saved)
-            if self._run.ema and state.get("average"):
+            if self._run.ema and state["average"]:
                 vector, device = state["average"]["vector"], self._cluster.weights.vector.device
                 self._run.ema.vector = None if vector is None else vector.to(device)
-            if "meter" in state:  # older checkpoints lack it
-                meter = self._session.meter
-                load = meter.restart if resumed.restart else meter.load_state_dict
-                load(state["meter"])
-            self._epochs_done = int(state["epochs_done"])
+            meter = self._session.meter
+            load = meter.restart if resumed.restart else meter.load_state_dict
+            load(state["meter"])
+            self._epochs_done = state["epochs_done"]
             self._session.stopwatch.load_state_dict(state)
 
     def _load_same(self, state: Mapping[str, Any]) -> None:
@@ -289,8 +288,7 @@ class Checkpointer:
         self._stepper.load_state_dict(state["stepper"])
         self._stepper.clock.load_state_dict(state["clock"])
         self._run.planner.load_state_dict(state["planner"])
-        if "noise" in state:  # older checkpoints lack it
-            self._run.noise.load_state_dict(state["noise"])
+        self._run.noise.load_state_dict(state["noise"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
             self._progress.load_state_dict(state["progress"], device)

@@ -19,12 +19,6 @@ from dbsl.base.files import write_text
 FORMAT = 1
 MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
-# Settings that a resumed run asks a checkpoint for.
-NEEDED_SETTINGS = {
-    *("sync", "push", "push_every", "rounds_per_epoch", "dedicated_server", "resolutions"),
-    *("slope", "intercept", "large_batch_size", "small_batch_size", "local_batch_sizes"),
-    "workers",
-}
 
 
 class CheckpointError(SettingError):
@@ -55,11 +49,11 @@ class Manifest:
         workers: Workers of the run.
         config: The run's settings.
         files: Length and SHA-256 of each file, by name.
+        classes: Of the data.
+        samples: Training images.
         saved_at: When, UTC.
         versions: Of Python and the libraries that wrote it.
         seconds: Seconds of rank 0: for the copy, which holds training up, and for writing.
-        classes: Of the data; None in older checkpoints.
-        samples: Training images; None in older checkpoints.
     """
 
     sequence: int
@@ -68,12 +62,12 @@ class Manifest:
     workers: int
     config: dict[str, Any]
     files: dict[str, dict[str, Any]]
+    classes: int
+    samples: int
     saved_at: str = field(default_factory=_now)
     versions: dict[str, str] = field(default_factory=versions)
     seconds: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
-    classes: int | None = None
-    samples: int | None = None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -119,16 +113,13 @@ def read_manifest(folder: Path) -> Manifest:
 def _check_types(manifest: Manifest) -> None:
     """Raise ``TypeError`` unless a manifest's values are of the types that they are read as."""
     counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
-    counts += tuple(n for n in (manifest.classes, manifest.samples) if n is not None)
+    counts += (manifest.classes, manifest.samples)
     if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
         raise TypeError(f"counts must be whole numbers, got {counts}")
     mappings = (manifest.config, manifest.files, manifest.versions)
     if not all(isinstance(mapping, dict) for mapping in mappings):
         raise TypeError("config, files and versions must be objects")
-    missing = NEEDED_SETTINGS - manifest.config.keys()
-    if missing:
-        raise TypeError(f"config must have {sorted(missing)[0]}")
-    if not isinstance(manifest.config["resolutions"], list):
+    if not isinstance(manifest.config.get("resolutions"), list):
         raise TypeError("config must have a list of resolutions")
 
 

@@ -74,10 +74,10 @@ def plan_restart(
         "time_s": cluster.get("time_s", 0.0),
         "reports": tuple(
             report
-            for report in map(report_from_plain, server.get("reports", ()))
+            for report in map(report_from_plain, server["reports"])
             if report.worker not in again or (report.epoch, report.round) != lowest
         ),
-        "finished": tuple(EpochEnd(**end) for end in server.get("finished", ())),
+        "finished": tuple(EpochEnd(**end) for end in server["finished"]),
         "again": tuple((worker, *lowest) for worker in sorted(again)),
     }
     if before["push"] == "gradients":
@@ -86,7 +86,7 @@ def plan_restart(
     left = left_of_epochs(ahead, run, rounds_before)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
-    return Restart(left=left, optimizers=optimizers, outer=server.get("outer"), **common)
+    return Restart(left=left, optimizers=optimizers, outer=server["outer"], **common)
 
 
 def _joint_restart(
@@ -113,7 +113,7 @@ def _joint_restart(
     _check_inside_epoch({epoch}, state, run, before, samples)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
-    counted = progress.get("counted", 0) if progress else 0
+    counted = progress["counted"] if progress else 0
     ahead = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)
     return Restart(
         clock=cluster["clock"],

@@ -45,7 +45,7 @@ from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.weights import vector_length
 from dbsl.model import BEST
-from dbsl.optimizer import optimizer_class
+from dbsl.optimizer import optimizer_class, without_rates
 from dbsl.plan.members import Members
 from dbsl.plan.turns import Restart
 from dbsl.plan.types import segments_from_plain
@@ -168,7 +168,7 @@ def adapt_to_processes(
     """
     if found is None or found.manifest is None:
         return config
-    before = found.manifest.config
+    before = complete_settings(found.manifest.config, config)
     alone = config.workers or found.manifest.workers
     workers = alone if processes == 1 else processes - config.dedicated_server
     if workers == found.manifest.workers:
@@ -186,7 +186,7 @@ def adapt_to_processes(
             continue
         by_hand = name == "local_batch_sizes" and found.manifest.workers > 1
         per_worker = len(value) > rows or by_hand
-        if per_worker and in_short(name, value) == in_short(name, before.get(name)):
+        if per_worker and in_short(name, value) == in_short(name, before[name]):
             changes[name] = None
             if name in TIMES:
                 changes |= dict.fromkeys(TIMES)
@@ -211,7 +211,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
     manifest, classes = found.manifest, run.data.num_classes
-    if manifest.classes not in (None, classes):
+    if manifest.classes != classes:
         raise SettingError(
             f"dataset must have the classes that the run began with, got {manifest.classes} "
             f"classes in the checkpoint, {classes} in the data"
@@ -222,7 +222,7 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
     before = complete_settings(manifest.config, run.config)
     restart, refused, rank = None, None, accelerator.process_index
     with reading_checkpoint(found.folder):
-        samples = len(run.data.train) if manifest.samples is None else manifest.samples
+        samples = manifest.samples
         alike = goes_on_alike(manifest, run.config, accelerator.num_processes)
         if alike and samples == len(run.data.train):
             state = _own_shard(found, before, rank, run)
@@ -234,10 +234,6 @@ def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | 
             except SettingError as error:
                 refused = error
         if accelerator.is_main_process:
-            log = state["log"]
-            names = log["trackers"] if "trackers" in log else {"": log["tracker"] or ""}
-            if not all(isinstance(name, str) for name in {*names, *names.values()}):
-                raise TypeError(f"trackers must be names, got {names!r}")
             check_metrics(found.run_folder / "metrics.jsonl", state["log"]["metrics_bytes"])
     if refused is not None:
         raise refused
@@ -248,13 +244,14 @@ def _check_state(found: Found, run: Run) -> None:
     """Refuse another model, or kind of optimizer, into which the state does not go."""
     changed = changed_settings(found.manifest.config, run.config)
     old, new = changed.get("optimizer", ("sgd", "sgd"))
-    more = "opt_kwargs" in changed  # which may need more state (amsgrad)
+    more, now_more = map(without_rates, changed.get("opt_kwargs", ((), ())))
+    more = more != now_more  # which may need more state (amsgrad)
     kinds = {optimizer_class(old) or old, optimizer_class(new) or new}
     if more or len(kinds) > 1:
         name = "opt_kwargs" if more else "optimizer"
         before, now = map(as_given, changed[name])
         raise SettingError(f"{name} must stay {before}, whose state the run has, got {now}")
-    name = next((name for name in ("model", "model_kwargs", "gp") if name in changed), None)
+    name = next((name for name in ("model", "model_kwargs") if name in changed), None)
     if name is None:
         return
     with reading_checkpoint(found.folder):
@@ -336,13 +333,13 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
         return state
     last = min(epochs, run.config.epochs) * rounds  # that anybody could have begun
     clocks = dict(enumerate(server["clocks"]))
-    newcomers = set(server.get("newcomers", ()))
+    newcomers = set(server["newcomers"])
     # Only the workers know whether they have begun a round: all that may have.
     inside = {w: clocks[w] for w in there - newcomers}
     members = Members(clocks, there, last, inside, newcomers)
     kept = segments_from_plain(planner["fixed"])
     first = members.slowest // rounds
-    begin = members.next_epoch(planner.get("begun", 0), rounds, kept)
+    begin = members.next_epoch(planner["begun"], rounds, kept)
     fixed = {
         epoch: [{"plan": planner["current"][run.stage_at(epoch).resolution]}]
         for epoch in range(first, begin)

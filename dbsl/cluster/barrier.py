@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import FusedSum
 from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.protocol import Cluster
@@ -117,11 +116,11 @@ class BarrierCluster(Cluster):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._clock, self._refused = as_counts([state["clock"], state["refused"]], 2)
-        self._has_global = bool(state["has_global"])
+        self._clock, self._refused = state["clock"], state["refused"]
+        self._has_global = state["has_global"]
         self._waited_s = state["waited_s"]
         if self._pulled is not None:
-            if state.get("pulled") is None:
+            if state["pulled"] is None:
                 raise SettingError("wire must be as it was when the checkpoint was made, got bf16")
             self._pulled.copy_(state["pulled"])
         if self.server is not None:

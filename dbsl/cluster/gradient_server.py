@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.numbers import as_numbers
 from dbsl.cluster.clipping import make_clip
 from dbsl.cluster.part_of_step import begin_thawed, take_part, take_step
 from dbsl.cluster.server import Server
@@ -142,7 +141,7 @@ class GradientServer(Server):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Server.load_state_dict`."""
         super().load_state_dict(state)
-        (self._rate,) = as_numbers([state.get("rate", 0.0)], 1)
+        self._rate = state["rate"]
         self._owner.load_state_dict(state["optimizer"])
 
     def restart(self, start: Restart) -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import one_of_several
-from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import exchange_reports
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
@@ -146,10 +145,10 @@ class JointCluster(Cluster):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._clock, self._refused = as_counts([state["clock"], state["refused"]], 2)
+        self._clock, self._refused = state["clock"], state["refused"]
         self.time_s = state["time_s"]
         self._spent_s = state["spent_s"]
-        (self._before,) = as_counts([state.get("before", 0)], 1)  # not in older checkpoints
+        self._before = state["before"]
         start, device = state["start"], self.weights.vector.device
         self._start = None if start is None else start.to(device)
         self._reports = deque(map(report_from_plain, state["reports"]))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.global_weights import GlobalWeights, merge_one
 from dbsl.cluster.outer import OuterOptimizer
 from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
@@ -192,28 +191,21 @@ class Server(GlobalWeights):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         workers = len(self.clocks)
-        single = [state[name] for name in ("version", "collected", "epochs_ended", "refused")]
-        self.version, self._collected, self._epochs_ended, self.refused = as_counts(single, 4)
-        self.clocks = as_counts(state["clocks"], workers)
-        self.active = set(as_counts(state["active"], len(state["active"]), workers - 1))
-        newcomers = state.get("newcomers", [])  # older checkpoints lack it
-        self.newcomers = set(as_counts(newcomers, len(newcomers), workers - 1))
-        self.inside = dict(state["inside"])
-        self._pulled_version = as_counts(state["pulled_version"], workers)
+        self.version, self.refused = state["version"], state["refused"]
+        self._collected, self._epochs_ended = state["collected"], state["epochs_ended"]
+        self.clocks, self.inside = list(state["clocks"]), dict(state["inside"])
+        self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+        self._pulled_version = list(state["pulled_version"])
         self._writable().copy_(state["weights"])
-        self._sum = None
-        if state["sum"] is not None:
-            self._sum = state["sum"].to(self._weights.device)
-            if self._sum.shape != self._weights.shape:
-                raise SettingError(f"sum must be {self._weights.shape}, got {self._sum.shape}")
-        (self._sum_weight,) = as_numbers([state["sum_weight"]], 1)
+        device = self._weights.device
+        self._sum = None if state["sum"] is None else state["sum"].to(device)
+        self._sum_weight = state["sum_weight"]
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
-        self._load_outer(state.get("outer"))
-        device = self._weights.device
-        pushed = state.get("pushed", {})  # older checkpoints lack it
-        self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed.items()}
+        self._load_outer(state["outer"])
+        device, pushed = self._weights.device, state["pushed"].items()
+        self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed}
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SettingError
-from dbsl.base.numbers import as_counts
 from dbsl.cluster.conversing import Conversing
 from dbsl.cluster.joining import NOTHING_LEFT, greeting
 from dbsl.cluster.membership import join_worker
@@ -201,8 +200,7 @@ class ServingCluster(Conversing):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        (self._clock,) = as_counts([state["clock"]], 1)
-        self._waited_s = state["waited_s"]
+        self._clock, self._waited_s = state["clock"], state["waited_s"]
         server = self.server
         server.load_state_dict(state["server"])
         # The others save later than the server, perhaps in a round that they have begun since.

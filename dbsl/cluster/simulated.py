@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.base.numbers import as_counts, as_numbers
 from dbsl.cluster.membership import Change, join_worker, lose_worker
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
@@ -181,19 +180,12 @@ class SimulatedCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.server.load_state_dict(state["server"])
-        workers, device = len(self._ended), self.weights.vector.device
-        (self.time_s,) = as_numbers([state["time_s"]], 1)
-        turn = state["turn"]
-        self._turn = None if turn is None else as_counts([turn], 1, workers - 1)[0]
+        device = self.weights.vector.device
+        self.time_s, self._turn = state["time_s"], state["turn"]
         self._pulled = {worker: w.to(device) for worker, w in state["pulled"].items()}
         self._durations, self._waits = dict(state["durations"]), dict(state["waits"])
-        self._ended = as_numbers(state["ended"], workers)
-        queue = list(state["queue"])
-        times = as_numbers([time_s for time_s, _ in queue], len(queue))
-        inside = as_counts([worker for _, worker in queue], len(queue), workers - 1)
-        if not set(inside) <= self._pulled.keys() & self._durations.keys() & self._waits.keys():
-            raise SettingError(f"state must have what the workers {inside} have pulled")
-        self._queue = list(zip(times, inside, strict=True))
+        self._ended = list(state["ended"])
+        self._queue = [(time_s, worker) for time_s, worker in state["queue"]]
 
     def restart(self, start: Restart) -> None:
         """Go on where workers of another number stopped."""

@@ -333,7 +333,7 @@ class PushedGradients(_Stepper):
         """See `OwnSteps.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
-        self._weight = state.get("weight", 0.0)  # older checkpoints lack it
+        self._weight = state["weight"]
 
 
 # Without annotations: DDP compares them with types, and here they would be strings.

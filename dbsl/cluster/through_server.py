@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import RunFinished, SyncError
-from dbsl.base.numbers import as_counts
 from dbsl.cluster.collectives import pairs_with_server
 from dbsl.cluster.heartbeats import Pulse
 from dbsl.cluster.joining import Admission, Door, why_left_out
@@ -213,8 +212,7 @@ class ServedCluster(Cluster):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        (self._clock,) = as_counts([state["clock"]], 1)
-        self._waited_s = state["waited_s"]
+        self._clock, self._waited_s = state["clock"], state["waited_s"]
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import sample_seeds, stream_seed
@@ -34,18 +35,29 @@ _LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must
 class Pipeline:
     """timm's `transforms_imagenet_train` of PIL images, with its own defaults where unset.
 
-    Fields are the flags of timm's train.py. See `dbsl.data.config.ImageConfig` for each.
+    Fields are the flags of timm's train.py: all but `aa` are of ``augment_kwargs``.
+
+    Attributes:
+        aa: Policy.
+        scale: Area of the random crop over the image's, smallest and largest.
+        ratio: Width of the random crop over its height, smallest and largest.
+        hflip, vflip: Probability of a flip from left to right, and upside down.
+        color_jitter: Strength for brightness, contrast and saturation, one or three, then for hue.
+        color_jitter_prob, grayscale_prob, gaussian_blur_prob: Probabilities.
+        train_crop_mode: ``rrc``: random resized crop; ``rkrc`` and ``rkrr``: resize with the ratio
+            kept, then crop the centre, or a random part.
+        train_interpolation: How images are resized; ``random``: bilinear or bicubic.
     """
 
     aa: str | None = None
-    scale: tuple[float, ...] | None = None
-    ratio: tuple[float, ...] | None = None
-    hflip: float | None = None
-    vflip: float | None = None
-    color_jitter: tuple[float, ...] | None = None
-    color_jitter_prob: float | None = None
-    grayscale_prob: float | None = None
-    gaussian_blur_prob: float | None = None
+    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    hflip: Annotated[float | None, Within(0, 1)] = None
+    vflip: Annotated[float | None, Within(0, 1)] = None
+    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
+    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
+    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
+    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
     train_crop_mode: CropMode | None = None
     train_interpolation: TrainInterpolation | None = None
 
@@ -54,21 +66,25 @@ class Pipeline:
         for name in ("scale", "ratio"):
             values = getattr(self, name)
             if values is not None and (len(values) != 2 or values[0] > values[1]):
-                raise SettingError(f"{name} must be two values, ascending, got {_join(values)}")
+                raise SettingError(
+                    f"augment_kwargs {name} must be two values, ascending, got {_join(values)}"
+                )
         jitter = self.color_jitter
         if jitter is not None and len(jitter) not in (1, 3, 4):
             raise SettingError(
-                "color_jitter must be one value, or one each for brightness, contrast, "
-                f"saturation and, if it is to change, hue, got {len(jitter)} values"
+                "augment_kwargs color_jitter must be one value, or one each for brightness, "
+                f"contrast, saturation and, if it is to change, hue, got {len(jitter)} values"
             )
         if jitter is not None and len(jitter) == 4 and jitter[3] > 0.5:
-            raise SettingError(f"color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}")
+            raise SettingError(
+                f"augment_kwargs color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}"
+            )
         for name in ("color_jitter", "color_jitter_prob"):
             value = getattr(self, name)
             if value is not None and self.aa is not None and "3a" not in self.aa:
                 raise SettingError(
-                    f"{name} must be left out with aa {self.aa}, which takes its place, "
-                    f"got {_join(value) if name == 'color_jitter' else value}"
+                    f"augment_kwargs {name} must be left out with aa {self.aa}, which takes its "
+                    f"place, got {_join(value) if name == 'color_jitter' else value}"
                 )
         if self.aa is not None:
             try:
@@ -85,7 +101,7 @@ class Pipeline:
         """Raise ``SettingError`` if timm's blur, 23 pixels wide, is wider than the images."""
         if self.gaussian_blur_prob and resolution < _LEAST_BLURRED:
             raise SettingError(
-                f"gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
+                f"augment_kwargs gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
                 f"got {self.gaussian_blur_prob:g} at {resolution} px"
             )
 
@@ -107,14 +123,14 @@ class Erasing:
     """timm's random erasing (arXiv 1708.04896) of normalised images.
 
     Attributes:
-        probability: Of an image.
-        mode: Fill: ``const`` (0), ``rand`` (one random colour) or ``pixel`` (random pixels).
-        count: Rectangles of an image at most; each is smaller the more there are.
+        reprob: Probability for an image.
+        remode: Fill: ``const`` (0), ``rand`` (one random colour) or ``pixel`` (random pixels).
+        recount: Rectangles of an image at most; each is smaller the more there are.
     """
 
-    probability: float
-    mode: EraseMode = "const"
-    count: int = 1
+    reprob: float
+    remode: EraseMode = "const"
+    recount: Annotated[int, Within(1, 100)] = 1
 
     def __call__(self, images: Tensor, samples: np.ndarray, seed: int, epoch: int) -> Tensor:
         """Return images [B, 3, R, R] with parts erased by (seed, epoch, sample).
@@ -131,7 +147,7 @@ class Erasing:
 
     def _erased(self, images: Tensor, samples: np.ndarray, seed: int, epoch: int) -> Tensor:
         erase = timm.data.random_erasing.RandomErasing(
-            self.probability, mode=self.mode, max_count=self.count, device="cpu"
+            self.reprob, mode=self.remode, max_count=self.recount, device="cpu"
         )
         seeds = image_seeds(seed, "erasing", epoch, samples)
         with GlobalStreams() as streams:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
-from dbsl.data.augment import CropMode, EraseMode, Erasing, Pipeline, TrainInterpolation
-from dbsl.data.mixing import MixupMode
+from dbsl.base.flags import PAIRS
+from dbsl.base.kwargs import read_kwargs
+from dbsl.data.augment import Erasing, Pipeline
+from dbsl.data.mixing import MixupKwargs
 from dbsl.data.transforms import Augment, Interpolation
 
 SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
+
+_OF_ERASING = ("remode", "recount")
 
 
 @dataclass(frozen=True)
@@ -46,33 +51,14 @@ class ImageConfig:
     # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
     # (AutoAugment), 3a (DeiT III's); unset: none
     aa: str | None = None
-    # area of the random crop over the image's, smallest and largest; unset: 0.08 1
-    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
-    # width of the random crop over its height, smallest and largest; unset: 0.75 1.3333
-    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
-    # probability of a flip from left to right; unset: 0.5, and 0 for digits
-    hflip: Annotated[float | None, Within(0, 1)] = None
-    # probability of a flip upside down; unset: 0
-    vflip: Annotated[float | None, Within(0, 1)] = None
-    # strength of random brightness, contrast and saturation; one value, three, or four with hue;
-    # unset: 0.4, and 0 with another --aa than 3a
-    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
-    # probability of --color-jitter; unset: 1
-    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
-    # probability that an image loses its colours; unset: 0
-    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
-    # probability that an image is blurred; unset: 0
-    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
-    # rrc: random resized crop; rkrc, rkrr: resize with the ratio kept, then crop the centre (rkrc)
-    # or a random part (rkrr); unset: rrc
-    train_crop_mode: CropMode | None = None
-    # how training images are resized; random: bilinear or bicubic; unset: random
-    train_interpolation: TrainInterpolation | None = None
+    # more options of timm's augmentation as name=value: scale=0.08,1 ratio=0.75,1.33 hflip=0.5
+    # vflip=0 color_jitter=0.4 (three values, or four with hue) color_jitter_prob grayscale_prob
+    # gaussian_blur_prob train_crop_mode (rrc, rkrc, rkrr) train_interpolation=random; with --reprob
+    # remode=const (rand, pixel) recount=1
+    augment_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # --- random erasing and evaluation
     # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
     reprob: Annotated[float, Within(0, 1)] = 0.0
-    remode: EraseMode = "const"  # what is in its place: zeros, a random colour, or random pixels
-    recount: Annotated[int, Within(1, 100)] = 1  # rectangles of an image at most; more are smaller
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
     # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
@@ -94,20 +80,34 @@ class ImageConfig:
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline of timm."""
-        return Pipeline(**{f.name: getattr(self, f.name) for f in fields(Pipeline)})
+        own = {n: v for n, v in self.given_to_augment.items() if n not in _OF_ERASING}
+        return Pipeline(self.aa, **own)
 
     @property
     def erasing(self) -> Erasing | None:
         """The random erasing of timm; None: off."""
-        return Erasing(self.reprob, self.remode, self.recount) if self.reprob else None
+        own = {n: v for n, v in self.given_to_augment.items() if n in _OF_ERASING}
+        return Erasing(self.reprob, **own) if self.reprob else None
+
+    @property
+    def given_to_augment(self) -> Mapping[str, Any]:
+        """What ``augment_kwargs`` has."""
+        but = ("aa", "reprob")
+        return read_kwargs("augment_kwargs", self.augment_kwargs, Pipeline, Erasing, but=but)
 
 
 def check_mixing(config: DataConfig) -> None:
-    """Raise ``SettingError`` unless the area of CutMix has two ends."""
-    ends = config.cutmix_minmax
+    """Raise ``SettingError`` for the first argument of mixing that does not fit."""
+    given = config.mixing
+    ends = given.get("cutmix_minmax")
     if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
         shown = ",".join(f"{end:g}" for end in ends)
-        raise SettingError(f"cutmix_minmax must be two values, ascending, got {shown}")
+        raise SettingError(f"mixup_kwargs cutmix_minmax must be two values, ascending, got {shown}")
+    if "switch_prob" in given and not (config.mixup and (config.cutmix or ends)):
+        raise SettingError(
+            "mixup_kwargs must leave out switch_prob except with mixup and CutMix, "
+            f"got {given['switch_prob']:g}"
+        )
 
 
 def check_images(config: ImageConfig) -> None:
@@ -116,7 +116,8 @@ def check_images(config: ImageConfig) -> None:
     given = next((name for name, value in vars(pipeline).items() if value is not None), None)
     if given and config.augment not in (None, "timm"):
         raise SettingError(
-            f"{given} must go with augment timm, whose setting it is, got augment {config.augment}"
+            f"{'aa' if given == 'aa' else f'augment_kwargs {given}'} must go with augment timm, "
+            f"whose setting it is, got augment {config.augment}"
         )
     pipeline.check()
     if config.cache_gib is None and config.shuffle_block != SHUFFLE_BLOCK:
@@ -125,9 +126,9 @@ def check_images(config: ImageConfig) -> None:
         )
     if config.reprob and config.augment == "none":
         raise SettingError(f"reprob must be 0 with augment none, got {config.reprob:g}")
-    if not config.reprob and (config.remode != "const" or config.recount != 1):
-        name = "remode" if config.remode != "const" else "recount"
-        raise SettingError(f"{name} must go with reprob, got {getattr(config, name)} with reprob 0")
+    for name in _OF_ERASING if not config.reprob else ():
+        if name in config.given_to_augment:
+            raise SettingError(f"augment_kwargs {name} must go with reprob, got reprob 0")
     for name in ("mean", "std"):
         values = getattr(config, name)
         if values is not None and len(values) not in (1, 3):
@@ -145,19 +146,17 @@ class DataConfig(ImageConfig):
     mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
     cutmix: Annotated[float, Within(0)] = 0.0
-    # sides of the area that CutMix takes over the image's, smallest and largest, say 0.2 0.8; it
-    # replaces --cutmix; unset: by --cutmix
-    cutmix_minmax: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None
-    # probability that a batch, pair or image is mixed
-    mixup_prob: Annotated[float, Within(0, 1)] = 1.0
-    # probability of CutMix where both are on
-    mixup_switch_prob: Annotated[float, Within(0, 1)] = 0.5
-    # what one mixing is drawn for: a batch, a pair of images, or each image (elem)
-    mixup_mode: MixupMode = "batch"
-    # epochs after which images are mixed no more; 0: they always are
-    mixup_off_epoch: Annotated[int, Within(0)] = 0
+    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
+    # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
+    # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
+    mixup_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
 
     @property
     def mixes(self) -> bool:
         """Whether images are mixed."""
-        return bool(self.mixup or self.cutmix or self.cutmix_minmax)
+        return bool(self.mixup or self.cutmix or self.mixing.get("cutmix_minmax"))
+
+    @property
+    def mixing(self) -> Mapping[str, Any]:
+        """What `dbsl.data.mixing.Mixing` takes of ``mixup_kwargs``."""
+        return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
+from dbsl.base.bounds import Within
 from dbsl.base.lazy import lazy_import
 from dbsl.base.seeds import stream_seed
 from dbsl.data.streams import GlobalStreams
@@ -15,7 +16,15 @@ from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")
 
-MixupMode = Literal["batch", "pair", "elem"]
+
+class MixupKwargs(TypedDict, total=False):
+    """More arguments of `Mixing`, by the names of timm's Mixup."""
+
+    cutmix_minmax: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)]
+    prob: Annotated[float, Within(0, 1)]
+    switch_prob: Annotated[float, Within(0, 1)]
+    mode: Literal["batch", "pair", "elem"]
+    off_epoch: Annotated[int, Within(0)]
 
 
 class Mixing:

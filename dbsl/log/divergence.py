@@ -104,7 +104,7 @@ def no_result(summary: Mapping[str, Any]) -> str | None:
     loss = summary.get("final_loss", 0.0)
     if loss is None or not math.isfinite(loss):  # JSON has no number for it
         return "the loss of the final evaluation is not finite"
-    classes = summary.get("classes", 0)  # not in runs of before
+    classes = summary["classes"]
     if classes > 1 and loss > _NO_RESULT * math.log(classes):
         return (
             f"the loss of the final evaluation is {loss:.3g}, more than {_NO_RESULT:,.0f} times "

@@ -52,7 +52,7 @@ from dbsl.log.rows import (
     worker_rows,
 )
 from dbsl.log.sink import Sink
-from dbsl.log.trackers import tracker_ids, trackers_before
+from dbsl.log.trackers import tracker_ids
 from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.turns import Restart, RoundReport, StepLine, report_from_plain
 from dbsl.plan.types import Plan
@@ -139,7 +139,8 @@ class RunLog:
         self._accelerator = accelerator
         self._sink = Sink(folder, state["metrics_bytes"] if state else 0)
         most = max(len(plan.workers) for plan in plans.values())
-        self._charts = Charts(accelerator, most, folder.name, trackers_before(state))
+        before = state["trackers"] if state else {}
+        self._charts = Charts(accelerator, most, folder.name, before)
         if state and accelerator.trackers:
             self._charts.resume(read_metrics(folder / "metrics.jsonl"))
         done = self._planned.steps_done(state) if state else 0
@@ -192,8 +193,7 @@ class RunLog:
         self.members.load_state_dict(state)
         if self._divergence is not None:
             self._divergence.first = state["first_loss"]
-        if "noise" in state:  # not in checkpoints of before
-            self._noise.load_state_dict(state["noise"])
+        self._noise.load_state_dict(state["noise"])
 
     def _recount(self, restart: Restart) -> None:
         """Count what other workers had done as what they hand over of it.

@@ -42,9 +42,8 @@ class MemberLog:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self.lost = list(state["lost_workers"])
-        # The others are not in checkpoints of before.
-        self.joined = list(state.get("joined_workers", ()))
-        self.lost_samples = state.get("lost_samples", 0)
+        self.joined = list(state["joined_workers"])
+        self.lost_samples = state["lost_samples"]
 
     def hear(self, cluster: Cluster) -> None:
         """Record what the cluster has to tell of workers; elsewhere than on rank 0 it has none."""

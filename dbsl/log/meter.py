@@ -189,12 +189,12 @@ class StepMeter:
             self._starts[worker] = [tuple(start) for start in starts]
         for worker, lines in state["kept"].items():
             self._kept[worker] = [StepLine(*line) for line in lines]
-        self._heard.update(state.get("heard", {}))  # not in checkpoints of before
+        self._heard.update(state["heard"])
 
     def restart(self, state: Mapping[str, Any]) -> None:
         """Count on from other workers' steps: all begin where the furthest of them was."""
         own = [window["steps"] for window in state["windows"].values()]
-        most = max([*own, *state.get("heard", {}).values()], default=0)
+        most = max([*own, *state["heard"].values()], default=0)
         for window in self._windows.values():
             window.steps = most
         self._heard = defaultdict(lambda: most)

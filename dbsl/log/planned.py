@@ -84,19 +84,16 @@ class Planned:
         rows = [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
         if state is None:
             return rows
-        before = state.get("stages")  # none in checkpoints of before
         return [
             row | {"from_epoch": begin}
             for stage, row in zip(self.stages, rows, strict=True)
-            if stage.end_epoch > begin
-            and (anew or (before is not None and asdict(stage) not in before))
+            if stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"])
         ]
 
     def steps_done(self, state: Mapping[str, Any]) -> int:
         """Return how many of all steps of the run, as it is now, earlier sessions took."""
-        share = state.get("share_done", 0.0)
-        before = state["stages"][-1]["end_epoch"] if "stages" in state else None
-        if before in (None, self.epochs):
+        share, before = state["share_done"], state["stages"][-1]["end_epoch"]
+        if before == self.epochs:
             return round(share * self.steps)
         epochs = share * before  # done
         return round(

@@ -43,8 +43,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise SettingError(f"{path} line {number} must be JSON, got {line[:60]!r}") from error
-    records = _without_undone(records)
-    return [in_code(record) for record in records] if first_epoch(records) else records
+    return [in_code(record) for record in _without_undone(records)]
 
 
 def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -59,14 +58,6 @@ def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         kept.append(record)
     return kept[::-1]
-
-
-def first_epoch(records: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of the first epoch in these records: 0 in files that older versions began.
-
-    Every file begins with a plan, whose last epoch they name by the one after it.
-    """
-    return int(not records or "end_epoch" not in records[0])
 
 
 def for_people(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,19 +6,18 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from dbsl.base.errors import SaveError
-from dbsl.log.rows import first_epoch, for_people, strict_numbers
+from dbsl.log.rows import for_people, strict_numbers
 from dbsl.run.folder import check_metrics
 
 
 class Sink:
     """A run's metrics.jsonl, on the main process.
 
-    Epochs count from 1 in it. A file that an older version began goes on as it was begun, from 0.
+    Epochs count from 1 in it.
 
     Args:
         folder: The run folder; it exists.
@@ -30,10 +29,7 @@ class Sink:
 
     def __init__(self, folder: Path, keep_bytes: int = 0) -> None:
         self._folder = folder
-        path = folder / "metrics.jsonl"
-        self._file = _open_metrics(path, keep_bytes)
-        with path.open(encoding="utf-8") as file:
-            self._first_epoch = first_epoch([json.loads(line) for line in islice(file, 1)])
+        self._file = _open_metrics(folder / "metrics.jsonl", keep_bytes)
 
     @property
     def size(self) -> int:
@@ -43,8 +39,8 @@ class Sink:
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a record, whose epochs count from 0 as in the code."""
-        row = for_people(row) if self._first_epoch else row
-        line = json.dumps(strict_numbers({"event": event, **row}), allow_nan=False) + "\n"
+        row = strict_numbers({"event": event, **for_people(row)})
+        line = json.dumps(row, allow_nan=False) + "\n"
         try:
             self._file.write(line)
         except OSError as error:

@@ -16,7 +16,7 @@ from dbsl.log.hub import CARD, write_card
 from dbsl.log.log import RunLog
 from dbsl.log.planned import epochs_done
 from dbsl.log.rows import read_metrics
-from dbsl.log.trackers import start_trackers, trackers_before
+from dbsl.log.trackers import start_trackers
 from dbsl.plan.turns import Restart
 from dbsl.profile.setup import device_name
 from dbsl.run.announce import print_run
@@ -45,7 +45,7 @@ def start_log(
         folder,
         folder.name,
         {name: value for name, value in asdict(config).items() if name != RESOLVED},
-        resumed=trackers_before(state),
+        resumed=state["trackers"] if state else {},
         epochs=epochs_done(state),
     )
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.

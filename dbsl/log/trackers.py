@@ -19,7 +19,6 @@ from accelerate.utils import LoggerType
 
 from dbsl.base.errors import SettingError
 from dbsl.log.charts import THOUSANDTHS
-from dbsl.log.workspace import how_to, make_first_view
 
 PROJECT = "dbsl"
 
@@ -113,22 +112,6 @@ def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
     return {own.name: own.tracker.id if own.name == "wandb" else "" for own in trackers}
 
 
-def trackers_before(state: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return what `tracker_ids` returned in the session that saved this state of a log, if any."""
-    if state is None:
-        return {}
-    if "trackers" in state:
-        return dict(state["trackers"])
-    known = state["tracker"]  # older checkpoints have W&B's id alone, or a tracker's name
-    return (
-        {}
-        if known is None
-        else {known: ""}
-        if known in {*map(str, LoggerType)}
-        else {"wandb": known}
-    )
-
-
 def _start_wandb(
     accelerator: Accelerator,
     folder: Path,
@@ -166,12 +149,10 @@ def _start_wandb(
     run = accelerator.get_tracker("wandb", unwrap=True)
     if why is None:
         print(f"wandb: {run.url}", flush=True)
-        make_first_view(run)
     elif run.offline:
         # The folder of all sessions of the run: a resumed one adds to those before.
         command = f"wandb sync {shlex.quote(os.path.relpath(folder / 'wandb'))}"
         print(f"wandb: offline ({why}); to upload: {command}", flush=True)
-        print(how_to(f"ENTITY/{run.project}") + "  (after the upload)", flush=True)
 
 
 def _why_offline() -> str | None:

@@ -65,7 +65,7 @@ def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict
         column = epochs.index(epoch)
         values["local_batch_size"][worker, column] = own[-1]["local_batch_size"]
         for name in names[1:]:
-            values[name][worker, column] = sum(row.get(name, 0.0) for row in own)
+            values[name][worker, column] = sum(row[name] for row in own)
     # The longest epoch has them all, unless samples were left out of each.
     taken = np.zeros(len(epochs))
     for row in metrics:
@@ -147,8 +147,6 @@ def _draw(
     axes: Axes, epochs: Sequence[int], values: np.ndarray, planned: np.ndarray | None = None
 ) -> None:
     marker = "o" if len(epochs) <= 40 else None
-    if planned is not None and not np.nansum(planned):  # older files have none
-        planned = None
     if len(values) > MAX_LINES:
         axes.plot(epochs, np.nanmedian(values, axis=0), marker=marker, markersize=3, label="median")
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypedDict
 
 from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
+from dbsl.base.flags import PAIRS
+from dbsl.base.kwargs import read_kwargs
 from dbsl.plan.follow import Balance
 from dbsl.plan.stages import LrScaling, LrSchedule, ResetMomentum, Schedule
 from dbsl.plan.types import Rounding, UpdateFactor
@@ -31,9 +33,6 @@ class BatchConfig:
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
-    # folder of a study or a run whose useful batch bounds --large-batch-size auto; unset: only
-    # memory bounds it
-    batch_evidence: str | None = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
     # samples per joint step over all workers; unset: the sum of their batches
@@ -94,6 +93,16 @@ class EmulationConfig:
     link_overlap: Annotated[float, Within(0, 1)] = 0.0
 
 
+class LrKwargs(TypedDict, total=False):
+    """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
+
+    warmup_lr: Annotated[float | None, Within(0)]
+    warmup_prefix: bool
+    cooldown_epochs: Annotated[float, Within(0)]
+    k_decay: Annotated[float, Within(0, open_low=True)]
+    power: Annotated[float, Within(0, open_low=True)]
+
+
 @dataclass(frozen=True)
 class StageConfig:
     """Epochs, resolutions and learning rates."""
@@ -124,19 +133,12 @@ class StageConfig:
     lr_gamma: Annotated[float, Within(0, open_low=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
     warmup_epochs: Annotated[float | None, Within(0)] = None
-    # learning rate that the warm-up starts from; unset: lr/100
-    warmup_lr: Annotated[float | None, Within(0)] = None
-    # cosine and poly begin after the warm-up; off: they begin with it, as in timm, and the warm-up
-    # replaces their beginning
-    warmup_prefix: bool = True
     # learning rate that cosine and poly end at
     min_lr: Annotated[float, Within(0)] = 0.0
-    # last epochs, which stay at --min-lr; they count among --epochs
-    cooldown_epochs: Annotated[float, Within(0)] = 0.0
-    # power of the elapsed share of cosine and poly; above 1 the learning rate falls later
-    lr_k_decay: Annotated[float, Within(0, open_low=True)] = 1.0
-    # power of poly; 1: the learning rate falls linearly
-    lr_power: Annotated[float, Within(0, open_low=True)] = 1.0
+    # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
+    # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
+    # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
+    lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # workers clear their optimizer's state never, where a stage (its resolution, too) begins, or
     # before every round
     reset_momentum: ResetMomentum = "never"
@@ -144,18 +146,25 @@ class StageConfig:
     @property
     def curve(self) -> dict[str, Any]:
         """What `learning_rate_at` takes of warm-up, cosine and poly."""
-        names = ("warmup_epochs", "warmup_lr", "warmup_prefix", "min_lr", "cooldown_epochs")
-        curve = {name: getattr(self, name) for name in names}
-        return curve | {"k_decay": self.lr_k_decay, "power": self.lr_power}
+        more = read_kwargs("lr_kwargs", self.lr_kwargs, LrKwargs)
+        return {"warmup_epochs": self.warmup_epochs, "min_lr": self.min_lr, **more}
 
 
 def check_curve(config: StageConfig) -> None:
     """Raise ``SettingError`` unless the learning rate ends below its peak, and after warm-up."""
+    given = config.curve
+    without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
+    if names := sorted(given.keys() & without.get(config.lr_schedule, set())):
+        raise SettingError(
+            f"lr_kwargs must leave out {names[0]} with lr_schedule {config.lr_schedule}, "
+            f"got {given[names[0]]}"
+        )
     if config.lr is not None and config.min_lr > config.lr:
         raise SettingError(f"min_lr must be at most lr ({config.lr:g}), got {config.min_lr:g}")
     left = config.epochs - (config.warmup_epochs or 0)
-    if config.cooldown_epochs and config.cooldown_epochs >= left:
+    cooldown = given.get("cooldown_epochs", 0.0)
+    if cooldown and cooldown >= left:
         raise SettingError(
-            f"cooldown_epochs must be below the {left:g} epochs after the warm-up, "
-            f"got {config.cooldown_epochs:g}"
+            f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up, "
+            f"got {cooldown:g}"
         )

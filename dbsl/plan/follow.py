@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.base.numbers import as_counts
 from dbsl.plan.members import Members
 from dbsl.plan.speeds import SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.plan.turns import RoundReport, report_from_plain
@@ -273,17 +272,14 @@ class Planner:
         ):
             raise SettingError(f"plans must be of {len(self._speeds)} workers at each resolution")
         self.current, self.fixed, self._segments = current, fixed, segments
-        asked = state.get("asked", {})  # older checkpoints have none of these three
-        self._asked = {e: int(asked.get(e, rows[-1].first_round)) for e, rows in segments.items()}
-        active = state.get("active", sorted(self._active))
-        self._active = set(as_counts(active, len(active), len(self._speeds) - 1))
-        (self._begun,) = as_counts([state.get("begun", 0)], 1)
+        self._asked = dict(state["asked"])
+        self._active, self._begun = set(state["active"]), state["begun"]
         if len(self._active) < len(self._speeds):
             self._planned = {r: self._without(r, self._active) for r in current}
         self.changes = state["changes"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
-        self._measured = as_counts(state["measured"], len(self._speeds))
+        self._measured = list(state["measured"])
         self._refine_at = state["refine_at"]
         self._since.clear()
         for worker, reports in state["since"].items():

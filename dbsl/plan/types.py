@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dbsl.base.errors import SettingError
-from dbsl.base.numbers import as_counts, as_numbers
 
 Rounding = Literal["round", "truncate"]
 UpdateFactor = Literal["data", "sqrt", "none"]
@@ -121,9 +120,6 @@ class CurrentPlan:
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     """Return the plan that `asdict` was given."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
-    for worker in workers:
-        as_counts([worker.local_batch_size, worker.samples, worker.steps], 3)
-        as_numbers([worker.merge_weight, worker.predicted_time_s], 2)
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
 
 

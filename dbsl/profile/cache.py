@@ -289,7 +289,7 @@ def _read(path: Path, setup: Setup, *, strict: bool) -> dict[int, StepProfile]:
 
 
 def _profile(row: Mapping[str, Any]) -> StepProfile:
-    memory = row.get("memory")
+    memory = row["memory"]
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
     values["memory"] = MemoryModel(**memory) if memory else None
     profile = StepProfile(**values)

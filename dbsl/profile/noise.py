@@ -198,40 +198,31 @@ def noise_summary(scale: NoiseScale | None, plan: Plan) -> dict[str, Any]:
         "noise_scale_low": scale.low,
         "noise_scale_high": scale.high,
     }
-    if _verdict(scale, batch) is not None:
-        found["noise_advice"] = advise(scale, batch, "the global batch" if joint else "B_L")
-    return found
+    advice = advise(scale, batch, "the global batch" if joint else "B_L")
+    return found | ({"noise_advice": advice} if advice else {})
 
 
-def advise(scale: NoiseScale, batch: int, name: str) -> str:
-    """Return what an estimate says about a batch size, in a line.
+def advise(scale: NoiseScale, batch: int, name: str) -> str | None:
+    """Return what an estimate says about a batch size; None where it is not known well enough.
 
     Args:
         scale: The estimate.
         batch: Samples per step, of the largest kind in the run.
         name: Name of that size: ``B_L``, or ``the global batch``.
     """
-    verdict = _verdict(scale, batch) or "too uncertain to say which batch is worth having"
-    return f"gradient noise scale {describe(scale)}; {name} is {batch}: {verdict}"
-
-
-def _verdict(scale: NoiseScale, batch: int) -> str | None:
-    """Return what an estimate says about a batch size; None where it is not known well enough."""
     if scale.pairs < _FEW or math.isinf(scale.b_simple):
         return None
     if batch < scale.low / 2:
-        return "a larger batch would save steps at few extra samples"
-    if batch > 2 * scale.high:
-        return "a smaller batch would take hardly more steps, and far fewer samples"
-    return None if scale.high > _WIDE * scale.low else "about what is worth having"
-
-
-def describe(scale: NoiseScale) -> str:
-    """Return an estimate and its interval in words."""
-    if math.isinf(scale.b_simple):
-        return "unknown"
+        verdict = "a larger batch would save steps at few extra samples"
+    elif batch > 2 * scale.high:
+        verdict = "a smaller batch would take hardly more steps, and far fewer samples"
+    elif scale.high > _WIDE * scale.low:
+        return None
+    else:
+        verdict = "about what is worth having"
     upper = "or more" if math.isinf(scale.high) else f"to {_samples(scale.high)}"
-    return f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} {upper})"
+    found = f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} {upper})"
+    return f"gradient noise scale {found}; {name} is {batch}: {verdict}"
 
 
 def _samples(value: float) -> str:

@@ -15,7 +15,7 @@ from dbsl.base.words import as_given
 from dbsl.cluster.config import SyncConfig
 from dbsl.data.config import DataConfig, check_images, check_mixing
 from dbsl.model_config import ModelConfig
-from dbsl.optimizer import OptimizerConfig
+from dbsl.optimizer import OptimizerConfig, without_rates
 from dbsl.plan.config import BatchConfig, EmulationConfig, StageConfig, check_curve
 from dbsl.plan.stages import check_resolutions
 from dbsl.run.accelerator import Precision
@@ -113,10 +113,6 @@ def _check_together(config: RunConfig) -> None:
         value = getattr(config, name)
         if holds and value not in (must, None):
             raise SettingError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
-    if config.batch_evidence is not None and config.large_batch_size != "auto":
-        raise SettingError(
-            f"batch_evidence must go with large_batch_size auto, got {config.batch_evidence}"
-        )
     if config.micro_batch_size is not None and config.large_batch_size == "auto":
         raise SettingError(
             "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "
@@ -253,21 +249,12 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield config.slope is not None, "profile", None, "with slope"
     parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
     yield steps_in_parts(config), "clip_grad", None, parts
-    yield steps_in_parts(config), "opt_kwargs", (), parts
-    yield config.layer_decay is None, "layer_decay_min_scale", 0, "except with layer_decay"
+    yield steps_in_parts(config) and bool(without_rates(config.opt_kwargs)), "opt_kwargs", (), parts
     weights = config.pretrained or ":" in config.model
     yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
-    unmixed = "except with mixup, cutmix or cutmix_minmax"
-    for name, without in (("mixup_prob", 1), ("mixup_mode", "batch"), ("mixup_off_epoch", 0)):
-        yield not config.mixes, name, without, unmixed
-    both = config.mixup and (config.cutmix or config.cutmix_minmax)
-    yield not both, "mixup_switch_prob", 0.5, "except with mixup and CutMix"
+    yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
-    falls = config.lr_schedule in ("cosine", "poly")
-    for name, without in (("min_lr", 0), ("cooldown_epochs", 0), ("lr_k_decay", 1)):
-        yield not falls, name, without, "except with lr_schedule cosine or poly"
-    yield not falls, "warmup_prefix", True, "except with lr_schedule cosine or poly"
-    yield config.lr_schedule != "poly", "lr_power", 1, "except with lr_schedule poly"
+    yield config.lr_schedule == "step", "min_lr", 0, "except with lr_schedule cosine or poly"
     for name, without in (("plan_only", False), ("push_to_hub", None), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
     yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"

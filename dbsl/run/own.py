@@ -25,18 +25,10 @@ OptimizerBuilder = Callable[
 
 # Settings that say which data and which model; with one's own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
-_OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "drop_block", "gp")
-_OF_MODEL += (
-    "bn_momentum",
-    "bn_eps",
-    "model_kwargs",
-    "grad_checkpointing",
-    "layer_decay",
-    "head_init_scale",
-    "head_init_bias",
-)
+_OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "model_kwargs")
+_OF_MODEL += ("grad_checkpointing", "layer_decay")
 # A function may read momentum and weight_decay of the settings that it is given.
-_OF_OPTIMIZER = ("opt_eps", "opt_betas", "layer_decay", "layer_decay_min_scale", "opt_kwargs")
+_OF_OPTIMIZER = ("layer_decay", "opt_kwargs")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ import yaml
 from dbsl.base.errors import SettingError
 from dbsl.base.flags import UNSET, build, kinds_in_words, read_flags, unknown
 from dbsl.cluster.launch import recall
+from dbsl.data.augment import Pipeline
+from dbsl.data.mixing import MixupKwargs
+from dbsl.plan.config import LrKwargs
 from dbsl.run.accelerator import launched_precision
 from dbsl.run.bucket import pull_config, url_to_pull
 from dbsl.run.config import CHECKPOINTS, is_url
@@ -52,8 +55,15 @@ _ELSEWHERE = {
     "per-device-train-batch-size": _LARGE,
     "sched": "--lr-schedule",
     "val-split": "--holdout",
+    "gp": "--model-kwargs global_pool=",
+    "drop-block": "--model-kwargs drop_block_rate=",
+    "opt-eps": "--opt-kwargs eps=",
+    "opt-betas": "--opt-kwargs betas=",
+    "lr-k-decay": "--lr-kwargs k_decay=",
+    **{f"mixup-{n.replace('_', '-')}": f"--mixup-kwargs {n}=" for n in MixupKwargs.__annotations__},
+    **{n.replace("_", "-"): f"--lr-kwargs {n}=" for n in LrKwargs.__annotations__},
+    **{n.replace("_", "-"): f"--augment-kwargs {n}=" for n in Pipeline.__annotations__},
 }
-_REMOVED = {"damp_stale": False}  # settings of older files, by name: their default
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 
 
@@ -258,25 +268,6 @@ def run_folder_of(resume: str, output_dir: str | None) -> Path:
     return folder
 
 
-def in_todays_words(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of an older file or checkpoint as they are given today.
-
-    Raises:
-        SettingError: If a setting that was removed since had another value than its default.
-    """
-    for name in settings.keys() & _REMOVED.keys():
-        if settings[name] != _REMOVED[name]:
-            raise SettingError(f"{name} was removed (see CHANGELOG.md), got {settings[name]}")
-    settings = {name: value for name, value in settings.items() if name not in _REMOVED}
-    if isinstance(settings.get("reset_momentum"), bool):
-        settings["reset_momentum"] = "stage" if settings["reset_momentum"] else "never"
-    if settings.pop("batch_limit", None) == "useful" and not settings.get("batch_evidence"):
-        raise SettingError(
-            "batch_limit is gone: name the study or run with batch_evidence, got useful alone"
-        )
-    return settings
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which PyYAML takes the last."""
 
@@ -305,7 +296,6 @@ def _read_yaml(path: Path, known: Collection[str] | None) -> dict[str, Any]:
         raise SettingError(
             f"config must map settings to values, got {path} with a bare value or list"
         )
-    settings = in_todays_words(settings)
     for key in settings if known else ():
         name = str(key).replace("-", "_")
         if {name, name.removeprefix("no_")}.isdisjoint({*known, "base", RESOLVED}):

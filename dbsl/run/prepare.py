@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.architecture import check_patches, check_sides, init_head, least_batch
+from dbsl.architecture import check_patches, check_sides, least_batch
 from dbsl.base.errors import SettingError
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.mixing import Mixing
@@ -181,23 +181,19 @@ def _make_emulation(config: RunConfig) -> Emulation:
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
     if not config.mixes:
         return None
-    for side in config.resolutions if config.cutmix_minmax else ():
-        low, high = (int(side * end) for end in config.cutmix_minmax)
-        if low == high:
+    ends = config.mixing.get("cutmix_minmax")
+    for side in config.resolutions if ends else ():
+        if int(side * ends[0]) == int(side * ends[1]):
             raise SettingError(
-                f"cutmix_minmax must be a pixel or more apart at {side} px, got "
-                f"{','.join(map(str, config.cutmix_minmax))}"
+                f"mixup_kwargs cutmix_minmax must be a pixel or more apart at {side} px, got "
+                f"{','.join(map(str, ends))}"
             )
     return Mixing(
         config.mixup,
         config.cutmix,
         num_classes=data.num_classes,
         seed=config.seed,
-        off_epoch=config.mixup_off_epoch,
-        cutmix_minmax=config.cutmix_minmax,
-        prob=config.mixup_prob,
-        switch_prob=config.mixup_switch_prob,
-        mode=config.mixup_mode,
+        **config.mixing,
     )
 
 
@@ -266,8 +262,6 @@ def _build_model(
     check_scores(model, config.model, data.example(2, config.resolutions[0])[0], data.num_classes)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
-    if config.head_init_scale is not None or config.head_init_bias is not None:
-        init_head(model, config.head_init_scale, config.head_init_bias)
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing()

@@ -25,7 +25,7 @@ _DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
 _STEP = (
     *("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm"),
     *("clip_grad", "clip_mode", "layer_decay", "opt_kwargs"),
-    *("drop_path", "drop_block", "gp", "model_kwargs", "grad_checkpointing"),
+    *("drop_path", "model_kwargs", "grad_checkpointing"),
 )
 _ROUND = ("workers", "rounds_per_epoch", JOINT, "resolutions", *_DATA)
 _BATCHES = ("global_batch_size", "local_batch_sizes")
@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "warmup_epochs": ("epochs",),
     "local_batch_sizes": ("workers", "resolutions"),
     "global_batch_size": (*_ROUND, "local_batch_sizes"),
-    "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "batch_evidence"),),
+    "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit"),),
     "micro_batch_size": (
         *(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "large_batch_size", "push"),
     ),
@@ -60,10 +60,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 _LISTS = ("large_batch_size", "micro_batch_size", "slope", "intercept", "floor", "small_batch_size")
 # Settings that say how to find one; with it found they have had their say.
-_DONE = {
-    "slope": {"profile": None, "profile_refresh": False},
-    "large_batch_size": {"batch_evidence": None},
-}
+_DONE = {"slope": {"profile": None, "profile_refresh": False}}
 
 
 def check_names(resolved: Any) -> None:

@@ -61,7 +61,7 @@ class Stopwatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        self._earlier_loop_s = float(state["loop_s"])
-        self.start_up_s += float(state.get("start_up_s", 0.0))  # not in checkpoints of before
-        self.eval_s = float(state["eval_time_s"])
-        self._earlier_s = float(state["total_s"])
+        self._earlier_loop_s = state["loop_s"]
+        self.start_up_s += state["start_up_s"]
+        self.eval_s = state["eval_time_s"]
+        self._earlier_s = state["total_s"]

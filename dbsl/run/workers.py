@@ -17,7 +17,6 @@ from dbsl.optimizer import BuildOptimizer
 from dbsl.plan.types import TimeModel
 from dbsl.run.by_worker import for_workers, from_workers
 from dbsl.run.config import RunConfig, takes_joint_steps
-from dbsl.run.evidence import useful_batch_size
 from dbsl.run.measured import (
     largest_batches,
     largest_micro_batches,
@@ -83,7 +82,6 @@ def know_workers(
     large = _given_batches(config, share)
     _check_large_batches(config, large, data, alike=accelerator.num_processes == 1 and measured)
     models = None if measured else _given_models(config)
-    useful = useful_batch_size(config, accelerator) if config.batch_evidence else None
     # Joint steps shift samples between workers, and none may be given more than it can hold.
     # With micro-batches any batch fits.
     shifting = joint and config.balance != "none" and config.micro_batch_size is None
@@ -98,8 +96,6 @@ def know_workers(
         limits = largest_batches(config, profiler, most, accelerator)
     if auto:
         most = largest_auto_batch(share)
-        if useful is not None:
-            most = min(most, -(-useful // config.workers) if joint else useful)
         large = [[min(size, most) for size in row] for row in limits]
     elif joint and config.large_batch_size and config.global_batch_size is not None:
         limits = large
@@ -206,5 +202,4 @@ def _with_known(
         floor=floor if any(floor) else config.floor,
         profile=None,
         profile_refresh=False,
-        batch_evidence=None,
     )

@@ -21,13 +21,18 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
-from dbsl.run.evidence import dataset_name
 from dbsl.study.scaling import Study, Trial
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ("step", "train/cross_entropy_error", "val/cross_entropy_error")
 COLUMNS += ("val/classification_error",)
 _STATES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")
+
+
+def dataset_name(dataset: str) -> str:
+    """Return what a dataset is called in a layout: a path's last part; a hub id without slashes."""
+    path = Path(dataset).expanduser()
+    return path.resolve().stem if path.exists() else dataset.replace("/", "--")
 
 
 def study_folder(root: Path, dataset: str, model: str, optimizer: str, batch_size: int) -> Path:

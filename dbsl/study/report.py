@@ -10,7 +10,6 @@ from typing import Any
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_table, write_text
-from dbsl.run.evidence import REPORT
 from dbsl.study.scaling import (
     CRITICAL_RULE,
     EDGE_RULE,
@@ -25,7 +24,7 @@ from dbsl.study.scaling import (
     steps_to_result,
 )
 
-TABLE = "results.csv"
+REPORT, TABLE = "report.json", "results.csv"
 Budgets = tuple[int | None, int | None]  # steps, examples
 
 

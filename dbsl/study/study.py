@@ -37,13 +37,18 @@ from dbsl.optimizer import check_optimizer
 from dbsl.plan.sampler import evaluation_batch_size
 from dbsl.plan.stages import default_resolutions
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.evidence import dataset_name
 from dbsl.run.folder import LOCK
 from dbsl.run.parse import config_to_yaml
 from dbsl.run.stopping import Stopping
 from dbsl.study.claims import Claim, Claims
 from dbsl.study.config import StudyConfig
-from dbsl.study.files import read_workloads, study_folder, write_study, write_trial
+from dbsl.study.files import (
+    dataset_name,
+    read_workloads,
+    study_folder,
+    write_study,
+    write_trial,
+)
 from dbsl.study.report import write_report
 from dbsl.study.scaling import OBJECTIVE, Trial, reached_at
 from dbsl.study.search import search_entries, search_points, trial_parameters
@@ -55,8 +60,6 @@ _PARENT = "DBSL_STUDY_PARENT"
 # Settings that may change from one launch to the next: none changes a trial.
 _MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
 _MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
-# Settings with a value that older studies do not have.
-_SINCE = ("reprob", "remode", "recount", "shuffle_block")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
 
 
@@ -295,10 +298,7 @@ def _keep_settings(config: StudyConfig, folder: Path) -> None:
         if not path.exists():
             write_text(path, text)
             return
-    # A setting that an older study does not name had its default, which is its default now.
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    before = yaml.safe_load(config_to_yaml({n: defaults[n] for n in settings if n in _SINCE}))
-    before |= yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    before = yaml.safe_load(path.read_text(encoding="utf-8"))
     now = yaml.safe_load(text)
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):

@@ -735,7 +735,7 @@ def dampened(model, config):
     ("optimizer", "settings", "message"),
     [
         (muon, {}, "lr must be given with the optimizer that muon builds"),
-        (muon, {"lr": 0.1, "opt_eps": 1e-3}, "opt_eps must be left out with an optimizer"),
+        (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with an opti"),
         (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
         (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
         (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),

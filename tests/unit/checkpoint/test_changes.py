@@ -28,6 +28,8 @@ def changes(now, *, before=BEFORE, processes=1, epoch=2):
         workers=before.workers,
         config=asdict(before),
         files={},
+        classes=10,
+        samples=100,
     )
     said = []
     with tempfile.TemporaryDirectory() as name:

@@ -8,7 +8,6 @@ import torch
 
 from dbsl.base.serialize import pack
 from dbsl.checkpoint.manifest import (
-    NEEDED_SETTINGS,
     CheckpointError,
     Manifest,
     MissingShardError,
@@ -27,7 +26,8 @@ from dbsl.checkpoint.on_disk import (
     write_shard,
 )
 
-CONFIG = dict.fromkeys(sorted(NEEDED_SETTINGS)) | {"resolutions": [16, 32], "lr": 0.1}
+CONFIG = {"resolutions": [16, 32], "lr": 0.1}
+OF_DATA = {"classes": 10, "samples": 100}
 
 
 def write(run_folder, sequence, *, ranks=1, late_ranks=()):
@@ -40,7 +40,7 @@ def write(run_folder, sequence, *, ranks=1, late_ranks=()):
         vouch_for_shard(folder, rank, write_shard(folder, rank, *pack({"rank": rank})))
     counts = {"sequence": sequence, "epoch": 1, "workers": 4}
     counts["processes"] = ranks + len(late_ranks)
-    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts))
+    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts, **OF_DATA))
     return folder
 
 
@@ -60,7 +60,7 @@ def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
     tree, tensors = pack([torch.arange(float(size)) for size in (1, 3, 5, 7)])
     files = write_shard(tmp_path, 0, tree, tensors)
     options = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
-    write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **options))
+    write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **options, **OF_DATA))
     read = read_shard(tmp_path, read_manifest(tmp_path), 0)
     assert [len(tensor) for tensor in read] == [1, 3, 5, 7]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
@@ -120,7 +120,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder.mkdir(parents=True)
     files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
     counts = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
-    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts))
+    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts, **OF_DATA))
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
         read_manifest(folder)
 

@@ -22,13 +22,16 @@ from dbsl.plan.types import CurrentPlan, TimeModel
 from dbsl.run.run import round_sampler
 from train import Config
 
+# What a server has told of and has not merged.
+NOTHING = {"newcomers": [], "quorum": None, "reports": [], "finished": [], "outer": None}
+
 
 def server_shard(clocks, active=None, **planner):
     active = list(range(len(clocks))) if active is None else active
-    server = {"clocks": clocks, "active": active}
+    server = NOTHING | {"clocks": clocks, "active": active}
     return {
         "cluster": {"clock": clocks[0], "waited_s": 0.5, "server": server},
-        "planner": {"current": {8: "plan"}, "segments": {}, "fixed": {}, **planner},
+        "planner": {"current": {8: "plan"}, "segments": {}, "fixed": {}, "begun": 0, **planner},
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
         "clock": {0: 0.3},
@@ -131,7 +134,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     plan = plan_dual_batch(60, 3, 1, 4, fast, time_ratio=1.05, rounds=2)
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, rounds_per_epoch=2)
     server = {"clocks": [5, 6, 1 if lost else 4], "active": [0, 1] if lost else [0, 1, 2]}
-    server |= {"weights": None, "version": 9, "refused": 0}
+    server |= NOTHING | {"weights": None, "version": 9, "refused": 0}
     # Rank 0 is a server alone: its own clock stands still.
     state = {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
     data = Bag(train=range(60))
@@ -156,7 +159,7 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
         for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
     ]
     server = {"clocks": [5, 6, 5], "active": [0, 1, 2], "weights": torch.ones(1), "version": 9}
-    server["refused"] = 4
+    server |= NOTHING | {"refused": 4}
     server["reports"] = [asdict(report) for report in reports]
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
     state = {"cluster": {"server": server}, "planner": planner.state_dict()}
@@ -178,6 +181,7 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     plan = plan_steps(60, np.array([5, 5]), [fast] * 2)  # six steps: three pushes, then two
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2}, rounds_per_epoch=3)
     server = {"clocks": [clock] * 2, "active": [0, 1], "weights": None, "version": 9, "refused": 0}
+    server |= NOTHING
     state = {"cluster": {"server": server | {"optimizer": {}}}, "planner": planner.state_dict()}
     config = Config(workers=2, push="gradients", push_every=3)
     run = Bag(rounds=2, config=config, plans={8: plan}, stage_at=lambda epoch: Bag(resolution=8))
@@ -204,6 +208,7 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
     plan = plan_steps(60, np.array([5, 5]), [fast] * 2)
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
     server = {"clocks": [6, 6], "active": [0, 1], "weights": None, "version": 9, "refused": 0}
+    server |= NOTHING
     cluster = {"clock": 1, "time_s": 3.0, "refused": 0, "server": server | {"optimizer": "of all"}}
     state = {"cluster": cluster, "planner": planner.state_dict(), "progress": None}
     state["model"] = {"weights": None}
@@ -220,6 +225,7 @@ def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expe
     plan = plan_dual_batch(60, 2, 1, 4, fast, time_ratio=1.05)
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
     server = {"clocks": [1, 1], "active": [0, 1], "weights": None, "version": 1, "refused": 0}
+    server |= NOTHING
     state = {"cluster": {"server": server}, "planner": planner.state_dict()}
     run = Bag(rounds=1, config=Config(workers=2, sync=sync), data=Bag(train=range(60)), least=1)
     restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)), 60)

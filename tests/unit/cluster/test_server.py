@@ -307,24 +307,6 @@ def test_state_goes_through_json_and_goes_on_alike():
     assert (one.version, one.clocks, list(one.reports)) == (two.version, two.clocks, [*two.reports])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"clocks": [1]},
-        {"clocks": [0, -1]},
-        {"version": 1.5},
-        {"weights": torch.zeros(3)},
-        {"sum": torch.zeros(3)},
-        {"active": [7]},
-        {"sum_weight": float("nan")},
-    ],
-)
-def test_a_state_that_is_none_is_refused(change):
-    s = server("mean", staleness=0)
-    with pytest.raises((ValueError, RuntimeError)):
-        s.load_state_dict({**s.state_dict(), **change})
-
-
 def test_other_workers_take_over_at_one_clock():
     s = server("ratio", workers=3, rounds_per_epoch=2)
     s.restart(Restart(torch.tensor([7.0, 8.0]), version=9, clock=5))

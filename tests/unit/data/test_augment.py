@@ -48,7 +48,7 @@ def load(settings, **more):
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
 def test_an_image_looks_the_same_in_whichever_batch_worker_or_process(photos, aa):
-    data = load(photos, aa=aa, reprob=0.5, remode="pixel", recount=2)
+    data = load(photos, aa=aa, reprob=0.5, augment_kwargs=("remode=pixel", "recount=2"))
     transform = data.transform(16, "timm", 7)
     whole = read(data.train, transform, range(24))
     assert torch.equal(whole, read(data.train, transform, range(5), range(5, 24)))
@@ -58,7 +58,7 @@ def test_an_image_looks_the_same_in_whichever_batch_worker_or_process(photos, aa
 
 
 def test_loader_processes_augment_as_this_one_does(photos):
-    settings = {"aa": RAND, "gaussian_blur_prob": 0.5, "reprob": 0.3}
+    settings = {"aa": RAND, "augment_kwargs": ("gaussian_blur_prob=0.5",), "reprob": 0.3}
     here, there = (load(photos, **settings, loader_workers=n) for n in (0, 2))
     batches = [range(7), range(7, 24)]
     images = read(here.train, here.transform(16, "timm", 0), *batches)
@@ -66,8 +66,9 @@ def test_loader_processes_augment_as_this_one_does(photos):
 
 
 def test_the_images_are_those_of_timms_own_pipeline(photos):
-    given = {"color_jitter": (0.3,), "scale": (0.3, 0.9), "vflip": 0.5, "grayscale_prob": 0.3}
-    data = load(photos, **given, train_interpolation="bicubic")
+    kwargs = ("color_jitter=0.3", "scale=0.3,0.9", "vflip=0.5", "grayscale_prob=0.3")
+    given = {"scale": (0.3, 0.9), "vflip": 0.5, "grayscale_prob": 0.3}
+    data = load(photos, augment_kwargs=(*kwargs, "train_interpolation=bicubic"))
     transform = replace(data.transform(16, "timm", 3), mean=(0.0,) * 3, std=(1 / 255,) * 3)
     theirs = timm.data.create_transform(
         16,
@@ -121,9 +122,10 @@ def test_small_images_are_augmented_by_loaders_and_evaluated_as_before():
 
 
 def test_digits_are_not_mirrored_unless_asked():
-    given = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "color_jitter": (0.0,)}
-    given["train_interpolation"] = "bilinear"
-    kept, turned = (load({"loader_workers": 0}, **given, hflip=p) for p in (None, 1.0))
+    given = ("scale=1,1", "ratio=1,1", "color_jitter=0", "train_interpolation=bilinear")
+    kept, turned = (
+        load({"loader_workers": 0}, augment_kwargs=given + more) for more in ((), ("hflip=1",))
+    )
     plain = read(kept.train, kept.transform(8, "none", 0), range(9))
     assert torch.equal(plain, read(kept.train, kept.transform(8, "timm", 0), range(9)))
     assert torch.equal(plain.flip(3), read(turned.train, turned.transform(8, "timm", 0), range(9)))
@@ -200,15 +202,27 @@ def test_evaluation_crops_and_resizes_as_asked(photos):
         ({"aa": "original-mstd"}, "got section 'mstd'"),
         ({"aa": "rand-m9-t0"}, "transforms must be one of tweights, t3a, t3aw, got section 't0'"),
         ({"aa": "rand-m9.5"}, "aa must be a policy of timm"),
-        ({"scale": (0.5,)}, "scale must be two values, ascending, got 0.5"),
-        ({"ratio": (2.0, 1.0)}, "ratio must be two values, ascending, got 2,1"),
-        ({"color_jitter": (0.1, 0.2)}, "color_jitter must be one value, or one each"),
-        ({"color_jitter": (0.1, 0.2, 0.1, 0.9)}, "color_jitter of hue must be in"),
-        ({"aa": RAND, "color_jitter": (0.4,)}, "color_jitter must be left out with aa rand"),
+        ({"augment_kwargs": ("scale=0.5",)}, "scale must be two values, ascending, got 0.5"),
+        ({"augment_kwargs": ("ratio=2,1",)}, "ratio must be two values, ascending, got 2,1"),
+        (
+            {"augment_kwargs": ("color_jitter=0.1,0.2",)},
+            "color_jitter must be one value, or one each",
+        ),
+        ({"augment_kwargs": ("color_jitter=0.1,0.2,0.1,0.9",)}, "color_jitter of hue must be in"),
+        (
+            {"aa": RAND, "augment_kwargs": ("color_jitter=0.4",)},
+            "color_jitter must be left out with aa rand",
+        ),
         ({"reprob": 0.1, "augment": "none"}, "reprob must be 0 with augment none, got 0.1"),
-        ({"recount": 3}, "recount must go with reprob, got 3"),
+        ({"augment_kwargs": ("recount=3",)}, "recount must go with reprob, got reprob 0"),
         ({"mean": (0.5, 0.5)}, "mean must be 1 or 3 values, got 2"),
-        ({"hflip": 1.5}, r"hflip must be in \[0, 1\], got 1.5"),
+        ({"augment_kwargs": ("hflip=1.5",)}, r"augment_kwargs hflip must be in \[0, 1\], got 1.5"),
+        (
+            {"augment_kwargs": ("hflp=1",)},
+            "augment_kwargs must name arguments such as hflip, vflip",
+        ),
+        ({"augment_kwargs": ("aa=3a",)}, "augment_kwargs must leave aa to aa"),
+        ({"augment_kwargs": ("remode=x",)}, "must have const, rand or pixel as remode, got 'x'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):
@@ -230,7 +244,7 @@ def test_every_section_that_timm_reads_is_taken(aa):
 def test_one_of_timms_settings_chooses_its_pipeline():
     assert DataConfig().augmentation == "crop"
     assert DataConfig(augment="none").augmentation == "none"
-    assert DataConfig(hflip=0.5).augmentation == "timm"
+    assert DataConfig(augment_kwargs=("hflip=0.5",)).augmentation == "timm"
     check_images(DataConfig(augment="timm"))
     with pytest.raises(ValueError, match="gaussian_blur_prob must be 0 below 12 px"):
         Transform(8, "timm", True, *GREY, 0, pipeline=Pipeline(gaussian_blur_prob=0.1))

@@ -98,14 +98,14 @@ def test_mixing_ends_with_an_epoch():
     ("settings", "message"),
     [
         (
-            {"mixup_prob": 0.5},
-            "mixup_prob must be 1 except with mixup, cutmix or cutmix_minmax, got",
+            {"mixup_kwargs": ("prob=0.5",)},
+            "mixup_kwargs must be empty except with mixup, cutmix or cutmix_minmax, got",
         ),
         (
-            {"mixup": 0.2, "mixup_switch_prob": 0.1},
-            "mixup_switch_prob must be 0.5 except with mixup",
+            {"mixup": 0.2, "mixup_kwargs": ("switch_prob=0.1",)},
+            "mixup_kwargs must leave out switch_prob except with mixup",
         ),
-        ({"cutmix_minmax": (0.8, 0.2)}, "cutmix_minmax must be two values, ascending, got 0.8,0.2"),
+        ({"mixup_kwargs": ("cutmix_minmax=0.8,0.2",)}, "two values, ascending, got 0.8,0.2"),
         ({"aug_repeats": 3, "augment": "none"}, "aug_repeats must be 1 with augment none"),
     ],
 )

@@ -12,7 +12,7 @@ from PIL import Image
 from dbsl.base.words import short_loss
 from dbsl.log import plots
 from dbsl.log.planned import Planned
-from dbsl.log.rows import read_metrics
+from dbsl.log.rows import for_people, read_metrics
 from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.stages import default_milestones, make_stages
@@ -353,7 +353,7 @@ def test_read_metrics_names_a_broken_line(tmp_path):
 def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
     rows = metrics_of(STAGES, 4)
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(for_people(row)) + "\n" for row in rows))
     assert read_metrics(path) == rows
     plots.accuracy_and_loss(read_metrics(path), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000

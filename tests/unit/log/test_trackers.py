@@ -15,7 +15,6 @@ from dbsl.log.trackers import (
     start_trackers,
     tracker_ids,
     tracker_names,
-    trackers_before,
 )
 
 
@@ -174,7 +173,7 @@ def test_answers_gives_up_in_time_where_a_name_lookup_hangs(no_login, monkeypatc
 
 def test_each_tracker_of_a_resumed_run_goes_on_by_what_is_its_own(tmp_path, no_login, accelerator):
     start_trackers(accelerator, "tensorboard,wandb", tmp_path, "run", {})
-    before = trackers_before({"trackers": tracker_ids(accelerator)})
+    before = tracker_ids(accelerator)
     run = accelerator.get_tracker("wandb", unwrap=True)
     assert before == {"tensorboard": "", "wandb": run.id}
     accelerator.end_training()
@@ -183,9 +182,3 @@ def test_each_tracker_of_a_resumed_run_goes_on_by_what_is_its_own(tmp_path, no_l
     accelerator.end_training()
     start_trackers(accelerator, "wandb", tmp_path, "run", {}, resumed={"tensorboard": ""})
     assert accelerator.get_tracker("wandb", unwrap=True).id not in (run.id, "tensorboard")
-
-
-def test_checkpoints_of_before_name_wandbs_run_or_another_tracker():
-    assert trackers_before(None) == trackers_before({"tracker": None}) == {}
-    assert trackers_before({"tracker": "tensorboard"}) == {"tensorboard": ""}
-    assert trackers_before({"tracker": "x1y2z3"}) == {"wandb": "x1y2z3"}

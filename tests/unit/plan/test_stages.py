@@ -155,12 +155,15 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
     [
         ({"min_lr": 0.01}, "min_lr must be 0 except with lr_schedule cosine or poly, got 0.01"),
         (
-            {"lr_schedule": "cosine", "lr_power": 2.0},
-            "lr_power must be 1 except with lr_schedule p",
+            {"lr_schedule": "cosine", "lr_kwargs": ("power=2",)},
+            "lr_kwargs must leave out power with lr_schedule cosine, got 2.0",
         ),
         ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
         (
-            {"lr_schedule": "poly", "epochs": 5, "warmup_epochs": 2.0, "cooldown_epochs": 3.0},
+            {
+                **{"lr_schedule": "poly", "epochs": 5, "warmup_epochs": 2.0},
+                "lr_kwargs": ("cooldown_epochs=3",),
+            },
             "cooldown_epochs must be below the 3 epochs after the warm-up, got 3",
         ),
     ],

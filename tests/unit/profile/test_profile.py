@@ -88,17 +88,10 @@ def test_noise_of_5_percent_on_a_line_makes_no_floor(intercept):
         assert fit_time_model(SIZES, line * noise, errors=[0.05] * 5).floor == 0
 
 
-def test_a_profile_tells_of_its_floor_and_one_from_before_has_none(profiler):
+def test_a_profile_tells_of_its_floor():
     flat = fit_profile(32, SIZES, [5e-3, 5e-3, 5e-3, 5e-3, 1e-2], [0.01] * 5)
     assert "takes 0.02 ms * x + 0 ms, and 5 ms at least" in flat.describe()
     assert flat.largest_error < 1e-9
-    first = profiler().profile(32, 64)
-    path = cache_file(profiler.setup)
-    content = json.loads(path.read_text())
-    assert content["profiles"]["32"].pop("floor") == 0
-    path.write_text(json.dumps(content))
-    assert profiler().profile(32, 64) == first
-    assert profiler.measured == [(32, 64)]
 
 
 def test_processes_of_one_machine_keep_their_times_apart(profiler, monkeypatch):

@@ -18,37 +18,26 @@ HARDLY = (-1, 0, 1e-300, 10**15)
 
 # What a setting is given with, or its place would be refused before its value.
 TWO, SMALL = {"workers": 2}, {"workers": 4, "small_workers": 2}
-COSINE, ADAMW = {"lr_schedule": "cosine"}, {"optimizer": "adamw"}
-LINK, STEP, MIXUP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}, {"mixup": 0.2}
+COSINE = {"lr_schedule": "cosine"}
+LINK, STEP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}
 WITH = {
     "balance_every": TWO | {"balance": "dynamic"},
     "bce_target_thresh": {"bce_loss": True},
-    "color_jitter_prob": {"color_jitter": (0.4,)},
-    "cooldown_epochs": COSINE,
     "floor": TWO,
     "global_batch_size": STEP,
     "intercept": TWO,
     "large_batch_size": TWO,
-    "layer_decay_min_scale": {"layer_decay": 0.5},
     "link_gbps": TWO,
     "link_ms": LINK,
     "link_overlap": LINK | STEP,
     "local_batch_sizes": TWO,
-    "lr_k_decay": COSINE,
-    "lr_power": {"lr_schedule": "poly"},
     "memory_limit": {"large_batch_size": "auto"},
     "micro_batch_size": TWO,
     "min_batch_size": SMALL,
     "min_lr": COSINE,
-    "mixup_off_epoch": MIXUP,
-    "mixup_prob": MIXUP,
-    "mixup_switch_prob": MIXUP | {"cutmix": 1.0},
-    "opt_betas": ADAMW,
-    "opt_eps": ADAMW,
     "outer_lr": TWO | {"merge": "delta"},
     "outer_momentum": TWO | {"merge": "delta"},
     "push_every": TWO | {"push": "gradients"},
-    "recount": {"reprob": 0.5},
     "rounds_per_epoch": TWO,
     "shuffle_block": {"cache_gib": 1.0},
     "slope": TWO,
@@ -58,7 +47,6 @@ WITH = {
     "staleness": TWO | {"sync": "ssp"},
     "time_noise": TWO,
     "time_ratio": SMALL,
-    "warmup_lr": COSINE,
 }
 
 

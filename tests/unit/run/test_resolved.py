@@ -174,9 +174,9 @@ def test_more_processes_count_their_workers_anew(folder, monkeypatch):
     assert not {"workers", "small_workers", "cpu_threads", "slope"} & set(config.resolved)
 
 
-def test_an_older_run_folder_has_all_its_settings_as_given(tmp_path):
+def test_a_file_without_findings_has_its_settings_as_given(tmp_path):
     (tmp_path / "config.yaml").write_text(
-        "slope: [0.001]\nintercept: [0.01]\nworkers: 4\nlr_milestones: [2]\nreset_momentum: false\n"
+        "slope: [0.001]\nintercept: [0.01]\nworkers: 4\nlr_milestones: [2]\nreset_momentum: never\n"
     )
     config = parse_config(Config, ["--config", str(tmp_path / "config.yaml")])
     assert (config.slope, config.workers, config.lr_milestones) == ((0.001,), 4, (2,))

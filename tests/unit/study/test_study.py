@@ -462,16 +462,3 @@ def test_budget_is_the_smaller_of_steps_and_examples():
     assert replace(config, max_steps=50).budget(100, 1000) == 50
     both = replace(config, max_steps=50, max_examples=2000)
     assert [both.budget(size, 1000) for size in (10, 100, 5000)] == [50, 20, 1]
-
-
-def test_a_study_of_before_a_setting_was_there_goes_on(tmp_path):
-    config = study.StudyConfig(goal_error=0.5)
-    study._keep_settings(config, tmp_path)
-    path = tmp_path / study.SETTINGS
-    new = ("reprob", "remode", "recount")
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not line.startswith(new)))
-    assert "augment: crop" in path.read_text()
-    study._keep_settings(config, tmp_path)
-    with pytest.raises(ValueError, match=r"reprob must be 0\.0 as in .* got 0.2"):
-        study._keep_settings(replace(config, reprob=0.2), tmp_path)
