@@ -190,7 +190,6 @@ class Server(GlobalWeights):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        workers = len(self.clocks)
         self.version, self.refused = state["version"], state["refused"]
         self._collected, self._epochs_ended = state["collected"], state["epochs_ended"]
         self.clocks, self.inside = list(state["clocks"]), dict(state["inside"])
@@ -204,7 +203,7 @@ class Server(GlobalWeights):
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
         self._load_outer(state["outer"])
-        device, pushed = self._weights.device, state["pushed"].items()
+        pushed = state["pushed"].items()
         self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed}
 
     def restart(self, start: Restart) -> None:

@@ -23,7 +23,7 @@ from dbsl.run.run import round_sampler
 from train import Config
 
 # What a server has told of and has not merged.
-NOTHING = {"newcomers": [], "quorum": None, "reports": [], "finished": [], "outer": None}
+NOTHING = {"newcomers": [], "reports": [], "finished": [], "outer": None}
 
 
 def server_shard(clocks, active=None, **planner):
