@@ -1,6 +1,6 @@
 """Step times and memory that a run measures of a fork, against the same loop written by hand.
 
-    python -m benchmarks.own_loss          # about two minutes on a quiet machine
+    python -m benchmarks.own_loss
 
 A distilling loss with a teacher, a second head, and an optimizer of two parts (Muon and AdamW).
 Step times and memory are those that the run plans with. The loop takes the same steps without this
