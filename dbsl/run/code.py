@@ -20,6 +20,10 @@ DIFF = "git.diff"  # begins with the commit
 CODE = "code*/**/*"  # all of it in a run folder
 _PACKAGE = Path(dbsl.__file__).parent
 _INSTALLED = ("site-packages", "dist-packages")
+_NOT_OWN = tuple(
+    f"{place}{os.sep}"
+    for place in (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+)
 _MOST = 3  # files that are named
 _GIT_S = 30.0  # that git may take, on a slow disk
 
@@ -144,11 +148,9 @@ def _imported() -> Iterator[tuple[str, Path]]:
 
 def _is_own(path: str) -> bool:
     """Whether a path is of a file of Python that is neither dbsl's nor installed."""
-    place = Path(path).absolute()
-    library = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-    installed = not {*_INSTALLED}.isdisjoint(place.parts)
-    elsewhere = {_PACKAGE, *library}.isdisjoint(place.parents)
-    return place.suffix == ".py" and elsewhere and not installed
+    place = os.path.abspath(path)  # no Path: thousands of modules are asked about
+    installed = any(f"{os.sep}{name}{os.sep}" in place for name in _INSTALLED)
+    return place.endswith(".py") and not installed and not place.startswith(_NOT_OWN)
 
 
 @cache  # what is loaded stays
