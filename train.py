@@ -25,7 +25,7 @@ by their samples, so that the gradient is that of the whole batch (but for batch
 each part by itself). A round whose loss or weights are not finite is refused: weights stay as they
 were, and the worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
 
-How much each gets: dbsl/run/plans.py, as times are measured dbsl/plan/follow.py; which samples:
+How much each gets: dbsl/plan/follow.py, as times are measured dbsl/plan/follow.py; which samples:
 dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py, `--merge`, or
 `open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
 `# dbsl:` marks what a plain loop does not have.
@@ -45,16 +45,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbsl.base.bounds import Within
+from dbsl.config.fields import Within
+from dbsl.config.parse import parse_config
+from dbsl.config.settings import RunConfig
 from dbsl.data.sources import Source
 from dbsl.loss import BceConfig, Loss, binary_cross_entropy, with_figures
 from dbsl.model import BEST, EMA, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
-from dbsl.plan.turns import EpochEnd, Round
-from dbsl.run.config import RunConfig
+from dbsl.plan.types import EpochEnd, Round
 from dbsl.run.evaluation import Evaluation, EvaluationSession
-from dbsl.run.parse import parse_config
 from dbsl.run.session import Session
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dbsl.plan.emulate import Emulation, parse_disturb
-from dbsl.plan.follow import Balance, Planner
+from dbsl.config.settings import Balance
+from dbsl.extras.emulate import Emulation, parse_disturb
+from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
-from dbsl.plan.turns import RoundReport
-from dbsl.plan.types import TimeModel
+from dbsl.plan.types import RoundReport, TimeModel
 
 SAMPLES, PER_WORKER = 50_000, 128
 # Not the seeds 0 to 99, on which the rule's constants were chosen.

@@ -34,9 +34,8 @@ from PIL import Image
 
 from benchmarks.record import record
 from dbsl.base.errors import RunStopped
-from dbsl.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from dbsl.checkpoint.on_disk import newest
-from dbsl.cluster.messages import (
+from dbsl.checkpoint.disk import Manifest, newest, read_manifest, write_manifest
+from dbsl.cluster.wire import (
     Kind,
     check_report,
     decode,
@@ -46,11 +45,11 @@ from dbsl.cluster.messages import (
     message_kind,
     message_numbers,
 )
+from dbsl.config.parse import parse_config
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
-from dbsl.plan.turns import RoundReport
-from dbsl.run.parse import parse_config
+from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.types import RoundReport
 
 LIMIT_S = 60
 CLEAN = (ValueError, SystemExit)

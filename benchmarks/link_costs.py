@@ -2,8 +2,8 @@
 
     python -m benchmarks.link_costs
 
-Nothing is trained: plans of measured step times, plus exchanges by `dbsl.plan.link`, as simulated
-workers wait for them. `benchmarks.demos.link_check` holds these against real processes.
+Nothing is trained: plans of measured step times, plus exchanges by `dbsl.extras.emulate`, as
+simulated workers wait for them. `benchmarks.demos.link_check` holds these against real processes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from benchmarks.record import record
 from dbsl.cluster.weights import FlatWeights
+from dbsl.extras.emulate import Link
 from dbsl.model import build_model
-from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.link import Link
+from dbsl.plan.solve import plan_dual_batch
 from dbsl.plan.types import TimeModel
 
 WORKERS = 4

@@ -27,8 +27,8 @@ import fsspec
 from accelerate import Accelerator
 
 from benchmarks.record import record
-from dbsl.checkpoint.mirror import open_mirror
-from dbsl.run.config import RunConfig
+from dbsl.config.settings import RunConfig
+from dbsl.extras.mirror.mirror import open_mirror
 
 ROOT = Path(__file__).resolve().parent.parent
 _SAVED_EVERY_S = 600.0

@@ -25,9 +25,9 @@ from benchmarks.record import record
 from dbsl.data.dataset import Data, load_data
 from dbsl.log.rows import read_metrics
 from dbsl.plan.stages import default_resolutions
-from dbsl.study.files import read_workloads
-from dbsl.study.report import REPORT
-from dbsl.study.scaling import steps_to_result
+from dbsl.tools.study.report import REPORT
+from dbsl.tools.study.scaling import steps_to_result
+from dbsl.tools.study.store import read_workloads
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, STEPS = 4, 8  # steps of a round

@@ -48,7 +48,7 @@ class Operators(TorchDispatchMode):
 def count(model: str, resolution: int, precision: str, dataset: str) -> Operators:
     """Return the operators of a round's steps, the run's last; none of them is a first."""
     import train
-    from dbsl.run.parse import parse_config
+    from dbsl.config.parse import parse_config
 
     steps_of, calls, operators = Work.steps, [0], Operators()
 

@@ -27,10 +27,10 @@ import train
 from benchmarks.record import record
 from dbsl.profile import cache
 from dbsl.profile.memory import PeakMemory
-from dbsl.profile.step_time import StepProfile
+from dbsl.profile.timing import StepProfile
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.own import Own
 from dbsl.run.prepare import prepare
+from dbsl.run.replaced import Own
 
 SIZES = (16, 32, 64)
 SIDE, CLASSES, TURNS = 32, 10, 15

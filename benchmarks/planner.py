@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.plan.solve import TimeModel, plan_dual_batch
 
 WORKERS = (10, 1_000, 100_000)
 

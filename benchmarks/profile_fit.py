@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.record import record
-from dbsl.plan.dual_batch import TimeModel
+from dbsl.plan.solve import TimeModel
 
 HELD_OUT = (12, 24, 48, 96)
 COMMAND = [sys.executable, "-m", "dbsl.profile", "--resolutions", "24,32"]

@@ -15,7 +15,8 @@ def preload() -> None:
     import torchvision.transforms.v2  # noqa: F401
 
     import train  # noqa: F401
-    from dbsl.log import plots, worker_plots
+    from dbsl.extras import pictures as plots
+    from dbsl.extras import pictures as worker_plots
 
     plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments, **options: None
     worker_plots.worker_history = lambda *arguments, **options: None

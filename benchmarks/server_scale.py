@@ -30,14 +30,13 @@ import torch.distributed as dist
 
 from benchmarks.record import record
 from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
-from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import Round, RoundReport
-from dbsl.plan.types import TimeModel
+from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.types import Round, RoundReport, TimeModel
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("test_resnet", "resnet10t")

@@ -49,11 +49,10 @@ from benchmarks.record import record
 from dbsl.base.seeds import generator
 from dbsl.data import images
 from dbsl.data.dataset import Data, load_data
-from dbsl.data.group_cache import GroupCache
-from dbsl.data.sharded import ShardedSplit
 from dbsl.data.transforms import Transform
-from dbsl.plan.blocks import Blocks
-from dbsl.plan.sampler import EpochSampler
+from dbsl.extras.streaming.groups import GroupCache
+from dbsl.extras.streaming.shards import ShardedSplit
+from dbsl.plan.sampler import Blocks, EpochSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDE, PICTURES, CLASSES = 192, 4000, 1000

@@ -21,12 +21,11 @@ import torch
 import train
 from benchmarks.record import record
 from benchmarks.speed.arms import LR, MOMENTUM, WEIGHT_DECAY, Settings, _batch, _model, _start
-from dbsl.base.cores import threads_of_process
-from dbsl.log.charts import STEPS, Charts
+from dbsl.base.machine import threads_of_process
+from dbsl.extras.charts import STEPS, Charts, start_trackers
 from dbsl.log.rows import step_charts
-from dbsl.log.trackers import start_trackers
 from dbsl.optimizer import build_optimizer
-from dbsl.plan.turns import StepLine
+from dbsl.plan.types import StepLine
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS, EVERY, TURNS = 4, 50, 16  # workers, steps of a line, lines that are timed

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
-from dbsl.data.streams import GlobalStreams
-from dbsl.plan.turns import RESERVED
+from dbsl.config.fields import Within
+from dbsl.data.augment import GlobalStreams
+from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
 Loss = Tensor | tuple[Tensor, Figures]  # the mean loss of a batch, or it and figures

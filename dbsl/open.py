@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.base.cores import threads_of_process
 from dbsl.base.errors import (
     NothingLeft,
     RunFinished,
@@ -21,46 +20,50 @@ from dbsl.base.errors import (
     SyncError,
     join_the_others,
 )
-from dbsl.checkpoint.changes import check_joining, without_effect
+from dbsl.base.machine import threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.mirror import Mirror, open_mirror
-from dbsl.checkpoint.on_disk import MODEL_FILE, Found, newest, reading_checkpoint
-from dbsl.checkpoint.pull import pulled
+from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
 from dbsl.checkpoint.resume import (
     Resumed,
     adapt_to_processes,
+    check_joining,
     find_checkpoint,
     is_finished,
     read_resumed,
     take_over_folder,
+    without_effect,
 )
-from dbsl.cluster.config import meets_at_server
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.server import MergeRule
+from dbsl.config.complete import SOURCES, found_by, with_resolved
+from dbsl.config.parse import run_folder_of
+from dbsl.config.settings import (
+    CHECKPOINTS,
+    RunConfig,
+    check_effects,
+    meets_at_server,
+    steps_in_parts,
+)
 from dbsl.data.sources import TrainingData
-from dbsl.log.divergence import check_result
-from dbsl.log.hub import check_hub, push_run
+from dbsl.extras.charts import check_tracker
+from dbsl.extras.hub import check_hub, push_run
+from dbsl.extras.mirror.mirror import Mirror, open_mirror, pulled
+from dbsl.log.lines import print_run
+from dbsl.log.log import check_result
 from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
-from dbsl.log.trackers import check_tracker
 from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
-from dbsl.run.alike import check_alike
-from dbsl.run.announce import print_run
-from dbsl.run.cluster import connect
-from dbsl.run.code import Code, changed_since, read_code
-from dbsl.run.config import CHECKPOINTS, RunConfig, check_effects, steps_in_parts
+from dbsl.run.code import Code, changed_since, check_alike, read_code
+from dbsl.run.connect import connect
 from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
 from dbsl.run.folder import RunFolder, default_folder
-from dbsl.run.own import OptimizerBuilder, Own
-from dbsl.run.parse import run_folder_of
 from dbsl.run.prepare import prepare
-from dbsl.run.resolved import SOURCES, found_by, with_resolved
-from dbsl.run.run import Run
+from dbsl.run.replaced import OptimizerBuilder, Own
 from dbsl.run.session import Session
-from dbsl.run.stopping import Stopping, deadline_of
-from dbsl.run.stopwatch import Stopwatch
+from dbsl.run.stopping import Stopping, Stopwatch, deadline_of
+from dbsl.run.training import Run
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
@@ -86,7 +89,7 @@ def open_session(
         loss_function: ``loss_function(model, images, labels, config)`` gives the mean loss of a
             batch, [], or it and figures: a dict of means by name, tensors [] or numbers. Labels are
             [B], or with mixing shares of classes [B, C]. All that trains or measures calls it.
-        data: Data of one's own, such as `dbsl.data.tensors.TensorData`; None: the images that
+        data: Data of one's own, such as `dbsl.data.sources.TensorData`; None: the images that
             `dataset` names.
         model: A module of one's own, or a function that builds one from the run's seed; None:
             timm's that `model` names.

@@ -1,67 +1,31 @@
-"""timm optimizers for a run: settings, checked before it begins, learning rates, saved state."""
+"""timm optimizers for a run: settings, checked before it begins, learning rates, saved state.
+
+Gradient clipping of whole optimizer steps, by timm's own functions.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
-from dbsl.base.flags import PAIRS
-from dbsl.base.kwargs import arguments, check_names, parse_kwargs
+from dbsl.base.machine import lazy_import
+from dbsl.config.fields import arguments, check_names
+from dbsl.config.settings import ClipMode
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 # Settings of groups of parameters, beside what the optimizer's class takes. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
-# Arguments that other settings are.
-_ELSEWHERE = {name: name for name in ("lr", "momentum", "weight_decay", "layer_decay")}
 _OF_LAYERS = {"layer_decay_min_scale": "runs with layer_decay"}
 # Names of those that can take the part of a step that one push of a global batch is worth.
 STEP_IN_PARTS = ("sgd", "nesterov", "momentum", "adam", "adamw")
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # on the CPU and on CUDA
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Which optimizer."""
-
-    # --- optimizer
-    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
-    # momentum of SGD and optimizers that have one, in [0, 1)
-    momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
-    weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
-    # factor on the learning rate from each layer to the one below it, in (0, 1]; unset: 1
-    layer_decay: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # more arguments of timm's optimizer as name=value, say eps=1e-8 betas=0.9,0.95 amsgrad=True;
-    # layer_decay_min_scale=0.1 is the smallest factor that --layer-decay comes to
-    opt_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
-    # metrics.jsonl is the norm before it
-    clip_grad: Annotated[float | None, Within(0, open_low=True)] = None
-    # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
-    # norm in proportion to that of its weights, the classifier left out (agc)
-    clip_mode: ClipMode = "norm"
-
-    @property
-    def optimizer_settings(self) -> dict[str, Any]:
-        """What the optimizer takes beside its learning rate, momentum and weight decay."""
-        more = parse_kwargs("opt_kwargs", self.opt_kwargs)
-        check_names("opt_kwargs", more, more, _ELSEWHERE)
-        return more if self.layer_decay is None else {"layer_decay": self.layer_decay} | more
-
-
-def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
-    """Return the optimizer's arguments but those that any step of it can take."""
-    more = parse_kwargs("opt_kwargs", tuple(opt_kwargs))
-    return {n: v for n, v in more.items() if n not in ("eps", "betas", "layer_decay_min_scale")}
 
 
 def check_optimizer(
@@ -242,3 +206,33 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 # In the parameter's own memory order, or other kernels would round otherwise.
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+timm = lazy_import("timm")
+
+Clip = Callable[[torch.optim.Optimizer], object]
+
+
+def keep_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Clip nothing."""
+
+
+def make_clip(model: nn.Module, bound: float | None, mode: ClipMode) -> Clip:
+    """Return what clips the gradients of a model right before its optimizer steps.
+
+    Args:
+        model: The model that the optimizer steps on.
+        bound: What gradients are clipped to; None: they are not.
+        mode: As timm's ``--clip-mode``. ``agc`` leaves out the last two parameters, the classifier.
+    """
+    if bound is None:
+        return keep_whole
+    parameters = list(timm.models.model_parameters(model, exclude_head=mode == "agc"))
+
+    def clip(optimizer: torch.optim.Optimizer) -> None:
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:  # fp16: the bound is that of the gradients themselves
+            scaler.unscale_(optimizer.optimizer)
+        timm.utils.dispatch_clip_grad(parameters, bound, mode=mode)
+
+    return clip

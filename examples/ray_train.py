@@ -22,7 +22,7 @@ from ray.train.torch import TorchTrainer
 
 import train
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.run.parse import parse_config
+from dbsl.config.parse import parse_config
 
 ROOT = Path(train.__file__).resolve().parent
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dbsl.compare.statistics import interval
+from dbsl.tools.compare.statistics import interval
 from plots.evidence import COLORS
 from plots.machine_tables import DEMO_SLOW_LINK, DEMO_UNEVEN
 from plots.rows import RESULTS, Rows, read

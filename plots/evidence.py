@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from dbsl.base.files import write_table
-from dbsl.compare.statistics import interval
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import EpochSampler
+from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
+from dbsl.tools.compare.statistics import interval
 from plots.rows import Rows, read
 
 COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from dbsl.compare.statistics import Interval, holm, interval
+from dbsl.tools.compare.statistics import Interval, holm, interval
 from plots.rows import RESULTS, Rows, read, with_interval
 
 ARMS = {  # those of configs/gap, and what they are

@@ -6,7 +6,7 @@ import statistics
 from decimal import Decimal
 
 from benchmarks.demos import hybrid
-from dbsl.plan.link import Link
+from dbsl.extras.emulate import Link
 from plots.rows import RESULTS, fixed, read, with_interval
 
 PLAIN = "accelerate_ddp"

@@ -16,9 +16,9 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from dbsl.base.errors import one_line_errors
+from dbsl.config.parse import parse_config
 from dbsl.log.meter import MEASURED
 from dbsl.log.rows import read_metrics
-from dbsl.run.parse import parse_config
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from dbsl.cluster.membership import Change
-from dbsl.plan.blocks import Blocks
-from dbsl.plan.emulate import Emulation, parse_disturb
+from dbsl.cluster.protocol import Change
+from dbsl.extras.emulate import Emulation, parse_disturb
+from dbsl.plan.sampler import Blocks
 from dbsl.plan.types import TimeModel
 
 SYNCS = ("bsp", "ssp", "asp", "step")

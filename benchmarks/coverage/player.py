@@ -15,15 +15,13 @@ import torch
 from benchmarks.coverage.cases import Case
 from benchmarks.coverage.prepare import prepare
 from dbsl.base.errors import SyncError
-from dbsl.base.serialize import pack, unpack
-from dbsl.checkpoint.restart import plan_restart
-from dbsl.checkpoint.resume import with_lost_workers
-from dbsl.cluster.membership import leave_out
-from dbsl.plan.turns import EpochEnd, JoinedWorker, Restart, Round
-from dbsl.plan.types import CurrentPlan
-from dbsl.run.cluster import connect
-from dbsl.run.progress import make_reports
-from dbsl.run.run import Run
+from dbsl.checkpoint.disk import pack, unpack
+from dbsl.checkpoint.resume import plan_restart, with_lost_workers
+from dbsl.cluster.protocol import leave_out
+from dbsl.plan.types import CurrentPlan, EpochEnd, JoinedWorker, Restart, Round
+from dbsl.run.connect import connect
+from dbsl.run.session import make_reports
+from dbsl.run.training import Run
 
 _ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from benchmarks.coverage.cases import Case
 from dbsl.optimizer import build_optimizer
-from dbsl.plan.blocks import Blocks
+from dbsl.plan.follow import PlanMaker
+from dbsl.plan.machines import Workers
+from dbsl.plan.sampler import Blocks
 from dbsl.plan.stages import make_stages
-from dbsl.run.plans import PlanMaker
 from dbsl.run.prepare import make_planner, rounds_of_epoch
-from dbsl.run.run import Run
-from dbsl.run.workers import Workers
+from dbsl.run.training import Run
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     sudo python -m benchmarks.demos.link_check --dataset DATASET
 
-Predicted is the epoch on a link that is not shaped, plus the exchanges by `dbsl.plan.link`, which
-simulated workers wait for on the virtual clock.
+Predicted is the epoch on a link that is not shaped, plus the exchanges by `dbsl.extras.emulate`,
+which simulated workers wait for on the virtual clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.demos.arms import run_train
 from benchmarks.demos.slow_link import ADDRESSES, BATCH, link
 from benchmarks.link_costs import bytes_of
 from benchmarks.record import record
-from dbsl.plan.link import Link
+from dbsl.extras.emulate import Link
 
 SAMPLES, CLASSES, SIDE, EPOCHS = 5000, 20, 32, 3
 WAYS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def exchanges_s(way: str, model: str, megabits: float) -> float:
-    """Return the seconds of an epoch's exchanges between two workers by `dbsl.plan.link`."""
+    """Return the seconds of an epoch's exchanges between two workers by `dbsl.extras.emulate`."""
     (gradients, weights), where = bytes_of(model, CLASSES, SIDE), Link(megabits / 1e3)
     if way == "step":
         return -(-SAMPLES // (2 * BATCH)) * where.joint_step_s(gradients, 2, 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from dbsl.compare.statistics import interval
+from dbsl.tools.compare.statistics import interval
 
 
 class Table:

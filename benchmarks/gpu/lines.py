@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.child import Settings
 from dbsl.model import build_model
 from dbsl.profile.memory import PeakMemory, give_back, is_short_of_memory
-from dbsl.profile.step_time import (
+from dbsl.profile.timing import (
     TrainingStep,
     batch_sizes_to_measure,
     profile_memory,

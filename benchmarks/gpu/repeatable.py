@@ -17,7 +17,7 @@ import torch
 import dbsl.open
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.run.parse import parse_config
+from dbsl.config.parse import parse_config
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def equal_batch_flags(settings: Settings, workers: int = 4) -> list[str]:
 def train_here(flags: Sequence[str]) -> None:
     """Run train.py in this process, with the traceback of whatever it raises."""
     import train
-    from dbsl.run.parse import parse_config
+    from dbsl.config.parse import parse_config
 
     train.main(parse_config(train.Config, list(flags)))
 

@@ -90,7 +90,7 @@ def needs_all_images(arguments: Mapping[str, Any]) -> bool:
 def scaled_epochs(flags: Sequence[str], epochs: int | None) -> list[str]:
     """Return flags that make a run so many epochs long, milestones and warm-up in proportion."""
     import train
-    from dbsl.run.parse import parse_config
+    from dbsl.config.parse import parse_config
 
     if epochs is None:
         return []

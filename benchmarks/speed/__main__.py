@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import record
-from dbsl.base.cores import threads_of_process
+from dbsl.base.machine import threads_of_process
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = ("training", "wire", "workers", "images", "startup", "noise")

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torchvision.transforms import v2
 
-from dbsl.base.cores import threads_of_process
-from dbsl.cluster.compiling import compile_in_place
+from dbsl.base.machine import threads_of_process
+from dbsl.cluster.weights import compile_in_place
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model

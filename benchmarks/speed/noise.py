@@ -22,11 +22,10 @@ from benchmarks.speed.arms import (
     _start,
     _synchronize,
 )
+from dbsl.extras.noise import NoiseProbe, probe_interval
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.turns import Round
-from dbsl.plan.types import TimeModel
-from dbsl.profile.noise_probe import NoiseProbe, probe_interval
+from dbsl.plan.types import Round, TimeModel
 
 ROUND, TURNS, WORKERS = 2000, 16, 4  # images of a round
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from benchmarks.server_scale import report_of, served_cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
-from dbsl.plan.turns import Round
+from dbsl.plan.types import Round
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TURNS, TRANSFERS = 15, 8

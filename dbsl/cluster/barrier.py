@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.collectives import FusedSum
-from dbsl.cluster.messages import SERVER_RANK
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.turns import Action, EpochEnd, Round, RoundReport
+from dbsl.cluster.wire import SERVER_RANK, FusedSum
+from dbsl.plan.types import Action, EpochEnd, Round, RoundReport
 
 
 class BarrierCluster(Cluster):

@@ -22,8 +22,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
-from dbsl.cluster.launch import connect_store, restarts
-from dbsl.cluster.messages import SERVER_RANK
+from dbsl.base.launcher import connect_store, restarts
+from dbsl.cluster.wire import SERVER_RANK
 
 NOTHING_LEFT = "nothing is left to do"
 

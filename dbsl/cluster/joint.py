@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import one_of_several
-from dbsl.cluster.collectives import exchange_reports
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.turns import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
+from dbsl.cluster.wire import exchange_reports
+from dbsl.plan.types import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
 
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 

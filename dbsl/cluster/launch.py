@@ -10,43 +10,18 @@ import contextlib
 import os
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SettingError, SyncError, reason_of
+from dbsl.base.launcher import STORE_PATIENCE, connect, launcher_address, restarts
 
-STORE_PATIENCE = timedelta(seconds=20)
-_CONNECT_S = 2.0  # for a connection that is to be there at once
 _LOOK_S = 0.1  # between looks at who has come
 _QUIET_S = 30.0  # that processes wait for each other without a word
-
-
-def restarts() -> int:
-    """Return how often torchrun or accelerate has restarted this launch's processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def remember(key: str, value: str) -> str:
-    """Return what this launch remembers under a key: `value`, unless it was set before.
-
-    Where no launcher would restart the processes, that is `value`.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # srun, say: nothing serves a store yet
-        return value
-    store = connect_store("launch")
-    return value if store is None else store.compare_set(key, "", value).decode()
-
-
-def recall(key: str) -> str | None:
-    """Return what this launch remembers under a key, if it was restarted."""
-    store = connect_store("launch") if restarts() else None
-    return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
 def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
@@ -132,7 +107,7 @@ def _open_store(address: str, port: int, rank: int, timeout_s: float) -> dist.St
         left_s = timeout_s - (time.monotonic() - began)
         patience = timedelta(seconds=max(0.1, min(left_s, _QUIET_S)))
         try:
-            return _connect(  # many tenants: the process group's store has the same server
+            return connect(  # many tenants: the process group's store has the same server
                 *(address, port),
                 is_master=serves,
                 timeout=patience,
@@ -192,58 +167,3 @@ def _interface_to(address: str) -> str | None:
         own = probe.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, found in interfaces for a in found if a.address == own), None)
-
-
-def launcher_address() -> tuple[str, int] | None:
-    """Return the host and the port of the launcher's store; None: there is no launcher."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return None
-    return address, int(port)
-
-
-def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
-    """Return a connection of one's own to the launcher's store; None: there is no launcher.
-
-    Args:
-        prefix: Of its keys.
-        at_once: Whether to fail at once where nobody listens, and soon where nobody answers,
-            instead of trying again and again.
-
-    Raises:
-        OSError: If `at_once` is set and nobody listens, or the address is not reached.
-        RuntimeError: If the store does not answer.
-    """
-    where = launcher_address()
-    if where is None:
-        return None
-    if at_once:
-        socket.create_connection(where, timeout=_CONNECT_S).close()
-    patience = timedelta(seconds=_CONNECT_S) if at_once else STORE_PATIENCE
-    store = _connect(*where, is_master=False, timeout=patience)
-    store.set_timeout(STORE_PATIENCE)
-    return dist.PrefixStore(f"dbsl/{prefix}", store)
-
-
-def _connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> dist.TCPStore:
-    """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
-
-    torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
-    by a process that was stopped.
-    """
-    made: list[dist.TCPStore | RuntimeError] = []
-
-    def connect() -> None:
-        try:
-            made.append(dist.TCPStore(address, port, timeout=timeout, **options))
-        except RuntimeError as error:
-            made.append(error)
-
-    thread = threading.Thread(target=connect, name="store", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + _CONNECT_S)
-    if not made:
-        raise RuntimeError(f"timed out: nobody answers at {address}:{port}")
-    if isinstance(made[0], RuntimeError):
-        raise made[0]
-    return made[0]

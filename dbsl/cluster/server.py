@@ -1,6 +1,6 @@
 """The owner of the global weights: merge rules, clocks and staleness. No communication in it.
 
-Workers push weights, which are merged here; `dbsl.cluster.gradient_server` takes gradients.
+Workers push weights, which are merged here; `dbsl.cluster.gradients` takes gradients.
 
 Merge rules: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092); the bound on clocks is that of
 stale synchronous parallel (Ho et al., NIPS 2013).
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.global_weights import GlobalWeights, merge_one
-from dbsl.cluster.outer import OuterOptimizer
-from dbsl.plan.turns import EpochEnd, Merge, Restart, RoundReport, report_from_plain
+from dbsl.cluster.merges import GlobalWeights, OuterOptimizer, merge_one
+from dbsl.config.settings import Merge
+from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
 
 MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 _AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together

@@ -16,12 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.membership import Change, join_worker, lose_worker
-from dbsl.cluster.protocol import Cluster
+from dbsl.cluster.protocol import Change, Cluster, join_worker, lose_worker
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import EpochEnd, JoinedWorker, LostWorker, Restart, Round, RoundReport
+from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, Round, RoundReport
 
 
 class SimulatedCluster(Cluster):

@@ -1,4 +1,10 @@
-"""What one optimizer step is: a worker's own, one of all workers together, or the server's.
+"""Compute time by the device's own clock, waiting for other workers left out.
+
+Batch norm's running statistics over a step that is computed in several passes.
+
+Optimizer steps, and parts of one: pushes of gradients that together make a step.
+
+What one optimizer step is: a worker's own, one of all workers together, or the server's.
 
 Each stepper has the model to call, `part` around a worker's forward and backward pass, and `step`.
 The loop that uses them is the same.
@@ -7,6 +13,8 @@ The loop that uses them is the same.
 from __future__ import annotations
 
 import inspect
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,15 +28,239 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from dbsl.cluster.clipping import Clip, keep_whole
-from dbsl.cluster.clock import ComputeClock
-from dbsl.cluster.compiling import uncompiled
-from dbsl.cluster.part_of_step import begin_thawed, take_step
-from dbsl.cluster.statistics import RunningStatistics
-from dbsl.cluster.weights import FlatWeights
-from dbsl.optimizer import BuildOptimizer, load_optimizer
+from dbsl.cluster.weights import FlatWeights, uncompiled
+from dbsl.extras.emulate import Emulation
+from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.turns import Round
+from dbsl.plan.types import Round
+
+
+class ComputeClock:
+    """Adds up what each worker computes, and makes slowed workers as slow as they are meant to be.
+
+    On CUDA the moments are events in the stream, so that measuring waits for nothing until the
+    times are read; elsewhere they are the host's, whose calls return when the work is done.
+
+    Args:
+        device: Device of the computation.
+        emulation: Factors on workers' compute times; above 1 the process sleeps for the rest.
+    """
+
+    def __init__(self, device: torch.device, emulation: Emulation | None = None) -> None:
+        self.epoch = 0  # the emulation depends on it
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._emulation = emulation
+        self._spans: defaultdict[int, list[tuple]] = defaultdict(list)
+        self._slept_s: defaultdict[int, float] = defaultdict(float)
+        self._before_s: dict[int, float] = {}  # spent before a stopped run was resumed
+        self._mark = None
+
+    @contextmanager
+    def running(self, workers: tuple[int, ...]) -> Iterator[None]:
+        """Count what happens inside as computation of each of these workers.
+
+        If `mark` was called inside, what came after its last call does not count.
+        """
+        start, self._mark = self._now(), None
+        self._start, self._workers = start, workers
+        yield
+        end = self._mark or self._now()
+        if not self._mark:
+            self._sleep(start, end)
+        for worker in workers:
+            self._spans[worker].append((start, end))
+        self._mark = None
+
+    def mark(self, *, last: bool) -> None:
+        """Note that the computation may end here; `last`: it does, only waiting follows."""
+        self._mark = self._now()
+        if last:
+            self._sleep(self._start, self._mark)
+
+    def seconds(self, worker: int) -> float:
+        """Return the worker's compute time so far and start anew; waits for the device."""
+        spent = self._so_far(worker)
+        self._spans.pop(worker, None)
+        self._slept_s.pop(worker, None)
+        self._before_s.pop(worker, None)
+        return spent
+
+    def state_dict(self) -> dict[int, float]:
+        """Return the workers' seconds so far; waits for the device."""
+        workers = {*self._spans, *self._before_s}
+        return {worker: self._so_far(worker) for worker in sorted(workers)}
+
+    def load_state_dict(self, state: Mapping[int, float]) -> None:
+        """Count on from what `state_dict` returned."""
+        self._before_s = dict(state)
+
+    def _so_far(self, worker: int) -> float:
+        spans = self._spans.get(worker, [])
+        if self._cuda and spans:
+            torch.cuda.synchronize(self._device)
+        spent = sum(self._between(start, end) for start, end in spans)
+        return spent + self._slept_s.get(worker, 0.0) + self._before_s.get(worker, 0.0)
+
+    def _sleep(self, start, end) -> None:
+        for worker in self._workers if self._emulation else ():
+            extra = self._emulation.factor(worker, self.epoch) - 1.0
+            if extra > 0:
+                if self._cuda:
+                    torch.cuda.synchronize(self._device)
+                duration = extra * self._between(start, end)
+                time.sleep(duration)
+                self._slept_s[worker] += duration
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _between(self, start, end) -> float:
+        return start.elapsed_time(end) / 1000 if self._cuda else end - start
+
+
+class RunningStatistics:
+    """A model's running statistics, which several passes move once, by the mean of what each makes.
+
+    Each pass starts from the same statistics, as the joined batch would, and normalises by its own.
+
+    Args:
+        buffers: The model's floating-point buffers, [S].
+    """
+
+    def __init__(self, buffers: Tensor) -> None:
+        self._buffers = buffers
+        self._start, self._mean = torch.empty_like(buffers), torch.empty_like(buffers)
+
+    def begin(self) -> None:
+        """Note what all passes start from."""
+        self._start.copy_(self._buffers)
+        self._mean.zero_()
+
+    @contextmanager
+    def passing(self, share: float) -> Iterator[None]:
+        """Enclose a pass; `share` is its weight in the mean."""
+        self._buffers.copy_(self._start)
+        yield
+        self._mean.add_(self._buffers, alpha=share)
+
+    def end(self) -> None:
+        """Give the model the mean of all passes."""
+        self._buffers.copy_(self._mean)
+
+    @contextmanager
+    def of_micro_batch(self, part: Part) -> Iterator[None]:
+        """Enclose the pass of a worker's batch, or of a micro-batch of it."""
+        if part.begins and part.ends:
+            yield
+            return
+        if part.begins:
+            self.begin()
+        with self.passing(part.share):
+            yield
+        if part.ends:
+            self.end()
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, learning_rate: float, *, keep_gradients: bool = False
+) -> None:
+    """Take a step with this learning rate, and clear the gradients unless they are kept.
+
+    A group of parameters may have a factor on it, ``lr_scale``; see `dbsl.optimizer.keep_ratios`.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+    optimizer.step()
+    if not keep_gradients:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def begin_thawed(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that are trained from now on a momentum of 0, where others have theirs.
+
+    Up to 2.15 torch's fused SGD fails where some have none.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group.get("momentum")):
+            continue
+        new = [
+            parameter
+            for parameter in group["params"]
+            if parameter.requires_grad
+            and "momentum_buffer" not in optimizer.state.get(parameter, {})
+        ]
+        for parameter in new if len(new) < len(group["params"]) else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def takes_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `take_part` knows what a part of this optimizer's step is."""
+    if type(optimizer) is torch.optim.SGD:
+        return not any(g["dampening"] or g["maximize"] for g in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
+@torch.no_grad()
+def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: float) -> None:
+    """Take a part of an optimizer step, in (0, 1): parts that sum to 1 come to the whole step.
+
+    For equal gradients without weight decay this holds to rounding, with any momentum. Each part
+    decays the weights that it meets, so that decay differs by the square of one step's. Adam's
+    second moment comes from the parts' own gradients.
+
+    Args:
+        optimizer: SGD, Adam or AdamW of torch, with mean gradients at its parameters.
+        learning_rate: Of the whole step.
+        part: How much of the step.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            rate = learning_rate * group.get("lr_scale", 1.0)
+            _take_part_of_sgd(optimizer, group, rate, part)
+        optimizer.zero_grad(set_to_none=True)
+        return
+    assert isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)), type(optimizer)
+    # Moments forget by the same time, which steps are counted in for their bias.
+    whole = [group["betas"] for group in optimizer.param_groups]
+    for group, betas in zip(optimizer.param_groups, whole, strict=True):
+        group["betas"] = tuple(beta**part for beta in betas)
+    for state in optimizer.state.values():
+        state["step"] /= part
+    take_step(optimizer, learning_rate * part)
+    for state in optimizer.state.values():
+        state["step"] *= part
+    for group, betas in zip(optimizer.param_groups, whole, strict=True):
+        group["betas"] = betas
+
+
+def _take_part_of_sgd(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], learning_rate: float, part: float
+) -> None:
+    # A step is v <- m*v + g and w <- w - lr*v (Nesterov: w - lr*(g + m*v)). Under a constant g,
+    # v - g/(1 - m) shrinks by m, which is m**part for each part; the shares of v and g in w follow.
+    momentum, decay = group["momentum"], group["weight_decay"]
+    kept = momentum**part
+    taken = (1 - kept) / (1 - momentum)
+    moved = taken * momentum ** (2 if group["nesterov"] else 1)
+    direct = (part - moved) / (1 - momentum)
+    for parameter in group["params"]:
+        if parameter.grad is None:  # frozen
+            continue
+        gradient = parameter.grad.add(parameter, alpha=decay)
+        if momentum:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            velocity = state["momentum_buffer"]
+            parameter.add_(velocity, alpha=-learning_rate * moved)
+            velocity.mul_(kept).add_(gradient, alpha=taken)
+        parameter.add_(gradient, alpha=-learning_rate * direct)
+
 
 # Older and newer versions of torch name it differently.
 _SYNC_BUFFERS = "broadcast_buffers"

@@ -1,9 +1,16 @@
-"""timm's training augmentation and random erasing, drawn from a stream for each sample."""
+"""The random numbers that other libraries draw from, seeded for a while and then given back.
+
+timm's training augmentation and random erasing, drawn from a stream for each sample.
+
+Mixup and CutMix of timm, drawn from a stream for each batch and for batches of any size.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -12,11 +19,40 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dbsl.base.bounds import Within
 from dbsl.base.errors import SettingError
-from dbsl.base.lazy import lazy_import
+from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import sample_seeds, stream_seed
-from dbsl.data.streams import GlobalStreams
+from dbsl.config.fields import Within
+from dbsl.plan.sampler import Part
+
+
+class GlobalStreams:
+    """Python's, NumPy's and torch's own random numbers: seeded inside, untouched outside.
+
+    timm and torchvision draw from these. What they draw for a sample then depends on its seed
+    alone, not on the process or on what was drawn before. The generators of devices are left out.
+    """
+
+    def __enter__(self) -> GlobalStreams:
+        self._before: Any = (
+            random.getstate(),
+            np.random.get_state(),  # noqa: NPY002
+            torch.default_generator.get_state(),
+        )
+        return self
+
+    def seed(self, seed: int) -> None:
+        """Start all of them anew from a seed in [0, 2**63)."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+
+    def __exit__(self, *_: object) -> None:
+        python, numpy, state = self._before
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.default_generator.set_state(state)
+
 
 timm = lazy_import("timm")
 
@@ -210,3 +246,48 @@ def _posterize(image: Image.Image, bits: int, **more: Any) -> Image.Image:
 
 def _join(values: tuple[float, ...]) -> str:
     return ",".join(f"{value:g}" for value in values)
+
+
+class Mixing:
+    """Mixes each image of a batch with another of it, and their labels likewise.
+
+    One mixing is drawn for a batch, from (seed, epoch, the batch's first sample), so that
+    a resumed run draws as an unbroken one. Partners are of the same batch: how an epoch is split
+    into batches matters, as it does not without mixing.
+
+    `mixup_alpha` is of mixup's Beta distribution (arXiv 1710.09412), `cutmix_alpha` of CutMix's
+    areas (arXiv 1905.04899); 0: off. With both, each batch gets one of the two.
+    """
+
+    def __init__(
+        self,
+        mixup_alpha: float,
+        cutmix_alpha: float,
+        *,
+        num_classes: int,
+        seed: int,
+        off_epoch: int = 0,
+        **more: Any,
+    ) -> None:
+        """Take more arguments of timm's Mixup; from `off_epoch` on, if it is not 0, mix nothing."""
+        self._classes, self._seed, self._off_epoch = num_classes, seed, off_epoch
+        self._mix = timm.data.Mixup(
+            mixup_alpha, cutmix_alpha, label_smoothing=0.0, num_classes=num_classes, **more
+        )
+
+    def mixed(
+        self, batches: Iterable[tuple[Tensor, Tensor]], parts: Iterable[Part], epoch: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of these parts mixed: images [B, 3, R, R], shares of classes [B, C].
+
+        The last image of an odd batch stays as it is: timm mixes pairs. Images are written to.
+        """
+        for (images, labels), part in zip(batches, parts, strict=True):
+            whole = len(labels) // 2 * 2
+            shares = torch.nn.functional.one_hot(labels, self._classes).to(images.dtype)
+            if whole and not (self._off_epoch and epoch >= self._off_epoch):
+                with GlobalStreams() as streams:
+                    first = int(part.indices[0])
+                    streams.seed(stream_seed(self._seed, "mixing", epoch, first))
+                    _, shares[:whole] = self._mix(images[:whole], labels[:whole])
+            yield images, shares

@@ -14,20 +14,24 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dbsl.base.cores import cores_of_process
 from dbsl.base.errors import SettingError
-from dbsl.base.lazy import lazy_import
+from dbsl.base.machine import cores_of_process, lazy_import
 from dbsl.base.seeds import generator
+from dbsl.config.settings import SHUFFLE_BLOCK, Augment, ImageConfig, Interpolation
 from dbsl.data.augment import Erasing, Pipeline
-from dbsl.data.config import SHUFFLE_BLOCK, ImageConfig
-from dbsl.data.folders import listed
-from dbsl.data.images import ImageLoader, ImageSource, ImageSplit, PixelStore
-from dbsl.data.pixel_cache import Decoded, decode_cached
+from dbsl.data.images import (
+    Decoded,
+    ImageLoader,
+    ImageSource,
+    ImageSplit,
+    PixelStore,
+    decode_cached,
+)
 from dbsl.data.sources import Batch, image_batch
-from dbsl.data.streaming import Streams
-from dbsl.data.tables import open_labelled
-from dbsl.data.transforms import EVAL_CROP, Augment, Interpolation, Transform
-from dbsl.plan.dual_batch import largest_remainder
+from dbsl.data.tables import listed, open_labelled
+from dbsl.data.transforms import EVAL_CROP, Transform
+from dbsl.extras.streaming.streaming import Streams
+from dbsl.plan.solve import largest_remainder
 from dbsl.plan.stages import default_resolutions
 
 datasets, timm = lazy_import("datasets"), lazy_import("timm")

@@ -2,17 +2,32 @@
 
 The caller says which samples make a batch, so that every worker may have a batch size of its own.
 No source here may pass through `accelerator.prepare`, which would shard its batches once more.
+
+Decoded pixels on disk: images of a dataset are decoded once.
+
+Loader processes: how they begin, and that they end with the process that they serve.
+
+Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout` and
+launchers by SIGTERM. The run then finishes its step, for which it needs its loader processes. So
+they, and the fork server that makes them, do not heed these signals unless the run sends them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import logging
+import multiprocessing
 import os
 import re
+import signal
+import threading
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +37,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from dbsl.base.errors import SettingError
-from dbsl.base.lazy import lazy_import
-from dbsl.data.crops import cut, upright
-from dbsl.data.loader_processes import end_with_parent, process_context, start_server
-from dbsl.data.transforms import Transform, to_device
-from dbsl.plan.blocks import Blocks
+from dbsl.base.machine import lazy_import
+from dbsl.data.transforms import Transform, cut, to_device, upright
+from dbsl.plan.sampler import Blocks
 
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
@@ -325,3 +338,121 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
     except Exception as error:
         reason = re.sub(r" (file )?<_io.BytesIO .*?>", "", " ".join(str(error).split()))
         return reason or type(error).__name__
+
+
+_CHUNK = 1024  # images decoded at a time
+_CACHE_FORMAT = 1
+
+Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
+
+
+def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
+    """Return a split's pixels, read from the cache if possible; None if an image has another size.
+
+    On the CPU, processes that read the cache share its memory.
+    """
+    cache, shape = _cache_file(split), (len(split), side, side, 3)
+    everything = np.arange(len(split))
+    with contextlib.suppress(Exception):  # no file, or one whose header is damaged in some way
+        pixels = np.load(cache, mmap_mode="c", allow_pickle=False)
+        if pixels.shape == shape and pixels.dtype == np.uint8:
+            return pixels, everything, {}
+    pixels, bad = np.empty(shape, np.uint8), {}
+    for start in range(0, len(split), _CHUNK):
+        samples = np.arange(start, min(start + _CHUNK, len(split)))
+        for sample, image in zip(samples, split.decode(samples), strict=True):
+            if isinstance(image, str):
+                bad[int(sample)] = image
+            elif image.size != (side, side):
+                return None
+            else:
+                pixels[sample] = image
+    if not bad:
+        _write_cache(cache, pixels)
+        return pixels, everything, {}
+    rows = {int(split.rows[sample]): reason for sample, reason in bad.items()}
+    check_bad(rows, max_bad, split)
+    for row, reason in rows.items():
+        logger.warning("left out: %s", split.describe_bad(row, reason))
+    good = np.delete(everything, list(bad))
+    return pixels[good], good, rows
+
+
+def _cache_file(split: ImageSplit) -> Path:
+    """Return where a split's pixels belong: the name is a hash of all that they depend on."""
+    files = [Path(file["filename"]).stat() for file in split.table.cache_files]
+    content = (
+        _CACHE_FORMAT,
+        split.table._fingerprint,  # it says how the rows were made
+        [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved anew
+        split.image_column,
+    )
+    digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
+    return Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / f"pixels-{digest[:32]}.npy"
+
+
+def _write_cache(path: Path, pixels: np.ndarray) -> None:
+    """Write the pixels, if they can be written; another process may be doing the same."""
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            np.save(file, pixels, allow_pickle=False)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("decoded images are not cached (%s)", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+_HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
+_TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
+
+
+def process_context(imports: Sequence[str]) -> multiprocessing.context.BaseContext:
+    """Return a way to start processes that does not copy this one's threads and locks.
+
+    Args:
+        imports: Modules to be imported once, for all loader processes.
+    """
+    if not _HAS_FORK_SERVER:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(imports))
+    return context
+
+
+def start_server() -> None:
+    """Start the process that makes loader processes, unless it runs.
+
+    It inherits that the signals are blocked, and so do the processes that it makes.
+    """
+    if not (_HAS_FORK_SERVER and _TELLS_SENDER):
+        return
+    resource_tracker.ensure_running()  # else the server starts it, which unblocks the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent(_: int) -> None:
+    """End this loader process when the one that it serves is gone, or ends it.
+
+    DataLoader's own watch is on the fork server, which in turn lives as long as its processes.
+    """
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)  # sys.exit would end the thread alone
+
+    def obey() -> None:
+        while True:
+            if signal.sigwaitinfo(_SIGNALS).si_pid == parent.pid:
+                os._exit(1)
+
+    for watch in (wait, obey) if _TELLS_SENDER else (wait,):
+        threading.Thread(target=watch, daemon=True).start()

@@ -1,13 +1,21 @@
-"""What a run needs of its data, whatever it is: samples by number, and an example of a batch."""
+"""What a run needs of its data, whatever it is: samples by number, and an example of a batch.
+
+Torch datasets of one's own as training data: tables, tokens, anything of one shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dbsl.base.errors import SettingError
+from dbsl.config.settings import NO_SIDE
+from dbsl.data.transforms import to_device
 
 Batch = tuple[Tensor, Tensor]  # inputs [B, ...], labels [B]
 
@@ -41,7 +49,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class TrainingData(Protocol):
-    """Data of one's own, for `open_session`. `dbsl.data.tensors.TensorData` is such.
+    """Data of one's own, for `open_session`. `dbsl.data.sources.TensorData` is such.
 
     Attributes:
         name: Its name, in the settings and the run folder.
@@ -77,3 +85,160 @@ def image_batch(size: int, side: int, classes: int, device: torch.device) -> Bat
     images = torch.randn(size, 3, side, side, device=device, generator=stream)
     labels = torch.arange(size, device=device) % classes
     return images.contiguous(memory_format=torch.channels_last), labels
+
+
+class TensorSource:
+    """Inputs and labels of one split, kept on the device: a batch is one gather.
+
+    Attributes:
+        inputs: [N, ...].
+        labels: [N].
+        bad: Empty.
+    """
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+        self.bad: Mapping[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def on(self, device: torch.device) -> TensorSource:
+        """Return the samples on a device."""
+        return TensorSource(self.inputs.to(device), self.labels.to(device))
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Any = None, epoch: int = 0
+    ) -> Iterator[Batch]:
+        """See `Source.batches`; there is no transform."""
+        for samples in index_batches:
+            places = to_device(samples, self.inputs.device)
+            yield self.inputs.index_select(0, places), self.labels.index_select(0, places)
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """Two map-style datasets of (input tensor, label) as data for `open_session`.
+
+    Each sample is read once, checked, and kept on the device.
+
+    Attributes:
+        train: Training samples: a dataset, then a source.
+        evaluation: Evaluation samples, likewise.
+        num_classes: Number of classes; labels are whole numbers in [0, num_classes).
+        name: Name of the data, in the settings and the run folder.
+
+    Raises:
+        SettingError: If a dataset is empty, or a sample is not of the shape and type of the first.
+    """
+
+    train: Any
+    evaluation: Any
+    num_classes: int
+    name: str = "tensors"
+    unit: str = field(default="sample", init=False)
+    eval_split: str = field(default="a dataset of its own", init=False)
+    resolutions: tuple[int, ...] = field(default=(NO_SIDE,), init=False)
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise SettingError(f"num_classes must be at least 2, got {self.num_classes}")
+        first = None
+        for split in ("train", "evaluation"):
+            samples = getattr(self, split)
+            if not isinstance(samples, TensorSource):
+                samples = _read(samples, split, self.num_classes, first)
+                object.__setattr__(self, split, samples)  # frozen: there is no other way
+            first = samples.inputs[0]
+
+    def on(self, device: torch.device) -> TensorData:
+        """See `TrainingData.on`."""
+        return replace(self, train=self.train.on(device), evaluation=self.evaluation.on(device))
+
+    def transform(self, resolution: int, augment: str, seed: int) -> None:
+        """Return None: samples are as they are."""
+
+    def example(self, size: int, resolution: int) -> Batch:
+        """Return the first training samples, repeated where there are fewer."""
+        places = torch.arange(size, device=self.train.inputs.device) % len(self.train)
+        return self.train.inputs[places], self.train.labels[places]
+
+
+def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
+    """Return samples to evaluate a model of `data` on, on its device.
+
+    Args:
+        given: A source, data with evaluation samples, or a map-style dataset of (input tensor,
+            label), its inputs as the model takes them.
+        data: What the model was trained on.
+        side: Image side of evaluations, pixels.
+        name: What errors call it.
+
+    Raises:
+        SettingError: If it is none of these, or of other classes or inputs.
+    """
+    classes = getattr(given, "num_classes", data.num_classes)
+    names = (getattr(of, "class_names", None) for of in (given, data))
+    if classes != data.num_classes or len({*names} - {None}) > 1:
+        raise SettingError(
+            f"{name} must have the {data.num_classes} classes of the training data, by the same "
+            f"names in the same order, got {classes} of other names or number"
+        )
+    given = getattr(given, "evaluation", given)
+    if hasattr(given, "batches") and not isinstance(given, TensorSource):
+        return given
+    inputs, _ = data.example(1, side)
+    if not isinstance(given, TensorSource):
+        given = _read(given, name, data.num_classes, inputs[0])
+    return given.on(inputs.device)
+
+
+def _read(
+    dataset: Sequence[tuple[Tensor, int]], split: str, classes: int, first: Tensor | None
+) -> TensorSource:
+    """Return the samples of a dataset; all must be like `first`, or like its own first."""
+    inputs, labels = [], []
+    for number in range(_length(dataset, split)):
+        try:
+            sample, label = dataset[number]
+            label = int(label)
+        except (TypeError, ValueError) as error:
+            raise SettingError(
+                f"{split} must give a pair of a tensor and a whole number for each sample, "
+                f"got sample {number}, which is none ({error})"
+            ) from None
+        if not isinstance(sample, Tensor):
+            raise SettingError(
+                f"{split} must have tensors for inputs, got {type(sample).__name__} "
+                f"in sample {number}"
+            )
+        first = sample if first is None else first
+        if (sample.shape, sample.dtype) != (first.shape, first.dtype):
+            raise SettingError(
+                f"{split} must have inputs of one shape and type, {_kind(first)} as the first, "
+                f"got {_kind(sample)} in sample {number}"
+            )
+        if not 0 <= label < classes:
+            raise SettingError(
+                f"{split} must have labels in [0, {classes}), got {label} in sample {number}"
+            )
+        inputs.append(sample)
+        labels.append(label)
+    return TensorSource(torch.stack(inputs), torch.tensor(labels))
+
+
+def _length(dataset: Any, split: str) -> int:
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = 0
+    if not length:
+        raise SettingError(
+            f"{split} must be a map-style dataset with samples, got {type(dataset).__name__} "
+            "without any"
+        )
+    return length
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

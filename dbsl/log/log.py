@@ -1,4 +1,10 @@
-"""What a run leaves: metrics.jsonl, summary.json, tracker records and lines for people.
+"""The plans that a run's log has recorded: which holds when, and how many steps it takes.
+
+Where a run's records go: metrics.jsonl.
+
+Training that diverges or learns nothing: said as soon as it is seen, and never a success.
+
+What a run leaves: metrics.jsonl, summary.json, tracker records and lines for people.
 
 The main process does it all; on the others the same calls do nothing. Epochs count from 0 in the
 code, and from 1 in all that is written: files, trackers, lines for people.
@@ -8,22 +14,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from accelerate import Accelerator
 
+from dbsl.base.errors import DivergedError, SaveError
 from dbsl.base.files import write_text
 from dbsl.base.words import duration, plural, px, short_loss
-from dbsl.log.charts import Charts
-from dbsl.log.display import Display, speed_in_words
-from dbsl.log.divergence import DivergenceWarning
-from dbsl.log.members import MemberLog
+from dbsl.config.settings import RunConfig
+from dbsl.extras.charts import Charts, tracker_ids
+from dbsl.extras.noise import NoiseAverage, noise_summary
+from dbsl.log.lines import Display, MemberLog, speed_in_words
 from dbsl.log.meter import StepMeter
-from dbsl.log.planned import Planned, epochs_done
 from dbsl.log.rows import (
     STEPS,
     WORKERS,
@@ -32,6 +40,7 @@ from dbsl.log.rows import (
     evaluation_charts,
     evaluation_in_words,
     figures_together,
+    for_people,
     given_values,
     last_learning_rate,
     mean_times,
@@ -51,13 +60,277 @@ from dbsl.log.rows import (
     together,
     worker_rows,
 )
-from dbsl.log.sink import Sink
-from dbsl.log.trackers import tracker_ids
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.turns import Restart, RoundReport, StepLine, report_from_plain
-from dbsl.plan.types import Plan
-from dbsl.profile.noise import NoiseAverage, noise_summary
+from dbsl.plan.types import Plan, Restart, RoundReport, StepLine, plan_from_plain, report_from_plain
 from dbsl.run.evaluation import Evaluation
+from dbsl.run.folder import check_metrics
+
+
+class Planned:
+    """Stages and the plan in force at each resolution.
+
+    Attributes:
+        stages: All stages of the run.
+        first: The plan that each resolution starts with.
+
+    Args:
+        stages: All stages of the run.
+        plans: The plan of each resolution.
+        counted: Workers whose steps count; for joint steps one.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], plans: Mapping[int, Plan], counted: Sequence[int]
+    ) -> None:
+        self.stages = stages
+        self.first, self._plans = dict(plans), dict(plans)
+        self._from = dict.fromkeys(plans, 0)  # epochs from which they are in force
+        self._counted = counted
+        self._last = dict.fromkeys(plans, (0, 0))  # epochs and rounds of the last change
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run."""
+        return self.stages[-1].end_epoch
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in self.stages)
+
+    @property
+    def latest(self) -> dict[int, tuple[int, Plan]]:
+        """Since which epoch the plan in force holds, and that plan, where it is not the first."""
+        return {
+            resolution: (self._from[resolution], plan)
+            for resolution, plan in self._plans.items()
+            if plan.workers != self.first[resolution].workers
+        }
+
+    def at(self, epoch: int) -> Plan:
+        """Return the plan of an epoch."""
+        return self._plans[stage_at(self.stages, epoch).resolution]
+
+    def change(self, epoch: int, round_: int, plan: Plan) -> tuple[Plan, int] | None:
+        """Take the plan of a round; return the one before, and the steps that the run gains.
+
+        None: nothing has changed.
+        """
+        resolution = stage_at(self.stages, epoch).resolution
+        before = self._plans[resolution]
+        # Without a barrier, a slow worker may still be in a round with an earlier plan.
+        if plan is before or (epoch, round_) < self._last[resolution]:
+            return None
+        self._plans[resolution], self._from[resolution] = plan, epoch
+        self._last[resolution] = (epoch, round_)
+        if plan.workers == before.workers:
+            return None
+        own = [stage for stage in self.stages if stage.resolution == resolution]
+        left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
+        return before, left * (self._steps_of(plan) - self._steps_of(before))
+
+    def new_rows(
+        self, state: Mapping[str, Any] | None, begin: int, *, anew: bool
+    ) -> list[dict[str, Any]]:
+        """Return a row for each stage; of a resumed run for those not over that are new.
+
+        All are where plans were made anew. `begin` is the epoch that the run goes on with.
+        """
+        rows = [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
+        if state is None:
+            return rows
+        return [
+            row | {"from_epoch": begin}
+            for stage, row in zip(self.stages, rows, strict=True)
+            if stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"])
+        ]
+
+    def steps_done(self, state: Mapping[str, Any]) -> int:
+        """Return how many of all steps of the run, as it is now, earlier sessions took."""
+        share, before = state["share_done"], state["stages"][-1]["end_epoch"]
+        if before == self.epochs:
+            return round(share * self.steps)
+        epochs = share * before  # done
+        return round(
+            sum(
+                self._steps_of(self._plans[stage.resolution])
+                * min(max(epochs - stage.first_epoch, 0), len(stage.epochs))
+                for stage in self.stages
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+        return {
+            "planned_epoch": dict(self._from),
+            "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
+            "stages": [asdict(stage) for stage in self.stages],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the plans that `state_dict` returned."""
+        self._from |= state["planned_epoch"]
+        self._last |= {resolution: (epoch, 0) for resolution, epoch in self._from.items()}
+        self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
+
+    def _steps_of(self, plan: Plan) -> int:
+        return sum(plan.workers[worker].steps for worker in self._counted)
+
+
+def epochs_done(state: Mapping[str, Any] | None) -> int:
+    """Return the complete epochs of a log's state; None: of a run that begins."""
+    return state["epoch"] + 1 if state and state["train_time_s"] else 0
+
+
+class Sink:
+    """A run's metrics.jsonl, on the main process.
+
+    Epochs count from 1 in it.
+
+    Args:
+        folder: The run folder; it exists.
+        keep_bytes: Bytes of metrics.jsonl to go on behind.
+
+    Raises:
+        SettingError: If the file is shorter than that.
+    """
+
+    def __init__(self, folder: Path, keep_bytes: int = 0) -> None:
+        self._folder = folder
+        self._file = _open_metrics(folder / "metrics.jsonl", keep_bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of metrics.jsonl."""
+        self._file.flush()
+        return self._file.tell()
+
+    def write(self, event: str, row: Mapping[str, Any]) -> None:
+        """Append a record, whose epochs count from 0 as in the code."""
+        row = strict_numbers({"event": event, **for_people(row)})
+        line = json.dumps(row, allow_nan=False) + "\n"
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise SaveError(
+                f"metrics.jsonl could not be written in {self._folder} ({error.strerror}); the "
+                "checkpoints in it are as they were"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # a full disk: it was said when the line was written
+            self._file.close()
+
+
+def _open_metrics(path: Path, keep_bytes: int) -> TextIO:
+    check_metrics(path, keep_bytes)
+    if keep_bytes:
+        os.truncate(path, keep_bytes)
+    # Line buffering: a killed run leaves whole lines.
+    return open(path, "a" if keep_bytes else "w", encoding="utf-8", buffering=1)
+
+
+# An epoch's training loss above so many times the first one's, and 1, has diverged.
+_RISES = 3
+# Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
+# than to guess, in so many epochs or steps. The first ones at the full rate are often worse.
+_JUDGED_STEPS = 16
+_JUDGED_EPOCHS, _MANY_STEPS = 3, 100
+_NO_BETTER = 0.99  # times the cross-entropy of guessing
+_CHANCE = 1.2  # times its accuracy: confident models that tell classes apart are above
+_FALLS = 0.05  # share that a training loss loses from one epoch to the next, on its way down
+
+# Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
+# confident or overfitted models that still tell classes apart are far below it.
+_NO_RESULT = 1000.0
+
+
+class DivergenceWarning:
+    """Says once that training diverges, and once that it learns nothing.
+
+    Of a training loss, which may be anybody's function, it knows whether it is finite, rises and
+    falls. An evaluation's cross-entropy is held against that of guessing. `say` takes the line.
+    """
+
+    def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
+        self._config, self._classes, self._say = config, classes, say
+        self.first: float | None = None  # training loss of the run's first epoch
+        self._said = self._said_none_learnt = False
+        self._before = math.nan  # training loss of the epoch before
+        self._epochs = self._steps = 0  # since the warm-up, or an evaluation better than guessing
+
+    def look(self, loss: float, epoch: int) -> None:
+        """Take the training loss of a round."""
+        if not math.isfinite(loss):
+            self._diverges(epoch, "is not finite")
+
+    def look_at_epoch(
+        self, epoch: int, loss: float, found: Evaluation | None, *, steps: int, batch_size: int
+    ) -> None:
+        """Take an epoch's training loss, its evaluation, if any, and the steps of a worker."""
+        config, guessing = self._config, math.log(self._classes)
+        if self.first is None and math.isfinite(loss):
+            self.first = loss
+        if self.first is not None and loss > _RISES * abs(self.first) + 1:
+            self._diverges(epoch, f"is {loss:.3g}, and was {self.first:.3g} in the first epoch")
+        falls = loss < self._before - _FALLS * abs(self._before)
+        self._before, last = loss, epoch + 1 == config.epochs
+        warm = last or epoch >= (config.warmup_epochs or 0)
+        if self._said or self._said_none_learnt or not warm or self._classes < 2:
+            return
+        self._epochs, self._steps = self._epochs + 1, self._steps + steps
+        if found is None:
+            return
+        if found.loss < _NO_BETTER * guessing or found.accuracy > _CHANCE / self._classes:
+            self._epochs = self._steps = 0
+            return
+        enough = last or self._epochs >= _JUDGED_EPOCHS or self._steps >= _MANY_STEPS
+        if falls or self._steps < _JUDGED_STEPS or not enough or not math.isfinite(found.loss):
+            return
+        self._said_none_learnt = True
+        self._say(
+            f"warning: the evaluation's cross-entropy is {found.loss:.3g} after epoch {epoch + 1}, "
+            f"no better than guessing among {self._classes} classes ({guessing:.2f}): nothing is "
+            f"learnt with lr {config.lr:g} ({config.optimizer}, {batch_size} samples a step); try "
+            f"another, {config.lr / 10:g} first"
+        )
+
+    def _diverges(self, epoch: int, how: str) -> None:
+        if not self._said:
+            self._say(
+                f"warning: the training loss of epoch {epoch + 1} {how}: training diverges; lower "
+                f"lr ({self._config.lr:g} with {self._config.optimizer})"
+            )
+        self._said = True
+
+
+def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:
+    """Raise ``DivergedError`` on the main process if a finished run's result is none."""
+    if not accelerator.is_main_process:
+        return
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if why := no_result(summary):
+        raise DivergedError(
+            f"{why}: the run in {folder} diverged; lower lr ({config.lr:g} with {config.optimizer})"
+        )
+
+
+def no_result(summary: Mapping[str, Any]) -> str | None:
+    """Return why a run's summary tells of no trained model, or None."""
+    loss = summary.get("final_loss", 0.0)
+    if loss is None or not math.isfinite(loss):  # JSON has no number for it
+        return "the loss of the final evaluation is not finite"
+    classes = summary["classes"]
+    if classes > 1 and loss > _NO_RESULT * math.log(classes):
+        return (
+            f"the loss of the final evaluation is {loss:.3g}, more than {_NO_RESULT:,.0f} times "
+            f"that of guessing among {classes} classes"
+        )
+    if summary.get("last_epoch_refused"):
+        return "every round of the last epoch was refused, since loss or weights were not finite"
+    return None
+
 
 _FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
 _JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm

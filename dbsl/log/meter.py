@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.plan.sampler import Step
-from dbsl.plan.turns import Round, RoundReport, StepLine
+from dbsl.plan.types import Round, RoundReport, StepLine
 from dbsl.profile.memory import GIB, memory_in_use
-from dbsl.run.progress import Progress
+from dbsl.run.session import Progress
 
 MEASURED = ("images_per_s", "memory_gib")  # in a line: these differ from run to run
 _DIGITS = 6  # a gradient norm's; the last ones of its float64 sum may differ

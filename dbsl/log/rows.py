@@ -14,8 +14,7 @@ from typing import Any
 from dbsl.base.errors import SettingError
 from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
-from dbsl.plan.turns import RESERVED, RoundReport, StepLine
-from dbsl.plan.types import Plan
+from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
 from dbsl.run.evaluation import Evaluation, further_sets
 
 MAX_PRINTED_WORKERS = 8

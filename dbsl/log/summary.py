@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dbsl.architecture import has_batch_norm
-from dbsl.base.lazy import lazy_import
-from dbsl.log.divergence import DivergenceWarning, no_result
-from dbsl.log.hub import CARD, write_card
-from dbsl.log.log import RunLog
-from dbsl.log.planned import epochs_done
+from dbsl.base.machine import lazy_import
+from dbsl.config.complete import RESOLVED
+from dbsl.extras.charts import start_trackers
+from dbsl.extras.hub import CARD, write_card
+from dbsl.log.lines import print_run
+from dbsl.log.log import DivergenceWarning, RunLog, epochs_done, no_result
 from dbsl.log.rows import read_metrics
-from dbsl.log.trackers import start_trackers
-from dbsl.plan.turns import Restart
-from dbsl.profile.setup import device_name
-from dbsl.run.announce import print_run
-from dbsl.run.resolved import RESOLVED
+from dbsl.model import has_batch_norm
+from dbsl.plan.types import Restart
+from dbsl.profile.cache import device_name
 from dbsl.run.session import Session
 
 timm = lazy_import("timm")
@@ -74,7 +72,7 @@ def start_log(
         restart=restart,
     )
     if log.enabled:
-        from dbsl.log.plots import plan_timeline  # slow to import, and only one process draws
+        from dbsl.extras.pictures import plan_timeline  # slow to import, and only one process draws
 
         picture = folder / "plots/plan.png"
         plan_timeline(run.stages, run.plans, config.rounds_per_epoch, picture)
@@ -87,8 +85,7 @@ def sum_up(session: Session) -> None:
     run, folder, log = session.run, session.folder, session.log
     accelerator = session.accelerator
     if log.enabled:
-        from dbsl.log.plots import accuracy_and_loss, plan_timeline
-        from dbsl.log.worker_plots import worker_history
+        from dbsl.extras.pictures import accuracy_and_loss, plan_timeline, worker_history
 
         metrics = read_metrics(folder / "metrics.jsonl")
         bce = getattr(run.config, "bce_loss", False)

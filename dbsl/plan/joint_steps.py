@@ -12,11 +12,18 @@ from dataclasses import replace
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.dual_batch import merge_weights
-from dbsl.plan.machines import Machines, largest_remainder, steps_in_shares
+from dbsl.config.settings import UpdateFactor
+from dbsl.plan.machines import (
+    Machines,
+    balanced_sizes,
+    bounded_split,
+    largest_remainder,
+    split_batch,
+    steps_in_shares,
+)
 from dbsl.plan.sampler import steps_of_epoch
-from dbsl.plan.split import balanced_sizes, bounded_split, split_batch
-from dbsl.plan.types import Plan, TimeModel, UpdateFactor, WorkerPlan
+from dbsl.plan.solve import merge_weights
+from dbsl.plan.types import Plan, TimeModel, WorkerPlan
 
 
 def plan_steps(

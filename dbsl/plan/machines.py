@@ -1,18 +1,50 @@
 """How long workers take: a model of step time for each, and what follows for all together.
 
 Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds.
+
+Speeds of workers, estimated from the times of their rounds; pure.
+
+Joint steps: one global batch over workers of unequal speed, and what an epoch of it takes.
+
+Pure functions. The global batch, and with it the learning rate and the number of steps, does not
+depend on how it is split: dynamic batch sizes of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.base.lazy import lazy_import
-from dbsl.plan.types import NoPlanError, TimeModel
+from dbsl.base.machine import lazy_import
+from dbsl.plan.types import NoPlanError, Plan, TimeModel
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What the workers can do, by resolution, one entry per worker.
+
+    Attributes:
+        models: Time models.
+        large_batch_sizes: Samples of a large step.
+        limits: Most samples a step, [n]; None: no bound.
+        measured: Whether the time models were measured, not given.
+        micro_batch_sizes: Most samples at once; None: whole batches.
+        fits: Most samples of a batch that fit into memory; None: it was not measured.
+    """
+
+    models: dict[int, list[TimeModel]]
+    large_batch_sizes: dict[int, list[int]]
+    limits: dict[int, np.ndarray | None]
+    measured: bool
+    micro_batch_sizes: dict[int, list[int]] | None = None
+    fits: dict[int, list[int | None]] | None = None
+
 
 optimize = lazy_import("scipy.optimize")
 
@@ -147,3 +179,212 @@ def largest_remainder(weights: Sequence[float] | np.ndarray, total: int) -> np.n
     missing = total - int(parts.sum())
     parts[order[:missing]] += 1
     return parts
+
+
+NOISE = 0.10  # standard deviation of a measured time, relative
+_PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
+_DRIFT = 0.005  # relative drift of both coefficients between two measurements
+_OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
+_JUMP = 4.5  # standard deviations: so does one such measurement
+_LOWEST = 1e-3
+
+
+class SpeedEstimate:
+    """How much slower a worker is than its planned time model: a Kalman filter on two factors.
+
+    A step of x samples takes ``u*a*x + v*b`` seconds with the planned a and b of its resolution,
+    so that what is learnt at one resolution holds at the next; where the floor f holds, ``v*f``.
+    Measurements at one batch size move their common level alone; a second size tells u from v.
+    """
+
+    def __init__(self) -> None:
+        self.factors = np.ones(2)  # u, v
+        self._covariance = np.eye(2) * _PRIOR**2
+        self._known = False  # before the first measurement all is plan
+        self._outlier = 0.0  # the last measurement's deviation, if it was set aside
+
+    def observe(self, planned: TimeModel, local_batch_size: float, step_time_s: float) -> None:
+        """Take in the measured time of a step."""
+        parts = np.array([planned.slope * local_batch_size, max(planned.intercept, 0.0)])
+        if planned.floor and planned.floor * self.factors[1] > parts @ self.factors:
+            parts = np.array([0.0, planned.floor])
+        expected = parts.sum()
+        direction, measured = parts / expected, step_time_s / expected
+        scale = float(direction @ self.factors)
+        noise = (NOISE * max(scale, _LOWEST)) ** 2
+        self._covariance += np.eye(2) * (_DRIFT * scale) ** 2
+        error = measured - scale
+        variance = float(direction @ self._covariance @ direction) + noise
+        deviation = error / math.sqrt(variance)
+        before, self._outlier = self._outlier, 0.0
+        if abs(deviation) > _OUTLIER:
+            if self._known and abs(deviation) < _JUMP and before * deviation <= 0:
+                self._outlier = deviation  # wait for the next to tell
+                return
+            # The time has changed, beyond noise: forget how sure the estimate was.
+            self._covariance += np.eye(2) * error**2 / float(direction @ direction)
+            variance = float(direction @ self._covariance @ direction) + noise
+        self._known = True
+        gain = self._covariance @ direction / variance
+        self.factors = np.maximum(self.factors + gain * error, _LOWEST)
+        self._covariance -= np.outer(gain, direction @ self._covariance)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimate in plain numbers."""
+        return {
+            "factors": self.factors.tolist(),
+            "covariance": self._covariance.tolist(),
+            "known": self._known,
+            "outlier": self._outlier,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.factors = np.array(state["factors"])
+        self._covariance = np.array(state["covariance"])
+        self._known = state["known"]
+        self._outlier = state["outlier"]
+
+    def model(self, planned: TimeModel) -> TimeModel:
+        """Return the time model as estimated, for a resolution with this planned one."""
+        u, v = self.factors
+        return TimeModel(
+            slope=float(u * planned.slope),
+            intercept=float(v * max(planned.intercept, 0.0)),
+            floor=float(v * planned.floor),
+        )
+
+
+def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.ndarray:
+    """Return the published rule's new proportions, p_i <- (p_i/t_i) / sum_j(p_j/t_j), [n].
+
+    It takes a step to cost nothing but its samples, and believes each measurement.
+    """
+    speeds = np.asarray(parts, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)
+    return speeds / speeds.sum()
+
+
+def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
+    """Return the seconds of a plan's epoch for workers with these time models."""
+    return max(
+        model.time(worker.samples, worker.steps)
+        for worker, model in zip(plan.workers, models, strict=True)
+    )
+
+
+def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
+    """Split the samples of a joint step in proportion to its parts' `sizes`, int64 [n].
+
+    Parts come to `samples` exactly. Each has at least `least` samples (or its size, if that is
+    less) or none: of too few samples the largest parts get some. None is above its size, but where
+    what is left is less than `least`: three samples for two parts of 2 are 3 and none; and where
+    there are more samples than all sizes: the largest part takes the rest.
+    """
+    sizes = np.array(sizes, dtype=np.int64)
+    if samples >= sizes.sum():
+        sizes[sizes.argmax()] += samples - sizes.sum()
+        return sizes
+    lowest = np.minimum(least, sizes)
+    order = np.argsort(-sizes, kind="stable")
+    reach = np.cumsum(lowest[order])
+    taking = order[: max(1, int(np.searchsorted(reach, samples, side="right")))]
+    parts = np.zeros_like(sizes)
+    held = min(samples, int(sizes[taking].sum()))
+    parts[taking] = bounded_split(held, sizes[taking], lowest[taking], sizes[taking])
+    parts[order[0]] += samples - held
+    return parts
+
+
+def bounded_split(
+    total: int, weights: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+) -> np.ndarray:
+    """Split `total` in proportion to `weights`, each part within its bounds, int64 [n].
+
+    Parts that meet a bound stay there and the others share the rest. If even the lowest bounds
+    are more than the total, the first part alone takes it.
+    """
+    if lowest.sum() > total:
+        parts = np.zeros(len(weights), dtype=np.int64)
+        parts[0] = total
+        return parts
+    parts, free, left = np.zeros(len(weights), dtype=np.int64), np.ones(len(weights), bool), total
+    while free.any():
+        quotas = weights[free] / weights[free].sum() * left
+        low, high = lowest[free], highest[free]
+        # Only one side per pass: fixing parts that are too low lowers the others, and vice versa.
+        lacking, exceeding = np.maximum(low - quotas, 0), np.maximum(quotas - high, 0)
+        if not lacking.any() and not exceeding.any():
+            parts[free] = largest_remainder(weights[free], left)
+            break
+        side, bound = (lacking, low) if lacking.sum() >= exceeding.sum() else (exceeding, high)
+        fixed = np.flatnonzero(free)[side > 0]
+        parts[fixed] = bound[side > 0]
+        left -= int(parts[fixed].sum())
+        free[fixed] = False
+    return parts
+
+
+def balanced_sizes(
+    global_batch_size: int,
+    machines: Machines,
+    limits: np.ndarray | None = None,
+    least: int = 1,
+) -> np.ndarray:
+    """Return the batch sizes, int64 [n], with which a joint step is soonest over.
+
+    They sum to the global batch and lie in [least, limit]. All workers take a_i*x + b_i <= T, with
+    the lowest T for which that is enough. Floors change nothing: every worker takes part, so that
+    T is at least the highest of them with any sizes.
+
+    Raises:
+        SettingError: If the workers cannot hold the global batch, or are more than its samples.
+    """
+    slopes, intercepts = machines.slopes, machines.intercepts
+    workers = len(slopes)
+    if limits is None:
+        limits = np.full(workers, global_batch_size)
+    check_global_batch(global_batch_size, workers, limits, least)
+
+    def held(time_s: float) -> np.ndarray:
+        return np.clip((time_s - intercepts) / slopes, least, limits)
+
+    # Later by more than a rounding error: at `latest` each worker holds exactly its limit.
+    latest = float((slopes * limits + intercepts).max()) * (1 + 1e-9)
+    soonest = float((slopes * least + intercepts).min())
+    enough = held(soonest).sum() >= global_batch_size
+    time_s = (
+        soonest
+        if enough
+        else optimize.brentq(
+            lambda t: held(t).sum() - global_batch_size, soonest, latest, xtol=1e-12, rtol=1e-12
+        )
+    )
+    sizes = np.maximum(np.floor(held(time_s) + 1e-6), least).astype(np.int64)
+    # Samples that rounding left go to the worker that is done soonest with one more; samples that
+    # it gave too many are taken from the slowest.
+    while sizes.sum() > global_batch_size:
+        times = np.where(sizes > least, slopes * sizes + intercepts, -np.inf)
+        sizes[int(times.argmax())] -= 1
+    queue = [
+        (slopes[i] * (sizes[i] + 1) + intercepts[i], i)
+        for i in range(workers)
+        if sizes[i] < limits[i]
+    ]
+    heapq.heapify(queue)
+    for _ in range(global_batch_size - int(sizes.sum())):
+        _, i = heapq.heappop(queue)
+        sizes[i] += 1
+        if sizes[i] < limits[i]:
+            heapq.heappush(queue, (slopes[i] * (sizes[i] + 1) + intercepts[i], i))
+    return sizes
+
+
+def check_global_batch(
+    global_batch_size: int, workers: int, limits: np.ndarray, least: int = 1
+) -> None:
+    """Raise ``SettingError`` unless each worker can have `least` samples of the global batch."""
+    if not least * workers <= global_batch_size <= int(limits.sum()):
+        raise SettingError(
+            f"global_batch_size must be in [{least * workers}, {limits.sum()}], {least} a worker "
+            f"up to what all workers hold, got {global_batch_size}"
+        )

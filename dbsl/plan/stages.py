@@ -11,18 +11,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from dbsl.base.bounds import in_range
 from dbsl.base.errors import SettingError
-
-Schedule = Literal["cyclic", "progressive", "fixed"]
-LrSchedule = Literal["step", "cosine", "poly"]
-LrScaling = Literal["none", "sqrt", "linear"]
-ResetMomentum = Literal["never", "stage", "round"]
-
-NO_SIDE = 0  # the only resolution of inputs that are no images
-LARGEST_SIDE = 8192  # pixels
+from dbsl.config.settings import LrScaling, LrSchedule, ResetMomentum, Schedule, check_resolutions
 
 
 @dataclass(frozen=True)
@@ -153,20 +144,6 @@ def unused_resolutions(
         "fixed": "schedule fixed uses the highest resolution alone",
     }[schedule]
     return f"no epoch is at {' and '.join(unused)} px: {why}"
-
-
-def check_resolutions(resolutions: Sequence[int]) -> None:
-    """Raise ``SettingError`` unless the resolutions are one or more positive, ascending sides.
-
-    `NO_SIDE` alone passes, too: whoever loads images refuses it.
-    """
-    if tuple(resolutions) == (NO_SIDE,):
-        return
-    if not resolutions:
-        raise SettingError("resolutions must name at least one image side in pixels, got none")
-    if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):
-        raise SettingError(f"resolutions must be positive and ascend, got {_join(resolutions)}")
-    in_range("resolutions", resolutions[-1], 1, LARGEST_SIDE)
 
 
 def stage_at(stages: Sequence[Stage], epoch: int) -> Stage:

@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import torch
 
-from dbsl.base.cores import local_processes
 from dbsl.base.errors import SettingError
+from dbsl.base.machine import local_processes
 from dbsl.cluster.launch import chosen_backend
 
 GIB = 2**30

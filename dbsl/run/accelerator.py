@@ -20,10 +20,10 @@ from accelerate.utils import (
 )
 
 from dbsl.base.errors import SettingError
-from dbsl.cluster.collectives import wait_for_all
+from dbsl.base.launcher import launched_precision
 from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
-
-Precision = Literal["auto", "no", "bf16", "fp16"]
+from dbsl.cluster.wire import wait_for_all
+from dbsl.config.settings import Precision
 
 # What `accelerate launch` can be asked for and is not done as it means it: what its processes then
 # have in their environment, its name, and the way here.
@@ -160,15 +160,6 @@ def start_joining_accelerator(
     state.num_processes, state.process_index = processes, rank
     state.local_process_index = local_rank
     return PlainAccelerator(cpu=cpu, mixed_precision=precision)
-
-
-def launched_precision() -> Literal["bf16", "fp16"] | None:
-    """Return the precision that `accelerate launch` was asked for; None: it says nothing.
-
-    ``no`` is also what it sets where nobody has asked it.
-    """
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    return asked if asked in ("bf16", "fp16") else None
 
 
 def check_launcher() -> None:

@@ -12,19 +12,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.architecture import check_patches, check_sides
 from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
+from dbsl.config.parse import read_settings, run_folder_of
+from dbsl.config.settings import RunConfig
 from dbsl.data.dataset import load_configured
-from dbsl.data.sources import Source, TrainingData
-from dbsl.data.tensors import as_source
-from dbsl.model import load_own_weights, load_timm_weights
+from dbsl.data.sources import Source, TrainingData, as_source
+from dbsl.model import check_patches, check_sides, load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
-from dbsl.plan.turns import RESERVED
+from dbsl.plan.types import RESERVED
 from dbsl.run.accelerator import first_on_node
-from dbsl.run.config import RunConfig
-from dbsl.run.own import Own
-from dbsl.run.parse import read_settings, run_folder_of
+from dbsl.run.replaced import Own
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from filelock import FileLock, Timeout
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
+from dbsl.base.launcher import remember
 from dbsl.base.words import px
-from dbsl.cluster.collectives import share_text
-from dbsl.cluster.launch import remember
+from dbsl.cluster.wire import share_text
+from dbsl.config.complete import RESOLVED
+from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.plan.types import Plan
 from dbsl.run.code import Code, write_code
-from dbsl.run.parse import RUN_FOLDER, config_to_yaml
-from dbsl.run.resolved import RESOLVED
 
 LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.

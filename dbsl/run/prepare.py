@@ -1,4 +1,9 @@
-"""From a config to what its run trains with: data, stages, model and a plan per resolution."""
+"""Data, a model and an optimizer from the script, in place of those that settings name.
+
+What a run's settings must meet once launch, data, workers and plans are known.
+
+From a config to what its run trains with: data, stages, model and a plan per resolution.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,22 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from dbsl.architecture import check_patches, check_sides, least_batch
 from dbsl.base.errors import SettingError
+from dbsl.base.words import plural
+from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
+from dbsl.data.augment import Mixing
 from dbsl.data.dataset import Data, load_configured
-from dbsl.data.mixing import Mixing
 from dbsl.data.sources import TrainingData
+from dbsl.extras.average import WeightAverage
+from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
+from dbsl.extras.noise import choose_probe
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
-from dbsl.model import build_model, load_initial
-from dbsl.plan.dual_batch import count_workers
-from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
-from dbsl.plan.follow import Planner
+from dbsl.model import build_model, check_patches, check_sides, least_batch, load_initial
+from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.joint_steps import check_parts
+from dbsl.plan.machines import Workers
+from dbsl.plan.solve import count_workers
 from dbsl.plan.stages import (
-    NO_SIDE,
     Stage,
     default_milestones,
     default_warmup,
@@ -31,25 +39,74 @@ from dbsl.plan.stages import (
     stage_at,
     unused_resolutions,
 )
-from dbsl.plan.turns import Round
-from dbsl.plan.types import CurrentPlan, Plan, TimeModel
+from dbsl.plan.text import with_notes
+from dbsl.plan.types import CurrentPlan, Plan, Round, TimeModel
 from dbsl.profile.memory import give_back
-from dbsl.profile.noise_probe import choose_probe
 from dbsl.run.accelerator import first_on_node, nodes_of
-from dbsl.run.average import WeightAverage
-from dbsl.run.checks import (
-    check_micro_batches,
-    check_processes,
-    check_room,
-    check_samples,
-)
-from dbsl.run.config import RunConfig
 from dbsl.run.evaluation import further_sources
-from dbsl.run.notes import with_notes
-from dbsl.run.own import Own, check_scores
-from dbsl.run.plans import PlanMaker
-from dbsl.run.run import Run, round_sampler, steps_of
+from dbsl.run.replaced import Own, check_scores
+from dbsl.run.training import Run, round_sampler, steps_of
 from dbsl.run.workers import know_workers
+
+
+def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
+    """Raise ``SettingError`` for a setting that goes with another number of processes."""
+    processes = accelerator.num_processes
+    if config.time_noise and processes > 1:
+        raise SettingError(
+            f"time_noise must be 0 with several processes, whose times are real, "
+            f"got {config.time_noise:g}"
+        )
+    if config.link_gbps is not None and processes > 1:
+        raise SettingError(
+            "link_gbps must be unset with several processes, whose network is real, "
+            f"got {config.link_gbps:g}"
+        )
+    if config.wire != "float32" and processes == 1:
+        raise SettingError(
+            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
+        )
+    if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
+        raise SettingError(
+            f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
+            f"true in {processes} processes on {accelerator.device.type}"
+        )
+
+
+def check_micro_batches(known: Workers, least: int) -> None:
+    """Raise ``SettingError`` for micro-batches smaller than `least` samples."""
+    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
+    if sizes and min(sizes) < least:
+        raise SettingError(
+            f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
+            f"of a single sample, got {min(sizes)}"
+        )
+
+
+def check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
+    """Raise ``SettingError`` unless each worker can have `least` samples in each round."""
+    samples = len(data.train)
+    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
+    needed = config.workers * rounds * least
+    if samples < needed:
+        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+        raise SettingError(
+            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
+            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
+            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
+        )
+
+
+def check_room(run: Run) -> None:
+    """Raise ``SettingError`` unless the images that are read at once have room in the cache."""
+    config, data = run.config, run.data
+    if config.cache_gib is None:
+        return
+    in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
+    batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
+    data.train.check_room(batch, in_order=in_order)
+    data.evaluation.check_room(1, in_order=run.evaluation_batch)
+
 
 _NOTHING_OWN = Own()
 

@@ -13,8 +13,8 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
+from dbsl.extras.average import WeightAverage, recompute_statistics, statistics_batches
 from dbsl.model import load_model
-from dbsl.run.average import WeightAverage, recompute_statistics, statistics_batches
 from tests.helpers import run
 
 

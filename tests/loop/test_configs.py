@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 import train
-from dbsl.base.flags import parse_flags
-from dbsl.run.parse import parse_config, read_settings
+from dbsl.config.fields import parse_flags
+from dbsl.config.parse import parse_config, read_settings
 from tests.helpers import ROOT, slow
 
 CONFIGS = sorted(

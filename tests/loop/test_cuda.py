@@ -12,21 +12,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-import dbsl.cluster.transfer
+import dbsl.cluster.wire
 import train
 from dbsl.base.errors import RunStopped
-from dbsl.cluster.clock import ComputeClock
-from dbsl.cluster.compiling import make_ready, uncompiled
 from dbsl.cluster.server import Server
-from dbsl.cluster.steps import JointSteps
-from dbsl.cluster.transfer import Transfer
-from dbsl.cluster.weights import FlatWeights
+from dbsl.cluster.steps import ComputeClock, JointSteps
+from dbsl.cluster.weights import FlatWeights, make_ready, uncompiled
+from dbsl.cluster.wire import Transfer
 from dbsl.data.augment import Erasing
 from dbsl.data.sources import image_batch
+from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.turns import Round
+from dbsl.plan.types import Round
 from dbsl.profile.memory import PeakMemory
-from dbsl.profile.noise_probe import NoiseProbe
 from dbsl.run.accelerator import first_on_node, start_accelerator
 from tests import helpers
 from tests.helpers import rounds_of
@@ -188,7 +186,7 @@ class Echo:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_vector_of_the_gpu_travels_in_chunks_while_the_gpu_computes(monkeypatch, dtype):
-    monkeypatch.setattr(dbsl.cluster.transfer, "CHUNK", 1000)
+    monkeypatch.setattr(dbsl.cluster.wire, "CHUNK", 1000)
     vector, echo = torch.zeros(3500, device=CUDA), Echo()
     transfer, copy = Transfer(vector, echo, dtype), torch.zeros(3500, device=CUDA)
     torch.cuda._sleep(50_000_000)  # what fills the vector comes after the call of `send`

@@ -11,8 +11,8 @@ from helpers import TINY, run, start_ranks, wait_all
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
-from dbsl.checkpoint.manifest import read_manifest, write_manifest
-from dbsl.data.tensors import TensorData
+from dbsl.checkpoint.disk import read_manifest, write_manifest
+from dbsl.data.sources import TensorData
 from dbsl.open import open_session
 from train import Config, evaluate, loss_function, main, train
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from benchmarks import fuzz
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.on_disk import checkpoints_in
+from dbsl.checkpoint.disk import checkpoints_in
 from dbsl.cluster.launch import _interface_to
-from dbsl.plan.split import check_global_batch
+from dbsl.plan.machines import check_global_batch
 from tests.loop.test_resume import MODES, ROUNDS, run
 
 
@@ -58,9 +58,9 @@ def test_one_bad_round_among_good_ones_does_not_stop_the_run(tmp_path, monkeypat
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(
     tmp_path, monkeypatch, capsys
 ):
-    import dbsl.checkpoint.writer
+    import dbsl.checkpoint.checkpointer
 
-    write, count = dbsl.checkpoint.writer.write_shard, iter(range(9))
+    write, count = dbsl.checkpoint.checkpointer.write_shard, iter(range(9))
 
     def full(folder, *rest):
         if next(count) == 1:
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, *rest)
 
-    monkeypatch.setattr(dbsl.checkpoint.writer, "write_shard", full)
+    monkeypatch.setattr(dbsl.checkpoint.checkpointer, "write_shard", full)
     with pytest.raises(SystemExit) as stopped, one_line_errors():
         run(tmp_path / "run", **ROUNDS)
     assert stopped.value.code == 2
@@ -82,16 +82,16 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_on
 def test_a_checkpoint_that_cannot_be_removed_is_told_of_and_costs_nothing(
     tmp_path, monkeypatch, capsys
 ):
-    import dbsl.checkpoint.on_disk
+    import dbsl.checkpoint.disk
 
-    remove = dbsl.checkpoint.on_disk.remove
+    remove = dbsl.checkpoint.disk.remove
 
     def refusing(folder):
         if folder.name == "epoch-0001":
             raise PermissionError(errno.EACCES, "Permission denied", str(folder))
         remove(folder)
 
-    monkeypatch.setattr(dbsl.checkpoint.on_disk, "remove", refusing)
+    monkeypatch.setattr(dbsl.checkpoint.disk, "remove", refusing)
     run(tmp_path / "run", **ROUNDS, keep_checkpoints=1)
     folder = tmp_path / "run/checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["epoch-0001", "epoch-0003"]

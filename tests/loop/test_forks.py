@@ -26,15 +26,15 @@ from torch.utils.data import TensorDataset
 import train
 from dbsl.base.errors import RunStopped, SettingError
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.data.tensors import TensorData
+from dbsl.data.sources import TensorData
+from dbsl.extras.pictures import curves_figure
 from dbsl.log.meter import MEASURED
-from dbsl.log.plots import curves_figure
 from dbsl.log.rows import evaluation_charts, read_metrics
 from dbsl.loss import with_figures
 from dbsl.model import load_model
 from dbsl.open import open_session
 from dbsl.optimizer import join_optimizers, load_optimizer
-from dbsl.plan.turns import EpochEnd, Round
+from dbsl.plan.types import EpochEnd, Round
 from dbsl.run.evaluation import Evaluation
 from tests import helpers
 

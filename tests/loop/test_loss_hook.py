@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 import train
 from dbsl.base.errors import RunStopped, SettingError
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.data.tensors import TensorData
+from dbsl.data.sources import TensorData
+from dbsl.extras.noise import NoiseProbe
 from dbsl.log.rows import read_metrics
 from dbsl.open import open_session
 from dbsl.profile.memory import GIB, MemoryModel
-from dbsl.profile.noise_probe import NoiseProbe
-from dbsl.profile.step_time import fit_profile
+from dbsl.profile.timing import fit_profile
 from dbsl.run.evaluation import Evaluation
 from tests.helpers import Forked, free_port, slow, wait_all
 

@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped
-from dbsl.checkpoint.manifest import MANIFEST
-from dbsl.run.parse import parse_config
+from dbsl.checkpoint.disk import MANIFEST
+from dbsl.config.parse import parse_config
 from tests import helpers
 from tests.helpers import fingerprint, free_port, slow, start_ranks, to_flags, wait_all
 from train import Config, main
@@ -68,7 +68,7 @@ def test_a_run_whose_connection_was_cut_has_its_bits_and_says_so_and_goes_on_fro
         put(fs, local, there, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    monkeypatch.setattr("dbsl.checkpoint.mirror.pause_s", lambda number: 0.01)
+    monkeypatch.setattr("dbsl.extras.mirror.mirror.pause_s", lambda number: 0.01)
     url = "memory://bucket/run"
     run(tmp_path / "run", mirror=url)
     said = capsys.readouterr().out

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from benchmarks.demos.slow_link import ADDRESSES, link
-from dbsl.run.parse import parse_config
-from dbsl.run.run import Run
+from dbsl.config.parse import parse_config
+from dbsl.run.training import Run
 from tests.helpers import (
     ROOT,
     TINY,

@@ -12,7 +12,7 @@ import pytest
 import train
 from dbsl.base.errors import RunStopped
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.run.parse import parse_config
+from dbsl.config.parse import parse_config
 from tests.helpers import ROOT, fingerprint, slow
 
 with open(ROOT / "results/timm_options.csv", encoding="utf-8", newline="") as file:

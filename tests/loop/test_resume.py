@@ -19,26 +19,23 @@ from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
-from dbsl.checkpoint.changes import changed_settings
 from dbsl.checkpoint.checkpointer import Checkpointer
-from dbsl.checkpoint.manifest import read_manifest
-from dbsl.checkpoint.on_disk import Found, newest
-from dbsl.checkpoint.restart import left_of_epochs, rounds_ahead
+from dbsl.checkpoint.disk import Found, newest, read_manifest
+from dbsl.checkpoint.resume import changed_settings, left_of_epochs, rounds_ahead
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
+from dbsl.config.complete import with_resolved
+from dbsl.config.parse import parse_config
 from dbsl.log.rows import in_code, read_metrics
 from dbsl.model import load_model
 from dbsl.open import _given_now
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.sampler import EpochSampler
-from dbsl.plan.turns import LostWorker
-from dbsl.plan.types import CurrentPlan
+from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.types import CurrentPlan, LostWorker
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.folder import RunFolder
-from dbsl.run.parse import parse_config
-from dbsl.run.resolved import with_resolved
-from dbsl.run.run import round_sampler
+from dbsl.run.training import round_sampler
 from tests import helpers
 from tests.helpers import (
     fingerprint,

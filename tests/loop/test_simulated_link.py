@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from dbsl.plan.link import Link
+from dbsl.extras.emulate import Link
 from tests.helpers import run
 
 MODES = {

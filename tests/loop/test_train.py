@@ -12,7 +12,9 @@ import torch
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.base.flags import read_source
+from dbsl.config.fields import read_source
+from dbsl.config.parse import COMMON, config_to_yaml, parse_config
+from dbsl.config.settings import check_effects
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
@@ -20,9 +22,7 @@ from dbsl.model import load_model
 from dbsl.plan.sampler import evaluation_batches
 from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import MemoryModel
-from dbsl.profile.step_time import StepProfile
-from dbsl.run.config import check_effects
-from dbsl.run.parse import COMMON, config_to_yaml, parse_config
+from dbsl.profile.timing import StepProfile
 from tests import helpers
 from tests.helpers import (
     TINY,

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from dbsl.base.errors import ReadError, SyncError
-from dbsl.cluster.collectives import pairs_with_server
-from dbsl.cluster.heartbeats import Heartbeats
+from dbsl.cluster.alive import Heartbeats
+from dbsl.cluster.wire import pairs_with_server
 from tests.helpers import free_port, slow
 
 HANGS_S = 30.0  # far beyond the test's own limit

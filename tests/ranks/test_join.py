@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
 from dbsl.cluster import joining
 from dbsl.cluster.joining import Door, find_running_job
-from dbsl.plan.turns import EpochEnd, LostWorker
+from dbsl.plan.types import EpochEnd, LostWorker
 from tests.helpers import free_port, wait_until
 from tests.ranks.test_sync import make, make_reports, stop_for
 
@@ -252,7 +252,7 @@ def test_a_process_of_a_rank_0_that_is_dying_soon_ends_and_without_pages_of_fram
 
 
 def test_a_process_does_not_wait_for_ever_for_a_rank_0_that_was_stopped(listener, monkeypatch):
-    monkeypatch.setattr("dbsl.cluster.launch._CONNECT_S", 0.2)
+    monkeypatch.setattr("dbsl.base.launcher._CONNECT_S", 0.2)
     asks = threading.Thread(target=joining.why_left_out, args=(0,), daemon=True)
     asks.start()
     asks.join(30)

@@ -18,8 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import dbsl.cluster.launch
 import dbsl.run.accelerator
 from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors, quiet_interrupts
-from dbsl.base.lazy import lazy_import
-from dbsl.cluster.launch import chosen_backend, join_processes, remember
+from dbsl.base.launcher import remember
+from dbsl.base.machine import lazy_import
+from dbsl.cluster.launch import chosen_backend, join_processes
+from dbsl.config.parse import parse_config
 from dbsl.run.accelerator import (
     check_launcher,
     common_threads,
@@ -30,7 +32,6 @@ from dbsl.run.accelerator import (
     start_accelerator,
     start_joining_accelerator,
 )
-from dbsl.run.parse import parse_config
 from tests.helpers import ROOT, free_port, run
 from train import Config
 

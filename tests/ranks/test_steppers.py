@@ -13,21 +13,25 @@ from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from dbsl.cluster.barrier import BarrierCluster
-from dbsl.cluster.clipping import make_clip
-from dbsl.cluster.clock import ComputeClock
-from dbsl.cluster.collectives import ControlGroup
-from dbsl.cluster.gradient_server import GradientServer, ServerOptimizer
+from dbsl.cluster.gradients import GradientServer, ServerOptimizer
 from dbsl.cluster.joint import JointCluster
-from dbsl.cluster.part_of_step import take_step
+from dbsl.cluster.served import through_server
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import DistributedSteps, JointSteps, OwnSteps, PushedGradients
-from dbsl.cluster.through_server import through_server
+from dbsl.cluster.steps import (
+    ComputeClock,
+    DistributedSteps,
+    JointSteps,
+    OwnSteps,
+    PushedGradients,
+    take_step,
+)
 from dbsl.cluster.weights import FlatWeights
+from dbsl.cluster.wire import ControlGroup
+from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
-from dbsl.plan.turns import EpochEnd, Round, RoundReport
-from dbsl.plan.types import CurrentPlan, TimeModel
+from dbsl.plan.types import CurrentPlan, EpochEnd, Round, RoundReport, TimeModel
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5

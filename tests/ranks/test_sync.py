@@ -15,15 +15,13 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.barrier import BarrierCluster
-from dbsl.cluster.collectives import ControlGroup
-from dbsl.cluster.messages import message
+from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
-from dbsl.cluster.through_server import through_server
-from dbsl.cluster.transfer import send
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.cluster.wire import ControlGroup, message, send
 from dbsl.plan.follow import Planner
-from dbsl.plan.turns import EpochEnd, RoundReport
+from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.types import EpochEnd, RoundReport
 from tests.helpers import ROOT
 
 FAST = TimeModel(0.001, 0.01)

@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import dbsl.cluster.transfer
-from dbsl.cluster.collectives import FusedSum
-from dbsl.cluster.transfer import Transfer
-from dbsl.plan.turns import RoundReport
+import dbsl.cluster.wire
+from dbsl.cluster.wire import FusedSum, Transfer
+from dbsl.plan.types import RoundReport
 
 
 def exchange(rank, dtype, length, poisoned):
-    dbsl.cluster.transfer.CHUNK = 1000  # several, of which the last is shorter
+    dbsl.cluster.wire.CHUNK = 1000  # several, of which the last is shorter
     pair = dist.new_group([0, 1], backend="gloo")
     vector = torch.linspace(-1, 1, length) * (rank + 1)
     if rank == 1:

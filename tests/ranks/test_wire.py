@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.cluster.collectives import SharedPlans, exchange_reports
-from dbsl.cluster.messages import (
+from dbsl.cluster.wire import (
     CPU,
     ROW,
     Kind,
+    SharedPlans,
     answer,
     check_report,
     decode,
@@ -18,6 +18,7 @@ from dbsl.cluster.messages import (
     encode,
     encode_lines,
     encode_plan,
+    exchange_reports,
     line_rows,
     message,
     message_kind,
@@ -25,11 +26,10 @@ from dbsl.cluster.messages import (
     read_answer,
     with_lines,
 )
-from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.turns import RoundReport, StepLine
-from dbsl.plan.types import CurrentPlan, TimeModel
+from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.types import CurrentPlan, RoundReport, StepLine, TimeModel
 
 MODEL = TimeModel(0.001, 0.01)
 REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1.25, 0.5)

@@ -7,15 +7,17 @@ import timm
 import torch
 from torch import nn
 
-from dbsl.architecture import (
+from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.model import (
     StridedConv2d,
+    build_model,
     check_patches,
     check_sides,
     join_batch_norm,
+    load_model,
+    save_model,
     set_dropout,
 )
-from dbsl.base.errors import SettingError, one_line_errors
-from dbsl.model import build_model, load_model, save_model
 from dbsl.optimizer import build_optimizer
 from dbsl.run.prepare import prepare
 from train import Config

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from dbsl.base.errors import SettingError
+from dbsl.config.settings import RunConfig
 from dbsl.model import build_model, load_initial, load_model, save_model
-from dbsl.run.config import RunConfig
 from dbsl.run.prepare import prepare
 from tests.helpers import TINY
 from train import Config

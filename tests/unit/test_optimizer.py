@@ -4,11 +4,11 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from dbsl.base.kwargs import parse_kwargs
-from dbsl.cluster.part_of_step import take_part, take_step
-from dbsl.optimizer import OptimizerConfig, build_optimizer, check_optimizer, load_optimizer
-from dbsl.run.config import RunConfig
-from dbsl.run.parse import config_to_yaml, parse_config
+from dbsl.cluster.steps import take_part, take_step
+from dbsl.config.fields import parse_kwargs
+from dbsl.config.parse import config_to_yaml, parse_config
+from dbsl.config.settings import OptimizerConfig, RunConfig
+from dbsl.optimizer import build_optimizer, check_optimizer, load_optimizer
 from train import Config
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from dbsl import predict
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, load_model, save_model
+from dbsl.tools import predict
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import pytest
 
-from dbsl.base.bounds import Within, check_bounds, in_range
 from dbsl.base.errors import SettingError
+from dbsl.config.fields import Within, check_bounds, in_range
 
 
 @dataclass

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dbsl.base.cores import cores_of_process, threads_of_process
+from dbsl.base.machine import cores_of_process, threads_of_process
 
 
 def test_cores_are_shared_among_local_processes(monkeypatch):

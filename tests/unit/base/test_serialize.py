@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.base.serialize import pack, unpack
+from dbsl.checkpoint.disk import pack, unpack
 
 PLAIN = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False), st.text()

@@ -27,9 +27,9 @@ from benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_bat
 from benchmarks.gpu.stages import all_stages
 from benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
 from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
+from dbsl.config.parse import parse_config
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.run.parse import parse_config
 from tests.helpers import ROOT
 from train import Config
 
@@ -333,7 +333,7 @@ READ = """
 import json, sys, zlib
 import numpy as np, torch
 from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
-from dbsl.run.parse import parse_config
+from dbsl.config.parse import parse_config
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from train import Config

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dbsl.checkpoint.changes import check_changes, check_joining, without_effect
-from dbsl.checkpoint.manifest import Manifest
-from dbsl.checkpoint.on_disk import Found
+from dbsl.checkpoint.disk import Found, Manifest
+from dbsl.checkpoint.resume import check_changes, check_joining, without_effect
 from dbsl.run.code import SUMS, Code
 from train import Config
 

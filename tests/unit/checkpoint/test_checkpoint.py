@@ -6,23 +6,21 @@ import os
 import pytest
 import torch
 
-from dbsl.base.serialize import pack
-from dbsl.checkpoint.manifest import (
+from dbsl.checkpoint.disk import (
     CheckpointError,
     Manifest,
     MissingShardError,
-    read_manifest,
-    write_manifest,
-)
-from dbsl.checkpoint.on_disk import (
     checkpoints_in,
     newest,
+    pack,
     prune,
+    read_manifest,
     read_shard,
     remove_incomplete,
     set_aside_after,
     sums_name,
     vouch_for_shard,
+    write_manifest,
     write_shard,
 )
 

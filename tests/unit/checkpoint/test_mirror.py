@@ -12,13 +12,20 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dbsl.checkpoint import mirror as mirroring
-from dbsl.checkpoint.manifest import read_manifest, write_manifest
-from dbsl.checkpoint.mirror import open_mirror
-from dbsl.checkpoint.on_disk import Found, check_files, prune, remove, vouch_for_shard, write_shard
-from dbsl.checkpoint.pull import pulled
-from dbsl.run.bucket import tried
-from dbsl.run.parse import parse_config
+from dbsl.checkpoint.disk import (
+    Found,
+    check_files,
+    prune,
+    read_manifest,
+    remove,
+    vouch_for_shard,
+    write_manifest,
+    write_shard,
+)
+from dbsl.config.parse import parse_config
+from dbsl.extras.mirror import mirror as mirroring
+from dbsl.extras.mirror.bucket import tried
+from dbsl.extras.mirror.mirror import open_mirror, pulled
 from tests.unit.checkpoint.test_checkpoint import write
 from train import Config
 
@@ -28,7 +35,7 @@ CALLS = ("ls", "cat_file", "put_file", "get_file", "rm_file", "rm")
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
-    for name in ("dbsl.run.bucket.pause_s", "dbsl.checkpoint.mirror.pause_s"):
+    for name in ("dbsl.extras.mirror.bucket.pause_s", "dbsl.extras.mirror.mirror.pause_s"):
         monkeypatch.setattr(name, lambda number: 0.001)
     return wiped(fsspec.filesystem("memory"))
 

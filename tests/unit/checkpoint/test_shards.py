@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from dbsl.checkpoint import resume
-from dbsl.checkpoint.changes import epochs_under_way
-from dbsl.checkpoint.manifest import MissingShardError
-from dbsl.checkpoint.on_disk import Found
-from dbsl.checkpoint.restart import plan_restart
-from dbsl.checkpoint.resume import with_lost_workers
+from dbsl.checkpoint.disk import Found, MissingShardError
+from dbsl.checkpoint.resume import epochs_under_way, plan_restart, with_lost_workers
 from dbsl.cluster.server import Server
-from dbsl.plan.dual_batch import plan_dual_batch
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.turns import RoundReport
-from dbsl.plan.types import CurrentPlan, TimeModel
-from dbsl.run.run import round_sampler
+from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.types import CurrentPlan, RoundReport, TimeModel
+from dbsl.run.training import round_sampler
 from train import Config
 
 # What a server has told of and has not merged.

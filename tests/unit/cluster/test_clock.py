@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dbsl.cluster import clock as module
-from dbsl.cluster.clock import ComputeClock
-from dbsl.plan.emulate import Emulation
+from dbsl.cluster import steps as module
+from dbsl.cluster.steps import ComputeClock
+from dbsl.extras.emulate import Emulation
 
 CPU = torch.device("cpu")
 

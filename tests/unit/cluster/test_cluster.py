@@ -10,7 +10,7 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.sampler import EpochSampler, split_evenly
-from dbsl.plan.turns import EpochEnd, RoundReport
+from dbsl.plan.types import EpochEnd, RoundReport
 
 
 def make_cluster(model, durations, *, sync, epochs, rounds=1, merge=None, staleness=1):

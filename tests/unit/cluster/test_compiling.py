@@ -4,15 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dbsl.cluster import compiling
-from dbsl.cluster.compiling import make_ready
-from dbsl.cluster.weights import FlatWeights
+from dbsl.cluster import weights as compiling
+from dbsl.cluster.weights import FlatWeights, make_ready
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
-from dbsl.run.cluster import connect
+from dbsl.run.connect import connect
 from dbsl.run.prepare import prepare
 from dbsl.run.session import Session
-from dbsl.run.stopwatch import Stopwatch
+from dbsl.run.stopping import Stopwatch
 from train import Config
 
 

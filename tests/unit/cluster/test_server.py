@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsl.base.serialize import pack, unpack
-from dbsl.cluster.global_weights import merge_one
-from dbsl.cluster.outer import OuterOptimizer
+from dbsl.checkpoint.disk import pack, unpack
+from dbsl.cluster.merges import OuterOptimizer, merge_one
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.turns import Restart, Round, RoundReport
+from dbsl.plan.types import Restart, Round, RoundReport
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):

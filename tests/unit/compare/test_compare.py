@@ -14,13 +14,13 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
-from dbsl import jobs
 from dbsl.base.errors import one_line_errors
-from dbsl.base.flags import parse_flags
-from dbsl.compare import compare
-from dbsl.compare.plots import arms_figure
-from dbsl.compare.report import read_runs, write_comparison, write_runs
-from dbsl.compare.statistics import (
+from dbsl.config.fields import parse_flags
+from dbsl.config.parse import parse_config
+from dbsl.tools import jobs
+from dbsl.tools.compare import compare
+from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs
+from dbsl.tools.compare.statistics import (
     Run,
     averaged,
     detectable,
@@ -31,7 +31,6 @@ from dbsl.compare.statistics import (
     read_run,
     table,
 )
-from dbsl.run.parse import parse_config
 from tests.helpers import ROOT, Forked
 
 ARM = {

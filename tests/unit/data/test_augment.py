@@ -10,13 +10,11 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.data.augment import EraseMode, Erasing, Pipeline, _built
-from dbsl.data.config import DataConfig, check_images
+from dbsl.config.settings import DataConfig, RunConfig, check_images
+from dbsl.data.augment import EraseMode, Erasing, GlobalStreams, Pipeline, _built
 from dbsl.data.dataset import load_configured
 from dbsl.data.images import ImageLoader, PixelStore
-from dbsl.data.streams import GlobalStreams
 from dbsl.data.transforms import Transform
-from dbsl.run.config import RunConfig
 
 RAND = "rand-m9-mstd0.5-inc1"
 GREY = ((0.5,) * 3, (0.25,) * 3)

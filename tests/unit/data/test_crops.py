@@ -7,17 +7,17 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dbsl.base.seeds import sample_uniforms
-from dbsl.data.crops import (
+from dbsl.data.transforms import (
     AREA,
     DRAWS,
     RATIO,
+    Transform,
     centre_boxes,
     cut,
     random_boxes,
     upright,
     whole_boxes,
 )
-from dbsl.data.transforms import Transform
 
 
 def framed(width, height):

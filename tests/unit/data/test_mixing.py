@@ -7,8 +7,8 @@ import torch
 
 import train
 from dbsl.base.seeds import stream_seed
-from dbsl.data.mixing import Mixing
-from dbsl.run.config import RunConfig
+from dbsl.config.settings import RunConfig
+from dbsl.data.augment import Mixing
 
 
 def batch(size, side=8):

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dbsl.base.errors import ReadError
-from dbsl.data import group_cache
 from dbsl.data.dataset import load_data
-from dbsl.data.group_cache import GroupCache
-from dbsl.data.prefetch import Prefetch
-from dbsl.data.shards import Shards
 from dbsl.data.transforms import Transform
+from dbsl.extras.streaming import groups as group_cache
+from dbsl.extras.streaming.groups import GroupCache
+from dbsl.extras.streaming.shards import Shards
+from dbsl.extras.streaming.streaming import Prefetch
 from dbsl.plan.sampler import EpochSampler
 from tests.helpers import SHARDED, wait_until, write_shards
 
@@ -190,7 +190,7 @@ def test_a_hub_id_is_read_from_the_files_that_the_hub_names(shards, monkeypatch)
     builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
     monkeypatch.setattr(datasets, "load_dataset_builder", {"user/name": builder}.get)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("dbsl.base.network._hub_answers", lambda: True)
+    monkeypatch.setattr("dbsl.base.machine._hub_answers", lambda: True)
     data = load("user/name")
     assert (len(data.train), data.eval_split) == (TRAIN, "validation")
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms.v2 import functional as TF
 
-from dbsl.data.transforms import Interpolation, Transform, to_device
+from dbsl.config.settings import Interpolation
+from dbsl.data.transforms import Transform, to_device
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from dbsl.log import charts
-from dbsl.log.charts import Charts
+from dbsl.extras import charts
+from dbsl.extras.charts import Charts, start_trackers
 from dbsl.log.rows import STEPS, WORKERS
-from dbsl.log.trackers import start_trackers
 
 
 class Recorder:

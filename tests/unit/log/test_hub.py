@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import train
 from dbsl.base.errors import one_line_errors
+from dbsl.config.parse import parse_config
 from dbsl.model import load_model
-from dbsl.run.parse import parse_config
 
 
 class FakeHub(http.server.BaseHTTPRequestHandler):

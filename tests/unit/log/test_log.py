@@ -13,19 +13,19 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dbsl.base.serialize import pack, unpack
 from dbsl.base.words import short_loss
-from dbsl.log import display
+from dbsl.checkpoint.disk import pack, unpack
+from dbsl.extras.charts import start_trackers
+from dbsl.extras.pictures import stage_spans
+from dbsl.log import lines as display
 from dbsl.log.log import RunLog
-from dbsl.log.plots import stage_spans
 from dbsl.log.rows import missed_times, read_metrics, step_row, times_in_words
-from dbsl.log.trackers import start_trackers
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.sampler import Part, Step
+from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.turns import Restart, Round, RoundReport, StepLine
+from dbsl.plan.types import Restart, Round, RoundReport, StepLine
 from dbsl.run.evaluation import Evaluation
-from dbsl.run.progress import Progress
+from dbsl.run.session import Progress
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
 ROUND_KEYS = {

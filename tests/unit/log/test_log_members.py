@@ -1,5 +1,5 @@
-from dbsl.log.members import MemberLog
-from dbsl.plan.turns import JoinedWorker, LostWorker
+from dbsl.log.lines import MemberLog
+from dbsl.plan.types import JoinedWorker, LostWorker
 
 
 class Cluster:

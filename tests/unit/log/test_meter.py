@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.base.serialize import pack, unpack
-from dbsl.cluster.messages import encode_lines, line_rows
+from dbsl.checkpoint.disk import pack, unpack
+from dbsl.cluster.wire import encode_lines, line_rows
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
-from dbsl.plan.dual_batch import TimeModel
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.turns import Round, RoundReport, StepLine
-from dbsl.run.progress import Progress, make_reports
+from dbsl.plan.solve import TimeModel
+from dbsl.plan.types import Round, RoundReport, StepLine
+from dbsl.run.session import Progress, make_reports
 
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
 WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4

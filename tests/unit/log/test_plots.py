@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dbsl.base.words import short_loss
-from dbsl.log import plots
-from dbsl.log.planned import Planned
+from dbsl.extras import pictures as plots
+from dbsl.log.log import Planned
 from dbsl.log.rows import for_people, read_metrics
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
 from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import default_milestones, make_stages
 from dbsl.plan.types import Plan, WorkerPlan
 

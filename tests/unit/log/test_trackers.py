@@ -9,8 +9,8 @@ import pytest
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from accelerate.utils import LoggerType
 
-from dbsl.log import trackers
-from dbsl.log.trackers import (
+from dbsl.extras import charts as trackers
+from dbsl.extras.charts import (
     check_tracker,
     start_trackers,
     tracker_ids,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dbsl.log.worker_plots import (
+from dbsl.extras.pictures import (
     MAX_LINES,
     coinciding,
     hiding,

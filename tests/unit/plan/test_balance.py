@@ -6,16 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dbsl.base.serialize import pack, unpack
-from dbsl.plan.dual_batch import plan_dual_batch
+from dbsl.checkpoint.disk import pack, unpack
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
-from dbsl.plan.members import Members
+from dbsl.plan.ledger import Members
+from dbsl.plan.machines import SpeedEstimate, predicted_time_s, proportional_parts
 from dbsl.plan.sampler import EpochSampler
-from dbsl.plan.speeds import SpeedEstimate, predicted_time_s, proportional_parts
-from dbsl.plan.turns import RoundReport, StepLine
-from dbsl.plan.types import TimeModel, WorkerPlan
-from dbsl.run.run import round_sampler
+from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.types import RoundReport, StepLine, TimeModel, WorkerPlan
+from dbsl.run.training import round_sampler
 
 SAMPLES = 6400
 PLANNED = TimeModel(0.001, 0.02)

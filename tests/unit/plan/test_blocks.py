@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.plan.blocks import Blocks
-from dbsl.plan.sampler import EpochSampler, StepSampler
-from dbsl.run.average import statistics_batches
+from dbsl.extras.average import statistics_batches
+from dbsl.plan.sampler import Blocks, EpochSampler, StepSampler
 
 GROUPS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.emulate import Emulation, parse_disturb, parse_slowdown
+from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
 
 
 def test_factors_are_those_given_and_repeat():

@@ -1,6 +1,6 @@
 import pytest
 
-from dbsl.plan.link import Link
+from dbsl.extras.emulate import Link
 
 GB = 1e9 / 8  # bytes a second of 1 Gbit/s
 

@@ -8,15 +8,13 @@ from benchmarks.coverage.cases import Case, Stop
 from benchmarks.coverage.check import check
 from benchmarks.coverage.player import play
 from benchmarks.coverage.prepare import prepare
-from dbsl.cluster import through_server
-from dbsl.cluster.collectives import SharedPlans
-from dbsl.cluster.membership import Change
-from dbsl.cluster.messages import CPU, encode_plan
-from dbsl.cluster.through_server import ServedCluster
-from dbsl.plan.emulate import Emulation
-from dbsl.plan.members import Members
-from dbsl.plan.turns import Round
-from dbsl.plan.types import CurrentPlan, TimeModel
+from dbsl.cluster import served as through_server
+from dbsl.cluster.protocol import Change
+from dbsl.cluster.served import ServedCluster
+from dbsl.cluster.wire import CPU, SharedPlans, encode_plan
+from dbsl.extras.emulate import Emulation
+from dbsl.plan.ledger import Members
+from dbsl.plan.types import CurrentPlan, Round, TimeModel
 
 
 def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dbsl.plan.__main__ import main as plan_from_the_shell
-from dbsl.plan.dual_batch import (
+from dbsl.plan.solve import (
     NoPlanError,
     TimeModel,
     count_workers,
@@ -19,6 +18,7 @@ from dbsl.plan.dual_batch import (
     plan_with_fallback,
     update_factor,
 )
+from dbsl.tools.plan import main as plan_from_the_shell
 
 GTX_1080 = TimeModel(0.00056607, 0.014041204118283607)
 

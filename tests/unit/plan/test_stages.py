@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.plan.dual_batch import TimeModel, plan_dual_batch
+from dbsl.config.settings import RunConfig
+from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import (
     batch_scaling,
     default_milestones,
@@ -16,7 +17,6 @@ from dbsl.plan.stages import (
     unused_resolutions,
 )
 from dbsl.plan.text import format_run
-from dbsl.run.config import RunConfig
 
 
 def rows(stages):

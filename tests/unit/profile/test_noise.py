@@ -8,19 +8,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.plan.dual_batch import plan_dual_batch
-from dbsl.plan.sampler import Part, Step
-from dbsl.plan.turns import Round, RoundReport
-from dbsl.plan.types import TimeModel
-from dbsl.profile.noise import (
+from dbsl.extras.noise import (
     NoiseAverage,
+    NoiseProbe,
     NoiseScale,
     advise,
+    choose_probe,
     noise_summary,
     pairs_of,
+    probe_interval,
     separate,
 )
-from dbsl.profile.noise_probe import NoiseProbe, choose_probe, probe_interval
+from dbsl.plan.sampler import Part, Step
+from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.types import Round, RoundReport, TimeModel
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw

@@ -9,13 +9,12 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train
+from dbsl.config.settings import RunConfig
 from dbsl.data.sources import image_batch
 from dbsl.model import build_model
 from dbsl.plan.types import TimeModel
-from dbsl.profile import __main__ as command
-from dbsl.profile import step_time as profile
-from dbsl.profile.cache import Profiler, cache_file, write_profiles
-from dbsl.profile.fit import fit_time_model
+from dbsl.profile import timing as profile
+from dbsl.profile.cache import Profiler, Setup, cache_file, write_profiles
 from dbsl.profile.memory import (
     GIB,
     MemoryModel,
@@ -24,21 +23,20 @@ from dbsl.profile.memory import (
     fit_memory,
     give_back,
 )
-from dbsl.profile.setup import Setup
-from dbsl.profile.step_time import (
+from dbsl.profile.timing import (
     NO_OPTIMIZER,
     StepProfile,
     TrainingStep,
     batch_sizes_to_measure,
     fit_profile,
+    fit_time_model,
     measure_step_times,
     profile_memory,
     profile_steps,
 )
-from dbsl.run.config import RunConfig
-from dbsl.run.measured import _reserve_bytes, make_profiler, measured_models
 from dbsl.run.prepare import prepare
-from dbsl.run.workers import largest_auto_batch
+from dbsl.run.workers import _reserve_bytes, largest_auto_batch, make_profiler, measured_models
+from dbsl.tools import profile as command
 
 SIZES = [31, 62, 125, 250, 500]
 

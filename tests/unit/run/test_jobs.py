@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from dbsl import jobs
 from dbsl.base.errors import RunStopped
-from dbsl.jobs import Launch, is_finished, launch_all, seeing
 from dbsl.run.folder import LOCK
 from dbsl.run.stopping import Stopping
+from dbsl.tools import jobs
+from dbsl.tools.jobs import Launch, is_finished, launch_all, seeing
 
 SCRIPT = """
 import os, pathlib, signal, sys, time

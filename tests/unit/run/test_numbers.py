@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.emulate import parse_slowdown
-from dbsl.run.config import check_effects
-from dbsl.run.parse import parse_config
+from dbsl.config.parse import parse_config
+from dbsl.config.settings import check_effects
+from dbsl.extras.emulate import parse_slowdown
 from tests.helpers import run, slow
 from train import Config
 

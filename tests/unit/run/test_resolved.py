@@ -11,10 +11,10 @@ from accelerate.state import AcceleratorState
 
 import dbsl.open
 from dbsl.base.errors import RunStopped
+from dbsl.config.complete import JOINT, NODES, PROCESSES, SOURCES, UNLIKE, found_by, still_true
+from dbsl.config.parse import parse_config
 from dbsl.plan.types import TimeModel
-from dbsl.profile.step_time import fit_profile
-from dbsl.run.parse import parse_config
-from dbsl.run.resolved import JOINT, NODES, PROCESSES, SOURCES, UNLIKE, found_by, still_true
+from dbsl.profile.timing import fit_profile
 from tests.helpers import TINY, fingerprint, run
 from train import Config, main
 

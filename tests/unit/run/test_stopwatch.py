@@ -1,4 +1,4 @@
-from dbsl.run.stopwatch import Stopwatch
+from dbsl.run.stopping import Stopwatch
 
 
 def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monkeypatch):

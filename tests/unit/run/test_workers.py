@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbsl.run.config import RunConfig
+from dbsl.config.settings import RunConfig
 from dbsl.run.workers import know_workers
 
 

@@ -8,17 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dbsl.study.files import (
-    extract,
-    find_studies,
-    read_study,
-    read_workloads,
-    write_study,
-    write_trial,
-)
-from dbsl.study.plots import examples_figure, rates_figure, steps_figure
-from dbsl.study.report import write_report
-from dbsl.study.scaling import (
+from dbsl.tools.study.report import examples_figure, rates_figure, steps_figure, write_report
+from dbsl.tools.study.scaling import (
     Result,
     Study,
     Trial,
@@ -27,6 +18,14 @@ from dbsl.study.scaling import (
     find_knees,
     heuristic_rates,
     steps_to_result,
+)
+from dbsl.tools.study.store import (
+    extract,
+    find_studies,
+    read_study,
+    read_workloads,
+    write_study,
+    write_trial,
 )
 
 STUDY = """{"batch_size": %d, "dataset": "cifar_10", "early_stopping": false, "model": "resnet_8",

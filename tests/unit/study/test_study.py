@@ -17,18 +17,20 @@ from dbsl.base.errors import one_line_errors
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
-from dbsl.study import study
-from dbsl.study.claims import Claims
-from dbsl.study.files import COLUMNS, read_workloads, write_trial
-from dbsl.study.scaling import Study, Trial, steps_to_result
-from dbsl.study.search import Range, search_entries, search_points, trial_parameters
-from dbsl.study.trials import (
+from dbsl.tools.study import study
+from dbsl.tools.study.scaling import Study, Trial, steps_to_result
+from dbsl.tools.study.store import COLUMNS, Claims, read_workloads, write_trial
+from dbsl.tools.study.trials import (
     Images,
     ImageTask,
     Measurement,
+    Range,
     decayed_rate,
     measured_steps,
     run_trial,
+    search_entries,
+    search_points,
+    trial_parameters,
 )
 from tests.helpers import Forked, wait_until
 

@@ -1,0 +1,1 @@
+"""Parts that a run can do without, each switched on by a flag."""

@@ -1,0 +1,136 @@
+"""An exponential moving average of the global weights, evaluated beside them.
+
+Batch norm's running statistics belong to the weights that they were measured with. Averaged weights
+give other activations, so their statistics are measured anew wherever they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from dbsl.base.seeds import generator, stream_seed
+from dbsl.cluster.weights import FlatWeights, uncompiled
+from dbsl.data.images import ImageSource
+from dbsl.data.transforms import Transform
+from dbsl.model import set_training
+from dbsl.plan.sampler import Blocks
+
+_STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
+
+
+@dataclass
+class WeightAverage:
+    """Averages the merged weights over epochs: a <- decay * a + (1 - decay) * g at each one's end.
+
+    Only merged weights are worth averaging: in between, each worker has its own. The average is one
+    vector; timm's ModelEmaV3 and torch's AveragedModel would keep a second model.
+
+    Attributes:
+        decay: In (0, 1), per epoch: with 0.8 the last five epochs have two thirds of the weight.
+        vector: The average, [P], statistics of batch norm included; None before the first epoch's
+            end.
+    """
+
+    decay: float
+    vector: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, weights: Tensor) -> None:
+        """Take in the weights of an epoch's end, [P]."""
+        if self.vector is None:
+            self.vector = weights.clone()
+        else:
+            self.vector.lerp_(weights, 1 - self.decay)
+
+
+def statistics_batches(
+    samples: int,
+    batch_size: int,
+    *,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    blocks: Blocks | None = None,
+) -> list[np.ndarray]:
+    """Return this rank's index batches of training images to measure batch norm's statistics on.
+
+    They are the same images at every epoch. All batches of all ranks have one size, so that their
+    plain mean is the mean over the images. The first images fill the last batches up.
+
+    Args:
+        samples: Training images.
+        batch_size: Images of a batch; 2 at least, since one has no variance.
+        seed: The run's seed.
+        rank: This rank.
+        world_size: Ranks that share the images.
+        blocks: Draws the images; None: any are as likely as others.
+    """
+    rng = generator(seed, "batch statistics")
+    order = (blocks.order(rng) if blocks else rng.permutation(samples))[:_STATISTICS_SAMPLES]
+    size = min(max(batch_size, 2), len(order))
+    each = -(-len(order) // (size * world_size))  # batches of a rank, equally many for a collective
+    return list(np.resize(order, (each * world_size, size))[rank::world_size])
+
+
+@torch.no_grad()
+def recompute_statistics(
+    model: nn.Module,
+    weights: FlatWeights,
+    images: ImageSource,
+    transform: Transform,
+    accelerator: Accelerator,
+    *,
+    batch_size: int,
+    seed: int,
+    together: bool,
+) -> None:
+    """Set batch norm's running statistics to those of the model's present weights.
+
+    The cost is a forward pass over at most 8,192 training images. A model without running
+    statistics stays as it is, and no image is read.
+
+    Args:
+        model: The model.
+        weights: Its weights as one vector.
+        images: The training images.
+        transform: The transform of evaluation, which draws nothing at random.
+        accelerator: Tells the precision and the processes.
+        batch_size: Images of a batch.
+        seed: The run's seed.
+        together: Whether all processes call this: each then passes a part of the images, and all
+            get the mean. Else this process passes all of them.
+    """
+    before = model.training
+    set_training(model)  # statistics of frozen layers stay
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [norm for norm in norms if norm.training and norm.track_running_stats]
+    model.train(before)
+    if not norms:
+        return
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    share: dict[str, Any] = {"rank": rank, "world_size": world_size} if together else {}
+    share["blocks"] = getattr(images, "blocks", None)
+    batches = statistics_batches(len(images), batch_size, seed=seed, **share)
+    device = weights.vector.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        # Some models drop layers at random in training mode.
+        torch.manual_seed(stream_seed(seed, "batch statistics"))
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain mean over the batches
+        set_training(model)
+        with accelerator.autocast(), uncompiled(model):
+            for inputs, _ in images.batches(batches, transform):
+                model(inputs)
+        model.train(before)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    if together:
+        weights.buffers.copy_(accelerator.reduce(weights.buffers, "mean"))

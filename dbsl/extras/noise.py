@@ -1,0 +1,430 @@
+"""The gradient noise scale: about how large a batch may be before more of it is wasted.
+
+McCandlish, Kaplan, Amodei et al.: An Empirical Model of Large-Batch Training (arXiv 1812.06162).
+G is the gradient of the whole training set and Sigma the covariance of single samples' gradients;
+B_simple = tr(Sigma)/|G|^2. Training with a batch of B_simple takes about twice the fewest steps,
+and twice the fewest samples, that any batch size can do with.
+
+An epoch draws its batches without replacement: a batch of b out of N training samples has
+E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
+(`dbsl.extras.noise` measures them). Augmentation makes new images of the same samples, so
+that the true term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too
+large, by at most 1/N.
+
+Measures squared gradient norms while a run trains, for its noise scale (`dbsl.extras.noise`).
+
+It is done at the first step of a round, when a worker has just pulled its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dbsl.base.errors import SettingError
+from dbsl.base.machine import lazy_import
+from dbsl.cluster.weights import uncompiled
+from dbsl.loss import LossOf, without_trace
+from dbsl.plan.sampler import Step
+from dbsl.plan.types import Plan, Round, RoundReport, TimeModel
+from dbsl.profile.memory import without_trials
+
+special = lazy_import("scipy.special")
+
+Squares = Sequence[tuple[int, float]]  # batch sizes, and the squared norms of their gradients
+
+CONFIDENCE = 0.95
+_KEPT = 0.95  # share of a pair's weight that is left when the next one comes: about 40 count
+_FEW = 10  # measurements, below which nothing is advised
+_WIDE = 10.0  # ratio of an interval's ends from which on it says little
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """An estimate of B_simple, smoothed.
+
+    Attributes:
+        b_simple: tr(Sigma)/|G|^2, samples; inf where |G|^2 is not above 0.
+        low: Lower end of its 95 % interval (Fieller's, for a ratio of means).
+        high: Upper end; inf where |G|^2 cannot be told from 0.
+        gradient_square: |G|^2.
+        trace: tr(Sigma).
+        pairs: Measurements so far.
+    """
+
+    b_simple: float
+    low: float
+    high: float
+    gradient_square: float
+    trace: float
+    pairs: int
+
+
+def separate(squares: Squares, samples: int) -> tuple[float, float]:
+    """Return |G|^2 and tr(Sigma) from gradients of two or more batch sizes.
+
+    tr(Sigma) is the slope of the least-squares line of the squares over 1/b, and |G|^2 the value of
+    that line at b = N, where a batch has every sample. Either may come out negative: their means do
+    not.
+
+    Args:
+        squares: Batch sizes, and the squared norms of their gradients.
+        samples: Training samples, N, that batches are drawn from without replacement.
+
+    Raises:
+        SettingError: If there is one batch size alone.
+    """
+    inverse = np.array([1 / batch for batch, _ in squares])
+    values = np.array([square for _, square in squares])
+    if np.ptp(inverse) == 0:
+        raise SettingError(f"squares must be of two batch sizes or more, got {list(squares)}")
+    centred = inverse - inverse.mean()
+    trace = float(centred @ values / (centred @ centred))
+    return float(values.mean() - trace * (inverse.mean() - 1 / samples)), trace
+
+
+class NoiseAverage:
+    """Means of |G|^2 and tr(Sigma), each smoothed before they are divided, with an interval.
+
+    Args:
+        samples: Training samples.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._weight = self._weight_squares = 0.0
+        self._sums = [0.0] * 5  # sums of x, y, xx, xy, yy; x = |G|^2, y = tr(Sigma)
+        self.pairs = 0
+
+    def add(self, gradient_square: float, trace: float) -> None:
+        """Count a measurement in; those before it count less. What is not finite is left out."""
+        x, y = gradient_square, trace
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
+        self._weight = _KEPT * self._weight + 1
+        self._weight_squares = _KEPT**2 * self._weight_squares + 1
+        new = (x, y, x * x, x * y, y * y)
+        self._sums = [_KEPT * old + value for old, value in zip(self._sums, new, strict=True)]
+        self.pairs += 1
+
+    def add_epoch(self, reports: Iterable[RoundReport]) -> None:
+        """Count in what an epoch's rounds have measured."""
+        for gradient_square, trace in pairs_of(reports, self._samples):
+            self.add(gradient_square, trace)
+
+    def estimate(self) -> NoiseScale | None:
+        """Return the noise scale, or None before the third measurement."""
+        if self.pairs < 3:
+            return None
+        x, y, xx, xy, yy = (value / self._weight for value in self._sums)
+        effective = self._weight**2 / self._weight_squares
+        share = 1 / (effective - 1)  # unbiased variance of a weighted mean
+        cov = [share * max(v, 0.0) for v in (xx - x * x, yy - y * y)]
+        cov.insert(1, share * (xy - x * y))
+        quantile = float(special.stdtrit(effective - 1, (1 + CONFIDENCE) / 2))
+        low, high = _ratio_interval(x, y, *cov, quantile)
+        return NoiseScale(max(y, 0.0) / x if x > 0 else math.inf, low, high, x, y, self.pairs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` goes on from."""
+        return {
+            "weight": self._weight,
+            "weight_squares": self._weight_squares,
+            "sums": list(self._sums),
+            "pairs": self.pairs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._weight, self._weight_squares = state["weight"], state["weight_squares"]
+        self._sums, self.pairs = list(state["sums"]), state["pairs"]
+
+
+def _ratio_interval(
+    x: float, y: float, xx: float, xy: float, yy: float, quantile: float
+) -> tuple[float, float]:
+    """Return Fieller's interval of y/x within [0, inf], from means and their covariances."""
+    if x <= 0:  # |G|^2 is not negative: too few measurements
+        return 0.0, math.inf
+    q = quantile**2
+    a, b, c = x * x - q * xx, x * y - q * xy, y * y - q * yy
+    root = b * b - a * c
+    if root < 0:  # every ratio fits
+        return 0.0, math.inf
+    ends = sorted(((b - math.sqrt(root)) / a, (b + math.sqrt(root)) / a)) if a else (0.0, math.inf)
+    if a > 0:
+        return max(ends[0], 0.0), max(ends[1], 0.0)
+    # The mean of x may be 0: then all ratios fit but those between the ends.
+    return (max(ends[1], 0.0) if ends[0] < 0 else 0.0), math.inf
+
+
+def pairs_of(reports: Iterable[RoundReport], samples: int) -> list[tuple[float, float]]:
+    """Return |G|^2 and tr(Sigma) of each measurement that an epoch's rounds have brought.
+
+    Workers that each measured a part of their own batch beside it give one each. Else a round gives
+    one altogether, because its measurements are not independent: parts of workers beside the one
+    batch that all of them share, or workers' batches and all of them joined.
+
+    Args:
+        reports: Reports of one epoch.
+        samples: Training samples.
+    """
+    rounds: dict[int, list[RoundReport]] = {}
+    for report in sorted(reports, key=lambda report: (report.round, report.worker)):
+        if report.gradient_batch and not report.refused:
+            rounds.setdefault(report.round, []).append(report)
+    found = []
+    for measured in rounds.values():
+        own = [_squares(report) for report in measured]
+        shared = any(report.gradient_batch > report.local_batch_size for report in measured)
+        alone = not shared and all(len(squares) > 1 for squares in own)
+        for squares in own if alone else [list(chain(*own))]:
+            if len({batch for batch, _ in squares}) > 1:
+                found.append(separate(squares, samples))
+    return found
+
+
+def _squares(report: RoundReport) -> Squares:
+    part = [(report.micro_batch, report.micro_square)] * bool(report.micro_batch)
+    return [*part, (report.gradient_batch, report.gradient_square)]
+
+
+def noise_summary(scale: NoiseScale | None, plan: Plan) -> dict[str, Any]:
+    """Return what summary.json says of a run's noise scale and, if that is known, its batches."""
+    if scale is None:
+        return {}
+    joint = plan.global_batch_size
+    batch = joint or max(worker.local_batch_size for worker in plan.workers)
+    found = {
+        "noise_scale": scale.b_simple,
+        "noise_scale_low": scale.low,
+        "noise_scale_high": scale.high,
+    }
+    advice = advise(scale, batch, "the global batch" if joint else "B_L")
+    return found | ({"noise_advice": advice} if advice else {})
+
+
+def advise(scale: NoiseScale, batch: int, name: str) -> str | None:
+    """Return what an estimate says about a batch size; None where it is not known well enough.
+
+    Args:
+        scale: The estimate.
+        batch: Samples per step, of the largest kind in the run.
+        name: Name of that size: ``B_L``, or ``the global batch``.
+    """
+    if scale.pairs < _FEW or math.isinf(scale.b_simple):
+        return None
+    if batch < scale.low / 2:
+        verdict = "a larger batch would save steps at few extra samples"
+    elif batch > 2 * scale.high:
+        verdict = "a smaller batch would take hardly more steps, and far fewer samples"
+    elif scale.high > _WIDE * scale.low:
+        return None
+    else:
+        verdict = "about what is worth having"
+    upper = "or more" if math.isinf(scale.high) else f"to {_samples(scale.high)}"
+    found = f"{_samples(scale.b_simple)} (95 %: {_samples(scale.low)} {upper})"
+    return f"gradient noise scale {found}; {name} is {batch}: {verdict}"
+
+
+def _samples(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+Kind = Literal["micro", "joined"]
+
+_MICRO = 4  # a micro-batch is this part of a batch
+_COST = 0.015  # share of the compute that extra passes may take; the promise is 2 %
+
+
+class NoiseProbe:
+    """Measures gradients of two batch sizes at the same weights, in one of two ways.
+
+    | kind | the larger batch | the smaller | costs |
+    | --- | --- | --- | --- |
+    | joined | those of all workers of a round together | each worker's | a sum in memory |
+    | micro | a worker's, or of a joint step the global one | a quarter of a worker's | its pass |
+
+    It leaves gradients, batch norm's statistics and random streams as they were. Nothing in it
+    waits for the device.
+
+    Args:
+        kind: The way. `joined` is the most precise by far; its workers share a process and start a
+            round from the same weights.
+        every: Rounds from one measurement of a worker to its next; 0: none at all.
+        workers: Workers that are joined.
+        rounds: Rounds per epoch.
+        least: Samples of a micro-batch at least.
+        model: The model; nothing is wrapped around it.
+    """
+
+    def __init__(
+        self, kind: Kind, *, every: int, workers: int, rounds: int, least: int, model: nn.Module
+    ) -> None:
+        self.kind, self._every, self._least = kind, every, least
+        self._workers, self._rounds = workers, rounds
+        self._model = model
+        self._clock = -1  # clock of the round whose gradients are being joined
+        self._sum: list[Tensor] = []  # by parameter, [numel]
+        self._joined: dict[int, int] = {}  # batches by worker
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """What is trained now: layers may be frozen for a while."""
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def due(self, turn: Round) -> bool:
+        """Whether a worker's turn is to be measured."""
+        clock = turn.epoch * self._rounds + turn.round
+        own = 0 if self.kind == "joined" else turn.workers[0]  # joined ones are due in one round
+        return bool(self._every) and (clock + own) % self._every == 0
+
+    def measure(
+        self, turn: Round, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
+    ) -> dict[str, Any]:
+        """Return what a report tells of the gradients, the squares still on the device.
+
+        Args:
+            turn: Whose turn it is.
+            step: The step; its last part's gradients have been computed.
+            joint: Whether the gradients are of all workers' batches together.
+            images: The last part's images, or those of its last micro-batch, [B, 3, R, R].
+            labels: Their labels, [B].
+            loss_of: Mean loss of a model on images and labels.
+        """
+        parts = [part for part in step.parts if len(part.indices)]
+        if not parts or (joint and step.odd):  # not summed over the processes yet
+            return {}
+        part, batch = parts[-1], len(parts[-1].indices)
+        # A joint step has the gradients of the mean over all; other steps carry the part's weight.
+        square = _square(p.grad for p in self._parameters if p.grad is not None)
+        square = square if joint else square / part.weight**2
+        whole = round(batch / part.weight) if joint else batch
+        if self.kind == "micro":
+            size = min(max(self._least, -(-batch // _MICRO)), len(labels))
+            if size >= batch:
+                return {}
+            found = _named("micro", size, self._pass(images[:size], labels[:size], loss_of))
+            return found | _named("gradient", whole, square)
+        if self.kind == "joined" and self._join(turn, batch, part.weight):
+            total = sum(self._joined.values())
+            joined = _square(self._sum) / total**2
+            return _named("micro", batch, square) | _named("gradient", total, joined)
+        return _named("gradient", whole, square)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was joined of a round so far."""
+        return {"clock": self._clock, "sum": list(self._sum), "joined": dict(self._joined)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._clock, self._joined = state["clock"], dict(state["joined"])
+        device = next(self._model.parameters()).device
+        self._sum = [_numbers(gradient.to(device)) for gradient in state["sum"]]
+
+    @torch.no_grad()
+    def _join(self, turn: Round, batch: int, weight: float) -> bool:
+        """Add a worker's gradient to its round's; say whether that was the last."""
+        clock = turn.epoch * self._rounds + turn.round
+        if clock != self._clock:
+            self._clock, self._joined, self._sum = clock, {}, []
+        gradients = [_numbers(p.grad) for p in self._parameters if p.grad is not None]
+        if not self._joined:
+            self._sum = list(torch._foreach_mul(gradients, batch / weight))
+        else:
+            torch._foreach_add_(self._sum, gradients, alpha=batch / weight)
+        self._joined[turn.workers[0]] = batch
+        return len(self._joined) == self._workers
+
+    def _pass(self, images: Tensor, labels: Tensor, loss_of: LossOf) -> Tensor:
+        # Trials of cuDNN's algorithms for this one size would take longer than the pass.
+        with without_trace(self._model), uncompiled(self._model), without_trials():
+            loss = loss_of(self._model, images, labels)
+            # DDP would take a backward() for the step's own.
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        return _square(gradient for gradient in gradients if gradient is not None)
+
+
+def choose_probe(
+    plans: Mapping[int, Plan],
+    models: Mapping[int, Sequence[TimeModel]],
+    model: nn.Module,
+    *,
+    enabled: bool,
+    sync: str,
+    processes: int,
+    rounds: int,
+    least: int,
+) -> NoiseProbe:
+    """Return the probe for a run: joined where its workers allow it, else micro.
+
+    Args:
+        plans: By resolution.
+        models: Planned time models of the workers, by resolution.
+        model: The model.
+        enabled: Whether it is to measure at all.
+        sync: How workers meet.
+        processes: In which they live.
+        rounds: Rounds per epoch.
+        least: Samples of a micro-batch at least.
+    """
+    workers = len(next(iter(plans.values())).workers)
+    kind: Kind = "joined" if sync == "bsp" and processes == 1 and workers > 1 else "micro"
+    every = int(enabled)
+    # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
+    # less than a pass, but not nothing where rounds are short.
+    if enabled and (kind == "micro" or next(model.parameters()).is_cuda):
+        every = max(
+            probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
+            for resolution, plan in plans.items()
+            for own, worker in zip(models[resolution], plan.workers, strict=True)
+        )
+    return NoiseProbe(kind, every=every, workers=workers, rounds=rounds, least=least, model=model)
+
+
+def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:
+    """Return the rounds from one extra pass of a micro-batch to the next, within 1.5 % of the time.
+
+    Args:
+        model: Time of a step.
+        batch: Samples per step.
+        steps: Steps of a round.
+        least: Samples of a micro-batch at least.
+    """
+    step_s = model.time(batch, 1)
+    extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO)
+    return max(1, math.ceil(extra_s / (_COST * steps * step_s)))
+
+
+def _named(name: str, batch: int, square: Tensor) -> dict[str, Any]:
+    return {f"{name}_batch": batch, f"{name}_square": square}
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Return a gradient's numbers in one order, that of channels_last, [numel].
+
+    It is a view where the gradient lies in memory like that, as those of images' models do. One
+    from a checkpoint does not.
+    """
+    return (gradient.permute(0, 2, 3, 1) if gradient.dim() == 4 else gradient).reshape(-1)
+
+
+def _square(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the squared norm of gradients together.
+
+    On the CPU it is to the bit the same wherever they lie. The order in which numbers are added up,
+    and so the last bits, may depend on their order in memory and on the address. The squares are
+    new tensors, whose address torch aligns. On CUDA, where no bits are promised, a few launches do
+    for all parameters.
+    """
+    numbers = [_numbers(gradient) for gradient in gradients]
+    if numbers[0].is_cuda:
+        return torch.stack(torch._foreach_norm(numbers)).square().sum()
+    return torch.stack([own.square().sum() for own in numbers]).sum()

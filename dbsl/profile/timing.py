@@ -1,0 +1,398 @@
+"""The line of step times, with a floor where they show one, fitted to measured steps; pure.
+
+Know the machine: how long a training step takes, how much memory it needs, for any batch size.
+
+Two lines are fitted to measured steps: time ``t = a*x + b`` (eq. 2) and memory ``M = p + x*q``
+(eq. 9). Where a line alone is clearly wrong, as on a fast GPU that waits for its host in small
+steps, time has a floor as well: ``t = max(f, a*x + b)``. Warm-up is left out, the device
+synchronised, and the fit minimises relative errors. From the shell::
+
+    python -m dbsl.profile --model resnet18 --resolutions 24,32 --large-batch-size 128
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+
+from dbsl.base.errors import SettingError
+from dbsl.base.words import px
+from dbsl.cluster.weights import compile_in_place
+from dbsl.cluster.wire import wait_for_all
+from dbsl.config.settings import ClipMode
+from dbsl.data.sources import Batch, image_batch
+from dbsl.loss import LossOf
+from dbsl.model import set_training
+from dbsl.optimizer import BuildOptimizer, build_optimizer, make_clip
+from dbsl.plan.sampler import Part, micro_parts
+from dbsl.plan.types import TimeModel
+from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
+
+TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
+_SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
+
+
+def fit_time_model(
+    batch_sizes: Sequence[int], times_s: Sequence[float], errors: Sequence[float] = ()
+) -> TimeModel:
+    """Fit step time against batch size by least squares on the *relative* error (weights 1/t).
+
+    A line whose intercept comes out below zero is no model of a step; the slope alone is then
+    fitted, through the origin.
+
+    Noise is not to make a floor. There is one only where the line alone is off by more than
+    `TOLERANCE` and by more than four standard errors, and a floor below at least two of four or
+    more sizes brings the largest error below a third of the line's.
+
+    Args:
+        batch_sizes: Samples per step, ascending.
+        times_s: Seconds of a step with each.
+        errors: Standard errors of the times, relative to them.
+
+    Raises:
+        SettingError: If a time is not a finite number above 0.
+    """
+    x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+    if not (np.isfinite(t) & (t > 0)).all():
+        raise SettingError(f"step times must be finite and above 0 s, got {list(times_s)}")
+
+    def off(model: TimeModel) -> float:
+        return max(abs(model.time(size, 1) / time_s - 1) for size, time_s in zip(x, t, strict=True))
+
+    line = _fit_line(x, t)
+    if len(x) < _SIZES_FOR_A_FLOOR or off(line) <= max(TOLERANCE, 4 * max(errors, default=0.0)):
+        return line
+    fits = []
+    for flat in range(2, len(x)):
+        floor = float((1 / t[:flat]).sum() / (1 / t[:flat] ** 2).sum())
+        fits.append(replace(_fit_line(x[flat:], t[flat:]), floor=floor))
+    best = min(fits, key=off)
+    return best if off(best) < off(line) / 3 else line
+
+
+def _fit_line(x: np.ndarray, t: np.ndarray) -> TimeModel:
+    """Return the line alone."""
+    slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
+    if intercept <= 0 or slope <= 0:
+        ratio = x / t
+        slope, intercept = float(ratio.sum() / (ratio**2).sum()), 0.0
+    return TimeModel(float(slope), float(intercept))
+
+
+Example = Callable[[int, int], Batch]  # by batch size and resolution
+
+_LR = 1e-8  # while measuring: some optimizers refuse 0
+# Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
+# would not do: it is low as well where steps take one time whatever their batch.
+BAD_FIT = 0.20
+NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Measured training steps at one resolution, and the lines fitted to them."""
+
+    resolution: int  # pixels
+    batch_sizes: tuple[int, ...]  # ascending
+    times_s: tuple[float, ...]  # median time of a step
+    errors: tuple[float, ...]  # standard error of each median, relative to it
+    slope: float  # a, seconds per sample
+    intercept: float  # b, seconds per step
+    r_squared: float  # goodness of the fitted line
+    largest_error: float  # largest relative error of the line against the measured times
+    holds_from: int | None  # smallest measured batch from which on the line is within TOLERANCE
+    held_out_sizes: tuple[int, ...] = ()  # measured beside, and left out of the fit
+    held_out_times_s: tuple[float, ...] = ()
+    memory: MemoryModel | None = None
+    floor: float = 0.0  # f, the least that a step takes, seconds
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or len(self.batch_sizes) != len(self.times_s):
+            raise SettingError(
+                f"times_s must have one time per batch size ({len(self.batch_sizes)}), "
+                f"got {len(self.times_s)}"
+            )
+        for value in self.times_s:
+            if not (np.isfinite(value) and value > 0):
+                raise SettingError(f"times_s must be finite and above 0 s, got {value}")
+
+    @property
+    def time_model(self) -> TimeModel:
+        """The fitted line of step times, and their floor."""
+        return TimeModel(self.slope, self.intercept, self.floor)
+
+    @property
+    def misses(self) -> bool:
+        """Whether the line misses measured times so far that its predictions are not good."""
+        return self.largest_error > BAD_FIT
+
+    def describe(self, limit_bytes: float | None = None, note: str = "") -> str:
+        """Return the fit with a note in one line, and in another what fits into memory."""
+        holds = (
+            f"within {TOLERANCE:.0%} from batch {self.holds_from} on"
+            if self.holds_from is not None
+            else f"not within {TOLERANCE:.0%} at the largest batch"
+        )
+        least = f", and {1e3 * self.floor:.4g} ms at least" if self.floor else ""
+        text = (
+            f"{px(self.resolution, after=': ')}a step with x samples takes "
+            f"{1e3 * self.slope:.4g} ms * x + {1e3 * self.intercept:.4g} ms{least} "
+            f"(R2 {self.r_squared:.4f}, largest error {self.largest_error:.1%}, {holds})"
+        )
+        if self.held_out_sizes:
+            rows = zip(self.held_out_sizes, self.held_out_times_s, strict=True)
+            off = [f"{x}: {self.time_model.time(x, 1) / t - 1:+.1%}" for x, t in rows]
+            text = f"{text}; predicted for held-out batches, against measured: {', '.join(off)}"
+        text += note
+        return f"{text}\n  {self.memory.describe(limit_bytes)}" if self.memory else text
+
+
+class TrainingStep:
+    """A training step with synthetic images on a copy of a model, for any batch size.
+
+    Parameters that are frozen in the model are frozen in the copy.
+
+    Args:
+        model: The model, on its device.
+        resolution: Side of the images, pixels.
+        num_classes: Labels lie in [0, num_classes).
+        accelerator: Device and precision.
+        loss_of: Mean loss of a model on images and labels; unset: cross-entropy.
+        optimizer: Name of the optimizer, or `NO_OPTIMIZER`.
+        momentum: Whether it has momentum.
+        weight_decay: Whether it has weight decay.
+        optimizer_settings: What else it takes, as `build_optimizer` does.
+        build: Builds it; unset: timm's of that name.
+        compiled: Whether `compile` compiles the copy.
+        micro_batch: Samples at most that are computed at once; None: all.
+        clip: How gradients are clipped; None: they are not.
+        example: Batch of a size at a resolution, on the device; unset: random images.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        resolution: int,
+        num_classes: int,
+        accelerator: Accelerator,
+        *,
+        loss_of: LossOf | None = None,
+        optimizer: str = "sgd",
+        momentum: bool = True,
+        weight_decay: bool = True,
+        optimizer_settings: Mapping[str, Any] | None = None,
+        build: BuildOptimizer | None = None,
+        compiled: bool = False,
+        micro_batch: int | None = None,
+        clip: ClipMode | None = None,
+        example: Example | None = None,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.accelerator = accelerator
+        self._example = example or self._images_of
+        self.resolution = resolution
+        self.num_classes = num_classes
+        self._model = copy.deepcopy(model)
+        set_training(self._model)
+        self._compiled = compiled
+        self._loss_of = loss_of or self._cross_entropy
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer != NO_OPTIMIZER:
+            build = build or partial(
+                build_optimizer,
+                optimizer,
+                lr=_LR,
+                momentum=0.9 * momentum,
+                weight_decay=1e-4 * weight_decay,
+                **optimizer_settings or {},
+            )
+            self._optimizer = build(self._model)
+            for group in self._optimizer.param_groups:
+                group["lr"] = _LR
+        self._clip = make_clip(self._model, clip and 1.0, clip or "norm")
+        self._images: torch.Tensor | None = None
+        self._labels: torch.Tensor | None = None
+
+    def __call__(self, batch_size: int) -> None:
+        """Take one step; a batch size larger than any before makes new images."""
+        whole = Part(0, np.arange(batch_size), 1.0)
+        parts = micro_parts(whole, self.micro_batch)
+        at_once = max(len(part.indices) for part in parts)
+        if self._images is None or at_once > len(self._images):
+            self._images = self._labels = None  # free the old ones first
+            self._images, self._labels = self._example(at_once, self.resolution)
+        for part in parts:
+            count = len(part.indices)
+            loss = self._loss_of(self._model, self._images[:count], self._labels[:count])
+            (loss * part.weight).backward()
+        if self._optimizer is not None:
+            self._clip(self._optimizer)
+            self._optimizer.step()
+        self._model.zero_grad(set_to_none=True)
+
+    def compile(self) -> None:
+        """Compile the copy, if it is to be."""
+        if self._compiled:
+            sums = self.micro_batch is not None
+            compile_in_place(self._model, self.accelerator.device, sums=sums)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state; there is none before the first step."""
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _cross_entropy(
+        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        with self.accelerator.autocast():
+            return F.cross_entropy(model(images), labels)
+
+    def _images_of(self, size: int, resolution: int) -> Batch:
+        return image_batch(size, resolution, self.num_classes, self.accelerator.device)
+
+
+def profile_steps(
+    step: TrainingStep,
+    batch_sizes: Sequence[int],
+    *,
+    seconds: float,
+    held_out: Sequence[int] = (),
+) -> StepProfile:
+    """Measure training steps on this device, and fit time and memory to them.
+
+    Weights and data stay untouched, and what the data path costs is not in it. All processes
+    measure at once, as they will train.
+
+    Args:
+        step: The training step.
+        batch_sizes: Batch sizes to measure, and to fit the lines to.
+        seconds: About when to stop repeating.
+        held_out: Batch sizes to measure beside, and to leave out of the fit.
+    """
+    wait_for_all()
+    sizes = sorted(set(batch_sizes))
+    beside = sorted(set(held_out) - set(sizes))
+    began = time.perf_counter()
+    # With micro-batches it does not grow with the batch.
+    memory = profile_memory(step, sizes) if step.micro_batch is None else None
+    # Only now: memory of the eager copy is an upper bound, and has batch sizes of its own, each of
+    # which would make a graph.
+    step.compile()
+    left = seconds - (time.perf_counter() - began)
+    times, errors = measure_step_times(step, [*sizes, *beside], seconds=left)
+    count = len(sizes)
+    profile = fit_profile(step.resolution, sizes, times[:count], errors[:count], memory)
+    return replace(profile, held_out_sizes=tuple(beside), held_out_times_s=tuple(times[count:]))
+
+
+def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
+    """Measure a step's peak memory at several batch sizes and fit its line."""
+    sizes = sorted(set(batch_sizes))
+    peaks = PeakMemory(step.accelerator.device)
+    if peaks.cuda:
+        # cuDNN keeps to the algorithm that it first took for a shape, tried or not. So these are
+        # other shapes than those of training, for which it is to try all.
+        sizes = [size - (size > 4) for size in sizes]
+    with without_trials():
+        step(sizes[0])  # the optimizer's state exists from now on
+        used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
+    return fit_memory(sizes, used, peaks, step.state_bytes)
+
+
+def fit_profile(
+    resolution: int,
+    batch_sizes: Sequence[int],
+    times_s: Sequence[float],
+    errors: Sequence[float],
+    memory: MemoryModel | None = None,
+) -> StepProfile:
+    """Fit the line of step times, with a floor where they show one; say how well it holds."""
+    line = fit_time_model(batch_sizes, times_s, errors)
+    t = np.asarray(times_s, dtype=np.float64)
+    predicted = np.array([line.time(x, 1) for x in batch_sizes])
+    off = np.abs(predicted / t - 1)
+    spread = float(((t - t.mean()) ** 2).sum())
+    bad = np.flatnonzero(off > TOLERANCE)
+    first = int(bad[-1]) + 1 if len(bad) else 0
+    return StepProfile(
+        resolution=resolution,
+        batch_sizes=tuple(batch_sizes),
+        times_s=tuple(times_s),
+        errors=tuple(errors),
+        slope=line.slope,
+        intercept=line.intercept,
+        r_squared=1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0,
+        largest_error=float(off.max()),
+        holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
+        memory=memory,
+        floor=line.floor,
+    )
+
+
+def batch_sizes_to_measure(large_batch_size: int, points: int = 5) -> list[int]:
+    """Return a geometric grid of batch sizes that ends at the large one, each half of the next.
+
+    It stays above 1, where batch norm refuses a feature map of one pixel.
+    """
+    smallest = min(2, large_batch_size)
+    return sorted({max(smallest, large_batch_size >> k) for k in range(points)})
+
+
+def measure_step_times(
+    step: Callable[[int], object],
+    batch_sizes: Sequence[int],
+    *,
+    seconds: float,
+    relative_error: float = 0.02,
+) -> tuple[list[float], list[float]]:
+    """Return the median seconds of ``step(batch_size)`` for each size, and their relative errors.
+
+    Sizes take turns, so that a slow spell of the machine falls on all of them. In its turn each
+    takes a step that warms up and is left out, and then steps for about a quarter of the longest
+    step's time. It ends when the standard error of every median is small enough, or when time is
+    up, after 2 turns at least.
+    """
+    from torch.utils.benchmark import Timer, timer  # imports compilers
+
+    timers = [
+        Timer(
+            "step(batch_size)",
+            globals={"step": step, "batch_size": size},
+            num_threads=torch.get_num_threads(),  # Timer's own default is 1
+        )
+        for size in batch_sizes
+    ]
+    began = time.perf_counter()
+    step(max(batch_sizes))  # the first one compiles, or tries cuDNN's algorithms
+    second = timer()  # which waits for the device
+    step(max(batch_sizes))
+    block_s = max(0.25 * (timer() - second), 1e-3)
+    samples: list[list[float]] = [[] for _ in timers]
+    for turn in itertools.count(1):
+        for own, taken in zip(timers, samples, strict=True):
+            taken += own.blocked_autorange(min_run_time=block_s).times  # waits for the device
+        if turn == 1:
+            continue
+        errors = [_median_error(taken) for taken in samples]
+        if max(errors) < relative_error or time.perf_counter() - began > seconds:
+            return [statistics.median(taken) for taken in samples], errors
+
+
+def _median_error(times_s: Sequence[float]) -> float:
+    """Return the standard error of the median over the median, for roughly normal noise."""
+    spread = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
+    return spread / statistics.median(times_s)

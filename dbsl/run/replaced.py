@@ -1,0 +1,210 @@
+"""Data, a model and an optimizer from the script, in place of those that settings name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+from torch import nn
+
+from dbsl.base.errors import SettingError
+from dbsl.base.seeds import stream_seed
+from dbsl.cluster.steps import takes_parts
+from dbsl.config.settings import DataConfig, RunConfig, steps_in_parts
+from dbsl.data.sources import TrainingData
+from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
+
+OptimizerBuilder = Callable[
+    [nn.Module, RunConfig], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
+
+
+# Settings that say which data and which model; with one's own they have nothing to say.
+_OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
+
+
+_OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "model_kwargs")
+
+
+_OF_MODEL += ("grad_checkpointing", "layer_decay")
+
+
+# A function may read momentum and weight_decay of the settings that it is given.
+_OF_OPTIMIZER = ("layer_decay", "opt_kwargs")
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a run has of its own.
+
+    Attributes:
+        data: Such as `dbsl.data.sources.TensorData`; None: the dataset that the settings name.
+        model: A module, or a function that builds one from the run's seed; None: timm's model that
+            the settings name.
+        optimizer: Builds one or several on a model, by the settings; None: timm's that they name.
+        evaluate_also: Further evaluation sets, by name: a source, data with evaluation samples, a
+            map-style dataset of tensors, or the name of a dataset.
+    """
+
+    data: TrainingData | None = None
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    optimizer: OptimizerBuilder | None = None
+    evaluate_also: Mapping[str, Any] | None = None
+
+    def named(self, given: RunConfig) -> RunConfig:
+        """Return the settings with the names of the data and the model that there are.
+
+        Raises:
+            SettingError: If data or model is no such thing, or a setting asks for others.
+        """
+        if self.data is not None:
+            if not isinstance(self.data, TrainingData):
+                names = (*TrainingData.__annotations__, "on", "transform", "example")
+                missing = next(name for name in names if not hasattr(self.data, name))
+                raise SettingError(
+                    "data must have what dbsl.data.sources.TrainingData names, got "
+                    f"{type(self.data).__name__} without {missing!r}"
+                )
+            if self.model is None:
+                raise SettingError("model must be given with data of one's own, got none")
+            given = _named(given, "dataset", self.data.name, "data", _OF_DATA)
+        if self.model is not None:
+            if not callable(self.model):
+                raise SettingError(
+                    "model must be a module or a function that builds one, got "
+                    f"{type(self.model).__name__}"
+                )
+            given = _named(given, "model", _name(self.model), "a model", _OF_MODEL)
+        if self.optimizer is not None:
+            if not callable(self.optimizer):
+                raise SettingError(
+                    "optimizer must be a function of model and settings, got "
+                    f"{type(self.optimizer).__name__}"
+                )
+            name = _name(self.optimizer)
+            given = _named(given, "optimizer", name, "an optimizer", _OF_OPTIMIZER)
+        return given
+
+    def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+        """Return what steps on a model; its groups keep their rates in proportion to `lr`.
+
+        Raises:
+            SettingError: If the function builds none.
+        """
+        if self.optimizer is not None:
+            built = join_optimizers(self.optimizer(model, config))
+        else:
+            built = build_optimizer(
+                config.optimizer,
+                model,
+                config.lr,
+                config.momentum,
+                config.weight_decay,
+                **config.optimizer_settings,
+            )
+        return keep_ratios(built, config.lr)
+
+    def check_optimizer(self, config: RunConfig, model: nn.Module) -> None:
+        """Raise ``SettingError`` if what is built cannot take this run's steps.
+
+        Building may freeze parameters, which all that follows is to know.
+        """
+        optimizer = self.build_optimizer(config, model)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SettingError(
+                "optimizer must leave parameters that are trained, got all frozen by "
+                f"{config.optimizer}"
+            )
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+        if left:
+            raise SettingError(
+                "optimizer must have all parameters that are trained (requires_grad_(False) "
+                f"freezes others), got none for {left[0]}"
+                + (f" and {len(left) - 1} more" if left[1:] else "")
+            )
+        if steps_in_parts(config) and not takes_parts(optimizer):
+            built = getattr(optimizer, "optimizers", [optimizer])
+            kinds = ", ".join(type(one).__name__ for one in built)
+            raise SettingError(
+                "optimizer must be one SGD, without dampening and maximize, Adam or AdamW of torch "
+                f"with push gradients and sync {config.sync}, where each push is part of a step, "
+                f"got {kinds} of {config.optimizer}"
+            )
+
+    def build(self, config: RunConfig, data: TrainingData, accelerator: Accelerator) -> nn.Module:
+        """Return the model on the device, with the same weights in all processes.
+
+        Raises:
+            SettingError: If it cannot take the data, or tells other classes apart.
+        """
+        model = self.model
+        if not isinstance(model, nn.Module):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_seed(config.seed, "initial weights"))
+                model = model()
+        if not isinstance(model, nn.Module):
+            raise SettingError(f"model must build a module, got {type(model).__name__}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SettingError(
+                f"model must have parameters to train, got {_name(model)} without any"
+            )
+        inputs, _ = data.example(2, config.resolutions[-1])
+        channels_last = inputs.dim() == 4 and inputs.stride(1) == 1 < inputs.shape[1]
+        layout = {"memory_format": torch.channels_last} if channels_last else {}
+        model = model.to(accelerator.device, **layout)
+        with torch.no_grad():
+            for value in model.state_dict().values():  # rank 0's, whatever the others built
+                value.copy_(broadcast(value.contiguous()))
+        # What `build_model` notes of timm's models.
+        model.created_with, model.small_stem, model.input_statistics = None, False, None
+        model.head_dropouts = []
+        check_scores(model, _name(model), inputs, data.num_classes, several=True)
+        return model
+
+
+def _named(
+    given: RunConfig, setting: str, name: str, what: str, others: tuple[str, ...]
+) -> RunConfig:
+    """Return the settings with a name; refuse another one, and settings without a meaning."""
+    defaults = {field.name: field.default for field in fields(given)}
+    for other in others:
+        value = getattr(given, other)
+        if value != defaults[other]:
+            raise SettingError(f"{other} must be left out with {what} of one's own, got {value}")
+    if getattr(given, setting) not in (defaults[setting], name):
+        raise SettingError(
+            f"{setting} must be left out or {name} with {what} of one's own, "
+            f"got {getattr(given, setting)}"
+        )
+    return replace(given, **{setting: name})
+
+
+def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__name__", type(model).__name__).strip("<>")
+
+
+@torch.no_grad()
+def check_scores(
+    model: nn.Module, name: str, inputs: torch.Tensor, classes: int, *, several: bool = False
+) -> None:
+    """Raise ``SettingError`` unless the model gives a score for each of the data's classes.
+
+    With `several` it may give several tensors, which the loss function and `evaluate` take apart.
+    """
+    training = model.training
+    scores = model.eval()(inputs)
+    model.train(training)
+    tensor = isinstance(scores, torch.Tensor)
+    shape = list(scores.shape) if tensor else type(scores).__name__
+    if shape != [len(inputs), classes] and (tensor or not several):
+        raise SettingError(
+            f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
+            f"for inputs {list(inputs.shape)}, got {shape} of {name}"
+        )

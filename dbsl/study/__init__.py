@@ -1,1 +1,0 @@
-"""Which batch size is worth having: tuned trials on a workload."""

@@ -1,0 +1,1 @@
+"""Commands around runs, which no other module imports."""

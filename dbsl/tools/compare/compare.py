@@ -1,0 +1,399 @@
+"""Arms of a comparison side by side: runs them with several seeds, then tables and pictures.
+
+    python -m dbsl.compare configs/mine/*.yaml --seeds 3 --baseline all_large --jobs 2
+
+Every YAML is an arm, a config of train.py. A run that is finished is not run again and one that was
+stopped goes on, so that the same command takes up where it was left. The tables are written after
+every run. Their rows count as finished runs of the same settings, so that a clone of a repository
+with committed rows goes on where another machine stopped.
+
+``python -m dbsl.compare``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.base.files import write_text
+from dbsl.base.machine import threads_of_process
+from dbsl.base.words import plural
+from dbsl.config.fields import POSITIONAL, REPEATED, in_range, parse_flags
+from dbsl.config.parse import config_to_yaml, read_settings, yaml_to_argv
+from dbsl.run.stopping import Stopping
+from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
+from dbsl.tools.compare.statistics import Run, equal_time_epochs, read_run
+from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
+
+# Settings that move no result: where figures and weights are kept, and how many.
+_FREE = {"report_to", "keep_checkpoints", "save_best", "checkpoint_every"}
+_OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
+
+
+@dataclass(frozen=True)
+class CompareConfig:  # every field is a flag, its comment the help
+    """Run arms (configs of train.py) with several seeds and compare them."""
+
+    # YAML files, configs of train.py; each is an arm
+    arms: tuple[str, ...] = field(metadata=POSITIONAL)
+    seeds: int = 3  # runs of each arm, with seeds first_seed, first_seed + 1, ...
+    first_seed: int = 0  # tune with other seeds than are reported: 100
+    baseline: str | None = None  # arm that the others are compared with; unset: the first
+    # accuracy whose time is reported, in (0, 1]; unset: a point below the baseline's last epoch
+    target: float | None = None
+    # train every arm again, with as many epochs as fit into the baseline's time
+    equal_time: bool = False
+    # setting of all arms as name=value, say dataset=FOLDER; may be given again
+    set: tuple[str, ...] = field(default=(), metadata=REPEATED)
+    # values of a setting as name=value,value; makes an arm of each; may be given again
+    vary: tuple[str, ...] = field(default=(), metadata=REPEATED)
+    jobs: int = 1  # runs at a time
+    # folder of the runs; each is in <folder of the arms>-<arm>-s<seed>
+    runs_dir: str = "runs"
+    # folder of tables and pictures; unset: results/<folder of the arms>
+    output_dir: str | None = None
+    report_only: bool = False  # write tables of the finished runs, train nothing
+
+    def __post_init__(self) -> None:
+        in_range("seeds", self.seeds, 1)
+        in_range("first_seed", self.first_seed, 0)
+        in_range("jobs", self.jobs, 1)
+        if self.target is not None:
+            in_range("target", self.target, 0, 1, open_low=True)
+        names = [Path(arm).stem for arm in self.arms]
+        if not names or len(set(names)) < len(names):
+            raise SettingError(
+                f"arms must be one or more YAML files with names of their own, "
+                f"got {', '.join(names) or 'none'}"
+            )
+        for option in ("set", "vary"):
+            for setting in getattr(self, option):
+                if "=" not in setting:
+                    raise SettingError(f"{option} must be of the form name=value, got {setting}")
+        given = [name for name, _ in _pairs((*self.set, *self.vary))]
+        if twice := [name for name in given if given.count(name) > 1]:
+            raise SettingError(f"set and vary must give a setting once, got {twice[0]} twice")
+        for name, value in _pairs(self.vary):
+            values = value.split(",")
+            if not all(values) or len(set(values)) < len(values):
+                raise SettingError(f"vary must have values that differ, got {name}={value}")
+        names = [name + end for name in names for end, _ in _variations(self.vary)]
+        if self.baseline is not None and self.baseline not in names:
+            raise SettingError(f"baseline must be one of {', '.join(names)}, got {self.baseline}")
+
+    @property
+    def seed_range(self) -> range:
+        """The seeds of each arm's runs."""
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A config to be run with several seeds.
+
+    Attributes:
+        name: Name of its row in the table: the file's.
+        run: Name of its runs' folders.
+        path: The file.
+        settings: All settings of the file, its bases and `extra`.
+        extra: Settings that are not from the file.
+        dataset: Name of the data set; `settings` may name a local copy.
+    """
+
+    name: str
+    run: str
+    path: Path
+    settings: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    dataset: str = ""
+
+    def with_epochs(self, epochs: int, before: int) -> Arm:
+        """Return the arm with other epochs; milestones and warm-up move in proportion."""
+        if epochs == before:
+            return self
+        extra = {"epochs": epochs}
+        if (milestones := self.settings.get("lr_milestones")) is not None:
+            moved = {round(float(m) * epochs / before) for m in _as_list(milestones)}
+            extra["lr_milestones"] = sorted(moved & set(range(1, epochs)))
+        if (warmup := self.settings.get("warmup_epochs")) is not None:
+            extra["warmup_epochs"] = float(warmup) * epochs / before
+        return replace(
+            self,
+            run=f"{self.name}-{epochs}epochs",
+            settings={**self.settings, **extra},
+            extra={**self.extra, **extra},
+        )
+
+    @property
+    def hash(self) -> str:
+        """Tell these settings from others on any machine: where the data lie does not count."""
+        kept = {name: v for name, v in self.settings.items() if name not in _FREE}
+        settings = {name: _as_list(v) for name, v in kept.items() if v is not None}
+        settings["dataset"] = self.dataset
+        text = json.dumps(settings, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
+        """Return the flags of train.py for one run of several at a time."""
+        extra = {**self.extra, "seed": seed}
+        # There are many runs: each leaves its figures and last weights, no checkpoints.
+        defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
+        extra |= {n: value for n, value in defaults.items() if n not in self.settings}
+        begun = (folder / "config.yaml").exists()  # then with the threads that it began with
+        if "cpu_threads" not in self.settings and jobs > 1 and not begun:
+            extra["cpu_threads"] = threads_of_process(jobs)
+        return ("--config", str(self.path), *yaml_to_argv(extra))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the arms that are not finished, and report."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
+    command = _command(argv, config.arms)
+    group = Path(config.arms[0]).resolve().parent.name
+    shared = _shared(config.set)
+    arms = [
+        _read_arm(Path(path), end, {**shared, **values})
+        for path in config.arms
+        for end, values in _variations(config.vary)
+    ]
+    baseline = config.baseline or arms[0].name
+    output = Path(config.output_dir or f"results/{group}")
+    with Stopping(then="stopping the runs, which save") as stopping:
+        runs = _make(arms, config, group, stopping, output, "arms")
+        print(write_comparison(runs, baseline, config.target, output, command))
+        if not config.equal_time:
+            return
+        if not runs[baseline]:
+            raise SettingError(f"equal_time must have a finished run of {baseline}, got none")
+        scaled = [
+            arm.with_epochs(
+                equal_time_epochs(runs[arm.name], runs[baseline]), runs[arm.name][0].epochs
+            )
+            for arm in arms
+            if runs[arm.name]
+        ]
+        runs = _make(scaled, config, group, stopping, output, "equal_time")
+        print("\nwith epochs that take the baseline's time:")
+        print(write_comparison(runs, baseline, config.target, output, command, "equal_time"))
+
+
+def _make(
+    arms: Sequence[Arm],
+    config: CompareConfig,
+    group: str,
+    stopping: Stopping,
+    output: Path,
+    name: str,
+) -> dict[str, list[Run]]:
+    """Make the runs of arms, and return those that are finished.
+
+    Rows of the tables in `output` count as finished runs where arm, seed and settings agree. Those
+    of other settings are refused; of equal time they are what the baseline's time was before, and
+    make room for new ones.
+    """
+    recorded = read_runs(output, name)
+    done = _rows_of(arms, recorded)
+    launches, folders = [], {}
+    for seed in config.seed_range:  # all arms with one seed before any with the next
+        for arm in arms:
+            if (arm.name, seed) in done:
+                continue
+            folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
+            if config.report_only and not is_finished(folder):
+                continue
+            folders[folder] = (arm, seed)
+            flags = arm.flags(seed, folder, config.jobs)
+            names = _names_in_trackers(group, arm.run, seed)
+            launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags, names))
+
+    # All is checked before anything is written.
+    for arm in {arm.name: arm for f, (arm, _) in folders.items() if not is_finished(f)}.values():
+        _check_settings(arm)
+    for folder, (arm, _) in folders.items():
+        _check_same(arm, folder)
+    if name == "arms":
+        _check_rows(arms, recorded, output)
+    for folder, (arm, _) in folders.items():
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_text(_note_of(folder), config_to_yaml(arm.settings))
+
+    def finished() -> dict[str, list[Run]]:
+        for folder, (arm, seed) in folders.items():
+            if (arm.name, seed) not in done and is_finished(folder):
+                done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
+        of_arms: dict[str, list[Run]] = {arm.name: [] for arm in arms}
+        if done or output.exists():
+            with only_writer(output):
+                now = read_runs(output, name)  # another command may have written since
+                done.update(_rows_of(arms, now) | done)
+                for (own, _), run in sorted(done.items()):
+                    of_arms[own].append(run)
+                if name == "arms":
+                    _check_rows(arms, now, output)
+                if filled := {own: rows for own, rows in of_arms.items() if rows}:
+                    rows = now | filled  # rows of other arms stay
+                    # In one order, whichever run ends first.
+                    order = dict.fromkeys((*recorded, *of_arms, *rows))
+                    write_runs({arm: rows[arm] for arm in order if arm in rows}, output, name)
+        return {
+            own: [r for r in rows if r.seed in config.seed_range] for own, rows in of_arms.items()
+        }
+
+    if not config.report_only:
+        launch_all(launches, config.jobs, stopping, on_finished=finished)
+    return finished()
+
+
+def _rows_of(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]]) -> dict[tuple[str, int], Run]:
+    """Return the rows that are runs of the arms as they are now, by arm and seed."""
+    return {
+        (arm.name, run.seed): run
+        for arm in arms
+        for run in rows.get(arm.name, ())
+        if run.settings == arm.hash
+    }
+
+
+def _check_rows(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]], output: Path) -> None:
+    """Refuse a table that has rows of the arms with other settings: new ones would replace them."""
+    for arm in arms:
+        other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]
+        if other:
+            which = "other settings" if other[0].settings else "settings that were not recorded"
+            raise SettingError(
+                f"output_dir must have no rows of arm {arm.name} with other settings, got "
+                f"{plural(len(other), 'row')} of {which} in {output}/arms_runs.csv; take another "
+                "output_dir, or remove them"
+            )
+
+
+def _names_in_trackers(group: str, arm: str, seed: int) -> dict[str, str]:
+    """Return the variables by which W&B groups runs: a comparison, its arms, their seeds."""
+    return {
+        "WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP") or group,
+        "WANDB_JOB_TYPE": os.environ.get("WANDB_JOB_TYPE") or arm,
+        "WANDB_NAME": f"{arm}-s{seed}",
+    }
+
+
+def _command(argv: Sequence[str], arms: Sequence[str]) -> str:
+    """Return the command as a person would type it: all of a folder's files as a pattern."""
+    folder = Path(arms[0]).parent
+    words = [word for word in argv if word not in arms]
+    if sorted(map(Path, arms)) == sorted(folder.glob("*.yaml")):
+        named = "*.yaml" if folder == Path() else f"{folder}/*.yaml"
+    else:
+        named = shlex.join(arms)
+    return " ".join(["python -m dbsl.compare", named, *([shlex.join(words)] if words else [])])
+
+
+def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name=value settings as pairs, the names as in YAML files."""
+    pairs = (setting.split("=", 1) for setting in settings)
+    return [(name.replace("-", "_"), value) for name, value in pairs]
+
+
+def _shared(settings: Sequence[str]) -> dict[str, Any]:
+    """Return name=value settings as a YAML file would have them."""
+    return {name: _as_yaml(value) for name, value in _pairs(settings)}
+
+
+def _as_yaml(value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value, value)
+
+
+def _variations(vary: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the end of an arm's name and the settings of each combination of varied values."""
+    varied = [[(name, v) for v in values.split(",")] for name, values in _pairs(vary)]
+    return [
+        (
+            "".join(f"-{name}{v.replace('/', '-')}" for name, v in chosen),
+            {name: _as_yaml(v) for name, v in chosen},
+        )
+        for chosen in itertools.product(*varied)
+    ]
+
+
+def _read_arm(path: Path, end: str, shared: Mapping[str, Any]) -> Arm:
+    settings = read_settings(path)
+    for name in _OWN:
+        if name in settings or name in shared:
+            raise SettingError(f"an arm must leave {name} to the comparison, got it in {path}")
+    own = path.stem + end
+    named, given = settings.get("dataset"), str(shared.get("dataset", "digits"))
+    is_path = given != "digits" and Path(given).expanduser().exists()
+    if named is None:
+        dataset = Path(given).stem
+    elif is_path or "dataset" not in shared:  # a folder is taken for a copy of the one named
+        dataset = str(named)
+    else:
+        dataset = given
+    return Arm(own, own, path, {**settings, **shared}, shared, dataset)
+
+
+def _check_settings(arm: Arm) -> None:
+    """Refuse an arm that train.py would refuse: no run begins before all arms are right."""
+    try:
+        check_flags(("--config", str(arm.path), *yaml_to_argv(arm.extra)))
+    except SettingError as error:
+        raise SettingError(f"{error} (arm {arm.name})") from None
+
+
+def _note_of(folder: Path) -> Path:
+    """Return the file that notes the settings that a run was begun with."""
+    return folder.with_name(f"{folder.name}.arm.yaml")
+
+
+def _check_same(arm: Arm, folder: Path) -> None:
+    """Refuse a run that was begun with other settings than its arm has now."""
+    note = _note_of(folder)
+    if not folder.exists():
+        return
+    if not note.exists():
+        raise SettingError(f"runs_dir must have runs of comparisons alone, got {folder}")
+    made = yaml.safe_load(note.read_text(encoding="utf-8")) or {}
+    now = {name: value for name, value in arm.settings.items() if value is not None}
+    for key in sorted({*now, *made} - _FREE):
+        if not _is_same(made.get(key), now.get(key)):
+            raise SettingError(
+                f"{key} of arm {arm.name} must be {_shown(made.get(key))} as in {note}, or "
+                f"runs_dir another, got {_shown(now.get(key))}; without {folder} it is run anew"
+            )
+
+
+def _shown(value: Any) -> Any:
+    return "unset" if value is None else value
+
+
+def _is_same(made: Any, value: Any) -> bool:
+    return (made is None) == (value is None) and _as_list(made) == _as_list(value)
+
+
+def _as_list(value: Any) -> list[Any]:
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return [_as_number(str(part).strip()) for part in parts]
+
+
+def _as_number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.lower()
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

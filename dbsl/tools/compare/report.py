@@ -1,0 +1,301 @@
+"""Output of a comparison: CSV files of arms, single runs and curves, a picture, and a table.
+
+A picture of arms: accuracy over training time, and at the last epoch with its interval.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from filelock import FileLock, Timeout
+from matplotlib.figure import Figure
+
+from dbsl.base.errors import SettingError
+from dbsl.base.files import write_table
+from dbsl.base.words import short_loss
+from dbsl.extras.pictures import DPI, save_figure
+from dbsl.tools.compare.statistics import MADE_ON, Run, averaged, interval, table
+
+_LOCK = ".lock"  # of the folder, while one of several commands writes there
+_LOCKED_WITHIN_S = 60.0
+_OF_AVERAGE = " (EMA)"  # after an arm's name: its averaged weights
+
+
+def write_comparison(
+    runs: Mapping[str, Sequence[Run]],
+    baseline: str,
+    target: float | None,
+    folder: Path,
+    command: str,
+    name: str = "arms",
+) -> str:
+    """Write ``<name>.csv`` and ``.png``; return a table for people.
+
+    Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
+
+    Raises:
+        SettingError: If no run is finished.
+    """
+    from dbsl.tools.compare.report import draw_arms  # slow to import
+
+    shown = {}
+    for arm, own in runs.items():
+        shown[arm] = own
+        if of_average := averaged(own):
+            shown[f"{arm}{_OF_AVERAGE}"] = of_average
+    rows = table(shown, baseline, target)
+    if not rows:
+        raise SettingError("arms must have a finished run at least, got none")
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {"date": date.today().isoformat(), "command": command}
+    arms = [
+        _plain(row) | {key: _common(shown[row["arm"]], key) for key in MADE_ON} | made
+        for row in rows
+    ]
+    write_table(folder / f"{name}.csv", arms)
+    draw_arms(runs, folder / f"{name}.png")
+    width = max(len(row["arm"]) for row in rows)
+    lines = [
+        f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
+        f"to {rows[0]['target']:.1f} %  s/point",
+        *(_yaml_line(row, width, len(baseline)) for row in rows),
+        "accuracy and loss at the last epoch; differences are paired by seed; *: p below 0.05, "
+        "corrected for the number of arms (Holm); s/point: worker seconds more than "
+        f"{baseline}'s for each point over it; {folder}",
+        *_unreached(rows),
+        *_undetected(rows),
+    ]
+    return "\n".join(lines)
+
+
+def _unreached(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on what "-" stands for in the column of the times to an accuracy."""
+    missed = [row for row in rows if row["time_to_target_s"] == math.inf]
+    if not missed:
+        return []
+    arms = ", ".join(f"{row['arm']}: {row['reached']} of {row['seeds']}" for row in missed)
+    target = f"{rows[0]['target']:.1f} %"
+    return [f"- below 'to {target}': not every seed has reached {target} (seeds that have: {arms})"]
+
+
+def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line on what so few seeds cannot tell, where there is such a difference."""
+    unclear = [r for r in rows if r["p_holm"] >= 0.05 and math.isfinite(r["detectable"])]
+    if not unclear:
+        return []
+    least, most = (f(row["detectable"] for row in unclear) for f in (min, max))
+    seeds = " or ".join(str(n) for n in sorted({row["seeds"] for row in unclear}))
+    return [
+        f"without *: not told from 0; with {seeds} seeds a difference of {least:.1f} to {most:.1f} "
+        "points, by arm, would be found in four of five such comparisons"
+    ]
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other commands from writing tables into a folder for a while.
+
+    Raises:
+        SettingError: If one is still writing after a minute.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(_LOCKED_WITHIN_S)
+    except Timeout:
+        raise SettingError(
+            f"output_dir must be free to write, got {lock.lock_file} in use"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # while it is held; FileLock copes with that
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
+def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arms") -> None:
+    """Write ``<name>_runs.csv`` and ``<name>_curves.csv``: all that `read_runs` needs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = {arm: own for arm, own in runs.items() if own}
+    shown |= {f"{arm}{_OF_AVERAGE}": averaged(own) for arm, own in runs.items()}
+    singles = [
+        {
+            "arm": arm,
+            "seed": run.seed,
+            "accuracy": f"{100 * run.accuracy:.3f}",
+            "loss": f"{run.loss:.4f}",
+            "train_accuracy": _optional(run.train_accuracy, 100, ".3f"),
+            "train_loss": _optional(run.train_loss, 1, ".4f"),
+            "train_time_s": f"{run.train_time_s:.2f}",
+            "total_time_s": f"{run.total_time_s:.1f}",
+            "workers": run.workers,
+            "epochs": run.epochs,
+            "samples": run.samples,
+            "settings": run.settings,
+            **{key: dict(run.made_on).get(key, "") for key in MADE_ON},
+        }
+        for arm, own in shown.items()
+        for run in own
+    ]
+    write_table(folder / f"{name}_curves.csv", _curves(runs))
+    write_table(folder / f"{name}_runs.csv", singles)
+
+
+def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
+    """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm.
+
+    Raises:
+        SettingError: If a table cannot be read.
+    """
+    singles, curves = folder / f"{name}_runs.csv", defaultdict(list)
+    if not singles.exists():
+        return {}
+    found: dict[str, list[Run]] = {}
+    try:
+        for row in _rows(folder / f"{name}_curves.csv"):
+            point = float(row["train_time_s"]), float(row["accuracy"]) / 100
+            curves[row["arm"], row["seed"]].append(point)
+        rows = _rows(singles)
+        averages = {(row["arm"], row["seed"]): row for row in rows}
+        for row in rows:
+            if row["arm"].endswith(_OF_AVERAGE):
+                continue
+            average = averages.get((row["arm"] + _OF_AVERAGE, row["seed"]))
+            run = Run(
+                seed=int(row["seed"]),
+                accuracy=float(row["accuracy"]) / 100,
+                loss=float(row["loss"]),
+                train_time_s=float(row["train_time_s"]),
+                samples=int(row["samples"]),
+                curve=tuple(curves[row["arm"], row["seed"]]),
+                epochs=int(row["epochs"]),
+                workers=int(row["workers"]),
+                ema_accuracy=float(average["accuracy"]) / 100 if average else None,
+                ema_loss=float(average["loss"]) if average else math.nan,
+                total_time_s=float(row["total_time_s"]),
+                made_on=tuple((key, row[key]) for key in MADE_ON),
+                train_accuracy=_number(row.get("train_accuracy"), 100),
+                train_loss=_number(row.get("train_loss")),
+                settings=row.get("settings", ""),
+            )
+            found.setdefault(row["arm"], []).append(run)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(
+            f"output_dir must have readable tables, got {singles} ({error})"
+        ) from None
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _curves(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "arm": arm,
+            "seed": run.seed,
+            "train_time_s": f"{time_s:.2f}",
+            "accuracy": f"{100 * accuracy:.3f}",
+        }
+        for arm, own in runs.items()
+        for run in own
+        for time_s, accuracy in run.curve
+    ]
+
+
+def _number(text: str | None, divisor: float = 1.0) -> float | None:
+    """Return the number in a cell; None: the cell is empty, or the table older than its column."""
+    return float(text) / divisor if text else None
+
+
+def _optional(value: float | None, factor: float, form: str) -> str:
+    return "" if value is None else format(factor * value, form)
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+
+
+def _common(runs: Sequence[Run], key: str) -> str:
+    """Return what runs were made on: one value, or all that there are."""
+    return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
+
+
+def _yaml_line(row: Mapping[str, Any], width: int, baseline: int) -> str:
+    def number(value: float, text: str) -> str:
+        return format(value, text) if math.isfinite(value) else "-"
+
+    difference = number(row["difference"], "+.2f")
+    if math.isfinite(row["difference_ci95"]):
+        mark = "*" if row["p_holm"] < 0.05 else " "
+        difference += f" ± {row['difference_ci95']:.2f}{mark}"
+    return (
+        f"{row['arm']:<{width}}  {row['seeds']:>5}  {row['accuracy']:>10.2f}  "
+        f"{number(row['ci95'], '.2f'):>5}  {difference:>{baseline + 5}}  "
+        f"{short_loss(row['loss']):>5}  "
+        f"{row['train_time_s']:>7.1f}  {number(row['time_to_target_s'], '.1f'):>9}  "
+        f"{number(row['cost_per_point_s'], '+.1f'):>7}"
+    )
+
+
+def draw_arms(arms: Mapping[str, Sequence[Run]], path: Path) -> None:
+    """Draw `arms_figure` into a PNG."""
+    save_figure(arms_figure(arms), path)
+
+
+def arms_figure(arms: Mapping[str, Sequence[Run]]) -> Figure:
+    """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals.
+
+    Args:
+        arms: Finished runs by arm; arms without any are left out.
+    """
+    finished = {name: runs for name, runs in arms.items() if runs}
+    figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), dpi=DPI, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    palette = matplotlib.color_sequences["tab20"]
+    goes_on = False
+    for place, (name, runs) in enumerate(finished.items()):
+        color = palette[place % len(palette)]
+        epochs = min(len(run.curve) for run in runs)
+        curves = np.array([run.curve[:epochs] for run in runs])  # [seeds, epochs, 2]
+        times, accuracies = curves[..., 0].mean(0), 100 * curves[..., 1].mean(0)
+        label = f"{name} (n = {len(runs)})"
+        left.plot(times, accuracies, "o-", ms=3, color=color, label=label)
+        found = interval([100 * run.accuracy for run in runs])
+        half = 0.0 if np.isnan(found.half) else found.half
+        low, high = max(found.mean - half, 0.0), min(found.mean + half, 100.0)
+        ends = [[found.mean - low], [high - found.mean]]
+        right.errorbar(found.mean, place, xerr=ends, fmt="o", capsize=4, color=color)
+        # No accuracy lies beyond 0 or 100 %; the interval of few seeds may.
+        for end, beyond, mark in (
+            (low, found.mean - half < 0, "<"),
+            (high, found.mean + half > 100, ">"),
+        ):
+            if beyond:
+                right.plot(end, place, mark, ms=9, color=color, clip_on=False)
+                goes_on = True
+        right.plot([100 * run.accuracy for run in runs], [place] * len(runs), "|", color="0.4")
+    left.set_xlabel("training time (s), mean over seeds")
+    left.set_ylabel("accuracy (%), mean over seeds")
+    left.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))  # hides no point
+    right.set_yticks(range(len(finished)), list(finished))
+    right.invert_yaxis()
+    label = "accuracy at the last epoch (%): mean, 95 % t-interval, single seeds"
+    right.set_xlabel(label + "\ntriangle: the interval goes on beyond what is possible" * goes_on)
+    low, high = right.get_xlim()
+    right.set_xlim(max(low, 0.0), min(high, 100.0))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    return figure

@@ -1,0 +1,190 @@
+"""Runs of train.py as processes of one command: several at a time, all ended with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from dbsl.base.errors import EXIT_DIVERGED, EXIT_STOPPED, RunStopped, SettingError
+from dbsl.config.parse import parse_config
+from dbsl.config.settings import CHECKPOINTS
+from dbsl.run.folder import holder_of
+from dbsl.run.stopping import Stopping
+
+SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+_NAME = "dbsl_train_script"  # what the imported script is called
+_END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run to be made.
+
+    Attributes:
+        title: In words, for people.
+        folder: Its run folder.
+        flags: Flags of train.py, without those that name the folder.
+        environment: Variables of its process, beside those of this one.
+    """
+
+    title: str
+    folder: Path
+    flags: tuple[str, ...] = field(repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Read flags as train.py does, and train nothing.
+
+    Raises:
+        SettingError: If train.py would refuse them.
+    """
+    parse_config(_script().Config, flags)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run folder's run came to its end."""
+    return (folder / "summary.json").exists()
+
+
+def launch_all(
+    launches: Sequence[Launch],
+    jobs: int,
+    stopping: Stopping,
+    on_finished: Callable[[], object] = lambda: None,
+) -> None:
+    """Make runs that are not finished, `jobs` at a time; a run that was stopped goes on.
+
+    One at a time prints here; of several each writes to ``<folder>.log``. With several GPUs they
+    take turns on them. `on_finished` is called after each run that came to its end, by one thread
+    at a time.
+
+    Raises:
+        RunStopped: If this process was asked to stop, or a run was; all have saved by then.
+        SettingError: If a run failed; those under way are stopped first, and can go on.
+    """
+    waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
+    runs = _Runs(len(launches), jobs, stopping, on_finished)
+    stopping.on_signal = runs.end
+    with ThreadPoolExecutor(jobs) as pool:
+        made = [pool.submit(runs.make, number, launch) for number, launch in waiting]
+        try:
+            statuses = [future.result() for future in made]
+        finally:
+            runs.end()
+    if runs.failed:
+        launch, status = runs.failed[0]
+        where = f"{launch.folder}.log" if jobs > 1 else "above"
+        raise SettingError(
+            f"every run must end well, got status {status} of {launch.folder} (see {where}); "
+            "the same command goes on"
+        )
+    if any(statuses) or None in statuses:
+        raise RunStopped("stopped; the same command goes on")
+
+
+@cache
+def _script() -> ModuleType:
+    """Return train.py, which stands outside of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(_NAME, SCRIPT)
+    module = sys.modules[_NAME] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Runs:
+    """Processes under way; threads share it."""
+
+    def __init__(
+        self, total: int, jobs: int, stopping: Stopping, on_finished: Callable[[], object]
+    ) -> None:
+        self.failed: list[tuple[Launch, int]] = []  # the first of them is the cause
+        self._total, self._stopping, self._on_finished = total, stopping, on_finished
+        self._running: set[subprocess.Popen] = set()
+        self._asked: set[subprocess.Popen] = set()  # to stop
+        self._log = jobs > 1
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(jobs):
+            self._slots.put(slot)
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._devices = torch.cuda.device_count()
+
+    def end(self) -> None:
+        """Ask all processes to stop, and begin no more."""
+        self._over.set()
+        with self._lock:
+            for process in self._running - self._asked:
+                self._asked.add(process)  # once: a second signal ends a run before it has saved
+                process.terminate()
+                patience = threading.Timer(_END_PATIENCE_S, process.kill)
+                patience.daemon = True
+                patience.start()
+
+    def make(self, number: int, launch: Launch) -> int | None:
+        """Make a run; return its status, or None if all were to end before it began."""
+        slot = self._slots.get()
+        try:
+            with self._lock:
+                if self._over.is_set() or self._stopping.reason:
+                    return None
+                if is_finished(launch.folder):  # by another command since
+                    self._on_finished()
+                    return 0
+                print(f"run {number}/{self._total}: {launch.title}", flush=True)
+                device = slot % self._devices if self._devices > 1 else None
+                process = _start(launch, device, log=self._log)
+                self._running.add(process)
+            status = process.wait()
+            if status == EXIT_DIVERGED and is_finished(launch.folder):
+                status = 0  # a result, too
+            with self._lock:
+                self._running.discard(process)
+                stopped = status == EXIT_STOPPED or (status < 0 and process in self._asked)
+                if status and not stopped:
+                    self.failed.append((launch, status))
+                if not status:
+                    self._on_finished()
+            if status:
+                self.end()
+            return status
+        finally:
+            self._slots.put(slot)
+
+
+def seeing(device: int) -> dict[str, str]:
+    """Return the environment in which a process has one of this process's CUDA devices alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a scheduler's choice, say
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)}
+
+
+def _start(launch: Launch, device: int | None, *, log: bool) -> subprocess.Popen:
+    folder = launch.folder
+    if holder := holder_of(folder):
+        raise SettingError(f"runs_dir must have no run under way, got {folder}, in use by {holder}")
+    begun = any((folder / CHECKPOINTS).glob("*/*")) or is_finished(folder)
+    if folder.exists() and not begun:
+        shutil.rmtree(folder)  # it was ended before it had anything to go on from
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(SCRIPT), *launch.flags]
+    command += ["--output-dir", str(folder), "--resume", "auto"]
+    environment = os.environ | launch.environment | ({} if device is None else seeing(device))
+    # In a session of its own: Ctrl-C reaches this process alone, which asks them to stop.
+    if not log:
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+    with open(f"{folder}.log", "a", encoding="utf-8") as out:
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=out, stderr=out
+        )

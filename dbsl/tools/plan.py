@@ -1,0 +1,83 @@
+"""Plan an epoch from the shell: ``python -m dbsl.plan``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from dbsl.base.errors import SettingError
+from dbsl.config.fields import check_bounds, parse_flags
+from dbsl.config.settings import Rounding, UpdateFactor
+from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.text import format_plan, timeline
+from dbsl.plan.types import TimeModel
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Plan an epoch of dual-batch training and print it; lists take commas or spaces."""
+
+    samples: int  # training samples per epoch, d
+    workers: int  # number of workers, n
+    # samples per step of a large worker, B_L; one value, or one per worker
+    large_batch_size: tuple[int, ...]
+    slope: tuple[float, ...]  # seconds per sample, a; one value, or one per worker
+    intercept: tuple[float, ...]  # seconds per step, b; one value, or one per worker
+    # least seconds that a step takes; one value, or one per worker
+    floor: tuple[float, ...] = (0.0,)
+    small_workers: int = 0  # number of workers on the small batch, n_S; they come first
+    # time that dual batch may take over all-large, k > 1; unset: 1.05
+    time_ratio: float | None = None
+    # samples per step of a small worker, B_S; replaces --time-ratio
+    small_batch_size: int | None = None
+    # share of samples trained in small batches, in (0, 1); replaces --time-ratio
+    small_share: float | None = None
+    min_batch_size: int = 1  # smallest batch that the planner may solve for
+    rounds_per_epoch: int = 1  # pushes per worker and epoch
+    # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
+    update_factor: UpdateFactor = "data"
+    # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
+    rounding: Rounding = "round"
+    json: bool = False  # print JSON instead of a table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m dbsl.plan`` and return the exit status."""
+    try:
+        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
+        check_bounds(arguments)
+        slopes, floors = arguments.slope, arguments.floor
+        floors = floors * len(slopes) if len(floors) == 1 else floors
+        for name, values in (("intercept", arguments.intercept), ("floor", floors)):
+            if len(values) != len(slopes):
+                raise SettingError(
+                    f"{name} must have as many values as slope ({len(slopes)}), got {len(values)}"
+                )
+        plan = plan_dual_batch(
+            arguments.samples,
+            arguments.workers,
+            arguments.small_workers,
+            arguments.large_batch_size,
+            [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
+            time_ratio=arguments.time_ratio,
+            small_batch_size=arguments.small_batch_size,
+            small_share=arguments.small_share,
+            min_batch_size=arguments.min_batch_size,
+            rounds=arguments.rounds_per_epoch,
+            factor=arguments.update_factor,
+            rounding=arguments.rounding,
+        )
+    except SettingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(asdict(plan), indent=2))
+    else:
+        print(f"{format_plan(plan)}\n\n{timeline(plan, arguments.rounds_per_epoch)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

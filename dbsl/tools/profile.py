@@ -1,0 +1,121 @@
+"""Measure step time and memory from the shell: ``python -m dbsl.profile``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from dbsl.base.errors import SettingError
+from dbsl.base.machine import threads_of_process
+from dbsl.config.fields import in_range, parse_flags
+from dbsl.config.settings import ClipMode, Precision, check_resolutions
+from dbsl.model import build_model
+from dbsl.optimizer import check_optimizer
+from dbsl.profile.cache import Profiler, Setup, write_profiles
+from dbsl.profile.memory import GIB
+from dbsl.profile.timing import NO_OPTIMIZER
+from dbsl.run.accelerator import start_accelerator
+
+_TIMEOUT_S = 1800.0  # for other processes
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Measure step time and memory on this machine; lists take commas or spaces."""
+
+    model: str = "resnet18"  # timm name of the model
+    num_classes: int = 100  # outputs of the classifier
+    resolutions: tuple[int, ...] = (24, 32)  # image sides in pixels, ascending
+    large_batch_size: int = 128  # largest batch to measure
+    # name in timm.optim, as in train.py; none: no optimizer, for workers that push gradients
+    optimizer: str = "sgd"
+    # momentum of the optimizer; only whether it is 0 changes the step
+    momentum: float = 0.9
+    # weight decay of the optimizer; only whether it is 0 changes the step
+    weight_decay: float = 5e-4
+    clip_mode: ClipMode | None = None  # measure steps that clip gradients so; unset: they do not
+    # samples that are computed at once at most; unset: whole batches
+    micro_batch_size: int | None = None
+    held_out: tuple[int, ...] = ()  # batch sizes to measure but leave out of the fit, as a check
+    # precision of forward passes; auto: bf16 where the device computes it natively, else no
+    mixed_precision: Precision = "auto"
+    compile: bool = False  # measure the model as torch.compile makes it
+    cpu_threads: int | None = None  # threads of torch; unset: all cores, or OMP_NUM_THREADS
+    profile_seconds: float = 30.0  # seconds to measure for, all resolutions together
+    profile_refresh: bool = False  # measure even if the cache has the times
+    memory_limit: float | None = None  # GiB that a step may use; unset: what is free
+    output: Path | None = None  # file to write the profile to, for train.py --profile
+    json: bool = False  # print JSON instead of lines
+
+    def __post_init__(self) -> None:
+        check_resolutions(self.resolutions)
+        in_range("num_classes", self.num_classes, 1)
+        in_range("large_batch_size", self.large_batch_size, 2)
+        in_range("profile_seconds", self.profile_seconds, 0, open_low=True)
+        if self.optimizer != NO_OPTIMIZER:
+            check_optimizer(self.optimizer)
+        if self.micro_batch_size is not None:
+            in_range("micro_batch_size", self.micro_batch_size, 2)
+        if self.memory_limit is not None:
+            in_range("memory_limit", self.memory_limit, 0, open_low=True)
+        for size in self.held_out:
+            in_range("held_out", size, 2, self.large_batch_size)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m dbsl.profile`` and return the exit status."""
+    try:
+        arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.profile")
+        torch.set_num_threads(arguments.cpu_threads or threads_of_process())
+        accelerator = start_accelerator(arguments.mixed_precision, _TIMEOUT_S)
+        model = build_model(
+            arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
+        ).to(accelerator.device, memory_format=torch.channels_last)
+        setup = Setup.of(
+            arguments.model,
+            model,
+            arguments.num_classes,
+            accelerator,
+            optimizer=arguments.optimizer,
+            momentum=arguments.momentum,
+            weight_decay=arguments.weight_decay,
+            compiled=arguments.compile,
+            clip=arguments.clip_mode,
+            micro_batch=arguments.micro_batch_size,
+        )
+        profiler = Profiler(
+            setup,
+            model,
+            accelerator,
+            seconds=arguments.profile_seconds / len(arguments.resolutions),
+            refresh=arguments.profile_refresh,
+        )
+        profiles = {
+            r: profiler.profile(r, arguments.large_batch_size, arguments.held_out)
+            for r in arguments.resolutions
+        }
+        if arguments.memory_limit is not None:
+            for profile in profiles.values():
+                if profile.memory is not None:
+                    profile.memory.largest_batch(arguments.memory_limit * GIB)
+        if arguments.output:
+            write_profiles(arguments.output, setup, profiles)
+    except (SettingError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({f"{r} px": asdict(p) for r, p in profiles.items()}, indent=2))
+    else:
+        print(f"{arguments.model} on {setup.device}, precision {setup.precision}")
+        limit = arguments.memory_limit and arguments.memory_limit * GIB
+        print("\n".join(profile.describe(limit) for profile in profiles.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

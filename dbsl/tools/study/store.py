@@ -1,0 +1,329 @@
+"""Studies on the disk, in the layout of the measurements that Shallue et al. released.
+
+``dataset/model/optimizer/batch_size/study.json`` and, for every trial,
+``trial_id/metadata.json`` and ``trial_id/measurements.csv``
+(github.com/google-research/google-research/tree/master/batch_science). What is written here has
+more entries in ``study.json`` than those; readers of the released data ignore them.
+
+Who runs which trial of a study: a lock a trial, which any number of processes try.
+
+A trial whose ``metadata.json`` is written is done. The process that runs a trial holds its lock,
+which the system lifts when the process dies; the next process runs that trial from its start.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from dbsl.base.errors import SettingError
+from dbsl.base.files import write_text
+from dbsl.tools.study.scaling import Study, Trial, reached_at
+
+STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
+COLUMNS = ("step", "train/cross_entropy_error", "val/cross_entropy_error")
+COLUMNS += ("val/classification_error",)
+_STATES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")
+
+
+def dataset_name(dataset: str) -> str:
+    """Return what a dataset is called in a layout: a path's last part; a hub id without slashes."""
+    path = Path(dataset).expanduser()
+    return path.resolve().stem if path.exists() else dataset.replace("/", "--")
+
+
+def study_folder(root: Path, dataset: str, model: str, optimizer: str, batch_size: int) -> Path:
+    """Return where a study lies under `root`; `dataset` as the user gave it."""
+    workload = Path(dataset_name(dataset), model.replace("/", "--"), optimizer)
+    return root / workload / str(batch_size)
+
+
+def write_study(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write a study's ``study.json``, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / STUDY, json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def write_trial(folder: Path, trial: Trial) -> None:
+    """Write a trial into its study's folder; without ``metadata.json`` there is no trial."""
+    own = folder / str(trial.trial_id)
+    own.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(trial.measurements)
+    for row in zip(*trial.measurements.values(), strict=True):
+        writer.writerow(f"{value:.7g}" if np.isfinite(value) else "nan" for value in row)
+    write_text(own / MEASUREMENTS, text.getvalue())
+    metadata = {
+        "parameters": dict(trial.parameters),
+        "status": trial.status,
+        "steps": trial.steps,
+        "trial_id": trial.trial_id,
+    }
+    write_text(own / METADATA, json.dumps(metadata, indent=2, sort_keys=True) + "\n")
+
+
+def find_studies(root: Path) -> list[Path]:
+    """Return the folders under `root`, itself included, that have a ``study.json``, sorted.
+
+    Raises:
+        SettingError: If there is none.
+    """
+    found = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
+    if not found:
+        raise SettingError(f"folder must have a {STUDY} in it or below, got {root}")
+    return found
+
+
+def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
+    """Return all studies under some folders or in tar archives, by workload, sizes ascending.
+
+    Raises:
+        SettingError: If a file cannot be read, or two folders have the same study.
+    """
+    workloads: dict[str, dict[int, Study]] = {}
+    for root in roots:
+        for study in _read_root(root):
+            sizes = workloads.setdefault(study.workload, {})
+            if study.batch_size in sizes:
+                raise SettingError(
+                    f"a workload must have one study of each batch size, got {study.workload} "
+                    f"at {study.batch_size} a second time in {root}"
+                )
+            sizes[study.batch_size] = study
+    return {name: [sizes[b] for b in sorted(sizes)] for name, sizes in sorted(workloads.items())}
+
+
+def extract(archive: tarfile.TarFile, folder: str) -> None:
+    """Unpack an archive; nothing comes outside of the folder."""
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(folder, filter="data")
+        return
+    # Python before 3.10.12 and 3.11.4 has no filters.
+    names = ((member, PurePosixPath(member.name)) for member in archive if member.isreg())
+    archive.extractall(
+        folder, [m for m, name in names if not name.is_absolute() and ".." not in name.parts]
+    )
+
+
+def _read_root(root: Path) -> list[Study]:
+    if not root.is_file():
+        return [read_study(folder) for folder in find_studies(root)]
+    # The published measurements are such an archive.
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with tarfile.open(root) as archive:
+                extract(archive, scratch)
+        except (tarfile.TarError, OSError, EOFError) as error:
+            reason = str(error).partition(":")[0]
+            raise SettingError(
+                f"an archive must be a readable tar, got {root} ({reason})"
+            ) from None
+        return [read_study(folder) for folder in find_studies(Path(scratch))]
+
+
+def read_study(folder: Path) -> Study:
+    """Return a study; trials that are being written are not there yet.
+
+    Raises:
+        SettingError: If a file is missing or cannot be read.
+    """
+    values = _read_json(folder / STUDY)
+    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    folders = [folder / str(number) for number in numbers]
+    trials = [read_trial(own) for own in folders if (own / METADATA).exists()]
+    path = folder / STUDY
+    goal = values.get("goal_error")
+    search = _entry(values, "parameter_configs", path)
+    return Study(
+        dataset=str(_entry(values, "dataset", path)),
+        model=str(_entry(values, "model", path)),
+        optimizer=str(_entry(values, "optimizer", path)),
+        batch_size=int(_entry(values, "batch_size", path)),
+        trials=tuple(trials),
+        search=search if isinstance(search, dict) else {},
+        goal=None if goal is None else float(goal),
+        ends_at_goal=goal is not None and bool(values.get("early_stopping")),
+    )
+
+
+def is_written(folder: Path, trial_id: int) -> bool:
+    """Whether a study's folder has a trial, whole."""
+    return (folder / str(trial_id) / METADATA).exists()
+
+
+def read_trial(folder: Path) -> Trial:
+    """Return a trial from its own folder.
+
+    Raises:
+        SettingError: If a file is missing or cannot be read.
+    """
+    path = folder / METADATA
+    values = _read_json(path)
+    status = _entry(values, "status", path)
+    if status not in _STATES:
+        raise SettingError(f"status must be one of {', '.join(_STATES)}, got {status!r} in {path}")
+    return Trial(
+        trial_id=int(_entry(values, "trial_id", path)),
+        status=status,
+        steps=int(_entry(values, "steps", path)),
+        parameters=_entry(values, "parameters", path),
+        measurements=_read_measurements(folder / MEASUREMENTS),
+    )
+
+
+def _read_measurements(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"measurements must be readable, got {path} ({error})") from None
+    if "step" not in header:
+        raise SettingError(f"measurements must have a column step, got {header} in {path}")
+    try:
+        values = np.array([[_number(v) for v in row] for row in rows], dtype=np.float64)
+        values = values.reshape(len(rows), len(header))
+    except ValueError:
+        raise SettingError(
+            f"measurements must be rows of {len(header)} numbers in {path}"
+        ) from None
+    return dict(zip(header, values.T, strict=True))
+
+
+def _number(text: str) -> float:
+    return float(text) if text else float("nan")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"study files must be readable JSON, got {path} ({error})") from None
+    if not isinstance(values, dict):
+        raise SettingError(f"study files must hold a JSON object, got another value in {path}")
+    return values
+
+
+def _entry(values: Mapping[str, Any], name: str, path: Path) -> Any:
+    if name not in values:
+        raise SettingError(f"study files must have an entry {name!r}, got {path} without it")
+    return values[name]
+
+
+_ATTEMPTS = 3  # processes that may die in a trial; after that the trial is to blame
+_PROBE_S = 0.1  # longest for which one that counts what others run may hold a lock
+
+
+@dataclass
+class Claim:
+    """A trial that this process has taken on."""
+
+    study: str
+    trial_id: int  # counts from 1
+    lock: FileLock
+    attempts: Path  # holds how many processes have begun it
+
+
+class Claims:
+    """The trials of all studies of a folder.
+
+    Args:
+        folder: The folder; it exists.
+        studies: Folder of each study by its name, in the order of work.
+        trials: Trials of each study.
+        goal: Error to fall under.
+    """
+
+    def __init__(self, folder: Path, studies: Mapping[str, Path], trials: int, goal: float) -> None:
+        self._locks = folder / "locks"
+        self._locks.mkdir(exist_ok=True)
+        self._studies, self._trials, self._goal = studies, trials, goal
+        self._reached: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by trial
+
+    def claim(self) -> Claim | None:
+        """Take on the next trial that is neither done nor under way.
+
+        Returns:
+            None where there is none; some may run in other processes.
+
+        Raises:
+            SettingError: If a trial's processes died time and again.
+        """
+        for study in self._studies:
+            for trial_id in self._open(study):
+                claim = self._take(study, trial_id)
+                if claim is not None:
+                    return claim
+        return None
+
+    def finish(self, claim: Claim) -> None:
+        """Release a trial whose files are written."""
+        claim.attempts.unlink(missing_ok=True)
+        claim.lock.release()
+
+    def give_back(self, claim: Claim) -> None:
+        """Release a trial as if it had not been taken on."""
+        claim.attempts.write_text(str(int(claim.attempts.read_text()) - 1))
+        claim.lock.release()
+
+    def best(self, study: str) -> float:
+        """Return the least steps to the goal among a study's complete trials so far, or inf."""
+        folder, reached = self._studies[study], self._reached[study]
+        for trial_id in range(1, self._trials + 1):
+            if trial_id not in reached and is_written(folder, trial_id):
+                trial = read_trial(folder / str(trial_id))
+                complete = trial.status == "COMPLETE"
+                reached[trial_id] = reached_at(trial, self._goal) if complete else float("inf")
+        return min(reached.values(), default=float("inf"))
+
+    def running(self) -> int:
+        """Return how many trials other processes run."""
+        taken = 0
+        for study in self._studies:
+            for trial_id in self._open(study):
+                lock = self._lock(study, trial_id)
+                try:
+                    lock.acquire(timeout=0)
+                except Timeout:
+                    taken += 1
+                else:
+                    lock.release()
+        return taken
+
+    def _open(self, study: str) -> list[int]:
+        folder = self._studies[study]
+        return [n for n in range(1, self._trials + 1) if not is_written(folder, n)]
+
+    def _take(self, study: str, trial_id: int) -> Claim | None:
+        lock = self._lock(study, trial_id)
+        try:
+            lock.acquire(timeout=_PROBE_S, poll_interval=_PROBE_S / 5)
+        except Timeout:
+            return None
+        if is_written(self._studies[study], trial_id):  # since we looked
+            lock.release()
+            return None
+        attempts = Path(f"{lock.lock_file}.attempts")
+        begun = int(attempts.read_text() or 0) if attempts.exists() else 0
+        if begun >= _ATTEMPTS:
+            lock.release()
+            raise SettingError(
+                f"a trial must not end its process, got {begun} processes that died in trial "
+                f"{trial_id} of {study}; to try it again remove {attempts}"
+            )
+        attempts.write_text(str(begun + 1))
+        return Claim(study, trial_id, lock, attempts)
+
+    def _lock(self, study: str, trial_id: int) -> FileLock:
+        return FileLock(self._locks / f"{study.replace('/', '-')}-{trial_id}")
