@@ -3,4 +3,4 @@
 if __name__ == "__main__":
     import runpy
 
-    runpy.run_module("dbsl.tools.predict", run_name="__main__")
+    runpy.run_module("dbsl.tools.predict", run_name="__main__", alter_sys=True)

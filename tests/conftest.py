@@ -87,12 +87,8 @@ def no_pictures():
         Image.new("RGB", (1, 1)).save(path)
 
     with pytest.MonkeyPatch.context() as patches:
-        for name in (
-            "plots.plan_timeline",
-            "plots.accuracy_and_loss",
-            "worker_plots.worker_history",
-        ):
-            patches.setattr(f"dbsl.log.{name}", draw)
+        for name in ("plan_timeline", "accuracy_and_loss", "worker_history"):
+            patches.setattr(f"dbsl.extras.pictures.{name}", draw)
         yield patches
 
 

@@ -24,7 +24,7 @@ from dbsl.config.settings import CHECKPOINTS
 from dbsl.run.folder import holder_of
 from dbsl.run.stopping import Stopping
 
-SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 _NAME = "dbsl_train_script"  # what the imported script is called
 _END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkpoint
 
