@@ -25,7 +25,7 @@ by their samples, so that the gradient is that of the whole batch (but for batch
 each part by itself). A round whose loss or weights are not finite is refused: weights stay as they
 were, and the worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
 
-How much each gets: dbsl/plan/follow.py, as times are measured dbsl/plan/follow.py; which samples:
+How much each gets: dbsl/plan/follow.py; which samples:
 dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py, `--merge`, or
 `open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
 `# dbsl:` marks what a plain loop does not have.
