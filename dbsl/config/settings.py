@@ -644,7 +644,8 @@ class MachineConfig:
     """How a run or a study computes on its machine, and for how long."""
 
     # --- machine
-    seed: Annotated[int, Within(0)] = 0  # seed of everything random: split, order, weights, dropout
+    # seed of everything random: split, order, weights, dropout
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
     cpu_threads: Annotated[int | None, Within(1, 1024)] = None
