@@ -290,16 +290,20 @@ class Within:
             bound = "finite"
         elif self.high != LARGEST:
             ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
-            bound = f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+            bound = f"in {ends[0]}{_shown(self.low)}, {_shown(self.high)}{ends[1]}"
         elif value > LARGEST:
             bound = f"at most {LARGEST:g}"
         else:
             bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        try:
-            shown = f"{value:g}"
-        except OverflowError:  # a whole number beyond all floats
-            shown = f"one of {len(str(value))} digits"
-        raise SettingError(f"{name} must be {bound}, got {shown}")
+        raise SettingError(f"{name} must be {bound}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """Return a number in words: a whole one exactly, unless it is too long."""
+    if not isinstance(value, int):
+        return f"{value:g}"
+    digits = str(value)
+    return digits if len(digits) <= 20 else f"one of {len(digits)} digits"
 
 
 def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
