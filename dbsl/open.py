@@ -181,6 +181,7 @@ class _Opening:
         meter.attach(cluster.workers, stepper, accelerator)
         parts = (self.stopping, self.stopwatch, meter, mirror)
         session = Session(run, folder, accelerator, cluster, stepper, *parts)
+        run.extras.each(Extra.begin, session)
         session.checkpointer = Checkpointer(session, resumed)
         return session
 

@@ -210,24 +210,6 @@ class BatchConfig:
     balance_every: Annotated[int | None, Within(1)] = None
 
 
-@dataclass(frozen=True)
-class EmulationConfig:
-    """Machines made slower than they are."""
-
-    # --- emulation of uneven machines
-    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
-    slowdown: tuple[str, ...] | None = None
-    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
-    # relative standard deviation of a simulated round's time
-    time_noise: Annotated[float, Within(0)] = 0.0
-    # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
-    # time
-    link_gbps: Annotated[float | None, Within(1e-6)] = None
-    link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
-    # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
-    link_overlap: Annotated[float, Within(0, 1)] = 0.0
-
-
 class LrKwargs(TypedDict, total=False):
     """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
 
@@ -621,8 +603,6 @@ class ModelConfig:
     model_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # compute activations twice instead of keeping them: less memory, more time
     grad_checkpointing: bool = False
-    # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
-    ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 
     @property
     def model_settings(self) -> dict[str, Any]:
@@ -663,7 +643,6 @@ class MachineConfig:
 class RunConfig(
     MachineConfig,
     StageConfig,
-    EmulationConfig,
     SyncConfig,
     BatchConfig,
     OptimizerConfig,
@@ -692,7 +671,6 @@ class RunConfig(
     # rounds that may be refused because loss or weights are not finite
     max_bad_rounds: Annotated[int, Within(0)] = 10
     compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
-    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
     output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
     # trackers of the run, with commas between: any that Accelerate knows and that is installed
     # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
@@ -872,9 +850,6 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield config.lr_schedule == "step", "min_lr", 0, "except with lr_schedule cosine or poly"
     for name, without in (("plan_only", False), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
-    yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
-    linked = config.link_gbps is not None and step
-    yield not linked, "link_overlap", 0.0, "except with link_gbps and sync step"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
-"""Uneven and disturbed machines on even ones: factors on compute time, the same for each seed.
+"""Uneven and disturbed machines on even ones, and a network; the same for each seed.
 
-Pure. Real processes wait for the extra time after their own compute time; in the simulated cluster
-the factors are on the virtual clock.
-
-What exchanges cost on a network, for simulated workers; pure.
-
-A vector of S bytes over a link of G bit/s, the same in both directions, with a delay of L seconds
-for each message. A ring all-reduce of n workers sends 2 (n - 1) messages of S / n in turn
-(Patarasu and Yuan 2009); a vector to or from the server is one message of S.
+Real processes wait for the extra time after their own compute time; in the simulated cluster the
+factors are on the virtual clock, and so is what exchanges cost. A vector of S bytes goes over a
+link of G bit/s, the same in both directions, with a delay of L seconds for each message. A ring
+all-reduce of n workers sends 2 (n - 1) messages of S / n in turn (Patarasu and Yuan 2009); a vector
+to or from the server is one message of S.
 """
 
 from __future__ import annotations
@@ -16,12 +13,90 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Annotated
 
 import numpy as np
+from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.config.fields import in_range
+from dbsl.base.words import as_given, duration
+from dbsl.config.fields import Within, in_range
+from dbsl.config.hooks import Extra, Machine
+from dbsl.config.settings import RunConfig
+from dbsl.plan.types import CurrentPlan, Round
+from dbsl.run.training import Run
+
+
+@dataclass(frozen=True)
+class EmulateSettings(RunConfig):
+    """Machines made slower than they are, and a network between simulated workers."""
+
+    # --- emulation of uneven machines
+    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
+    slowdown: tuple[str, ...] | None = None
+    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
+    # relative standard deviation of a simulated round's time
+    time_noise: Annotated[float, Within(0)] = 0.0
+    # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
+    # time
+    link_gbps: Annotated[float | None, Within(1e-6)] = None
+    link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
+    # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
+    link_overlap: Annotated[float, Within(0, 1)] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        linked = self.link_gbps is not None
+        joint = linked and self.sync == "step"
+        for holds, name, where in (
+            (linked, "link_ms", "link_gbps"),
+            (joint, "link_overlap", "link_gbps and sync step"),
+        ):
+            if not holds and getattr(self, name):
+                raise SettingError(
+                    f"{name} must be 0.0 except with {where}, got {as_given(getattr(self, name))}"
+                )
+
+
+class Emulate(Extra):
+    """Makes machines and the network differ from what is planned."""
+
+    Settings = EmulateSettings
+
+    @classmethod
+    def of(cls, config: EmulateSettings) -> Emulate | None:
+        """Return it if one of its settings is given."""
+        given = (config.slowdown, config.disturb, config.time_noise, config.link_gbps)
+        return cls() if any(given) else None
+
+    def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
+        """Refuse what is for simulated workers in several processes."""
+        if accelerator.num_processes == 1:
+            return
+        if config.time_noise:
+            raise SettingError(
+                f"time_noise must be 0 with several processes, whose times are real, "
+                f"got {config.time_noise:g}"
+            )
+        if config.link_gbps is not None:
+            raise SettingError(
+                "link_gbps must be unset with several processes, whose network is real, "
+                f"got {config.link_gbps:g}"
+            )
+
+    def machine(self, config: EmulateSettings) -> Emulation:
+        """Return the factors and the link."""
+        link = None
+        if config.link_gbps is not None:
+            link = Link(config.link_gbps, config.link_ms, config.link_overlap)
+        return Emulation(
+            slowdown=parse_slowdown(config.slowdown or (), config.workers),
+            disturbance=parse_disturb(config.disturb) if config.disturb else None,
+            noise=config.time_noise,
+            seed=config.seed,
+            link=link,
+        )
 
 
 @dataclass(frozen=True)
@@ -38,7 +113,7 @@ class Disturbance:
 
 
 @dataclass(frozen=True)
-class Emulation:
+class Emulation(Machine):
     """How much longer than its time model each worker takes, by epoch and round.
 
     Attributes:
@@ -46,12 +121,19 @@ class Emulation:
         disturbance: Factors that come and go.
         noise: Standard deviation of a round's time, relative; lognormal with mean 1.
         seed: The run's seed.
+        link: The network between simulated workers; None: exchanges take no time.
     """
 
     slowdown: Mapping[int, float] = field(default_factory=dict)
     disturbance: Disturbance | None = None
     noise: float = 0.0
     seed: int = 0
+    link: Link | None = None
+
+    @property
+    def slows(self) -> bool:
+        """Whether a worker is slowed on purpose."""
+        return bool(self.slowdown or self.disturbance)
 
     def factor(self, worker: int, epoch: int) -> float:
         """Return the factor on a worker's compute time in an epoch, without noise."""
@@ -67,6 +149,47 @@ class Emulation:
         sigma = math.sqrt(math.log1p(self.noise**2))
         stream = generator(self.seed, "time noise", worker, epoch, round_)
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
+
+    def exchange_s(
+        self, run: Run, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+    ) -> float:
+        """Return the seconds that a simulated worker's round takes on the link.
+
+        The server is with worker 0, unless it has a process of its own.
+        """
+        config, link = run.config, self.link
+        if link is None:
+            return 0.0
+        parameters, state = run.numbers
+        size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
+        if config.sync == "step":
+            current = segment or run.planner.at(epoch, round_)
+            steps = len(run.steps(current, Round((worker,), epoch, round_)))
+            compute_s = run.duration(worker, epoch, round_, current) / max(steps, 1)
+            return steps * link.joint_step_s(size, config.workers, compute_s)
+        if config.sync == "bsp":
+            at_server = config.merge == "delta" or config.push == "gradients"
+            return link.barrier_s(size, config.workers, at_server=at_server)
+        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
+
+    def lines(self, run: Run) -> list[str]:
+        """Return a line on the link, if there is one."""
+        config = run.config
+        if self.link is None:
+            return []
+        link = f"emulated link of {self.link.gbps:g} Gbit/s"
+        if config.workers == 1:
+            return [f"{link}: one worker, nothing goes over it"]
+        at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided
+        longer_s = self.exchange_s(run, config.workers - 1, 0, 0, at_first)
+        each = "each push of gradients" if config.push == "gradients" else "each round"
+        at_server = ""
+        if config.sync in ("ssp", "asp"):
+            at_server = ", but not for worker 0: the server is there"
+        return [
+            f"{link}: {each} takes {duration(longer_s)} longer on the virtual clock than predicted "
+            f"above{at_server}"
+        ]
 
 
 @lru_cache(maxsize=4096)
@@ -86,11 +209,7 @@ def _disturbed(disturbance: Disturbance, seed: int, worker: int, epoch: int) -> 
 
 
 def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
-    """Return factors by worker from ``("0:2.0", "3:1.5")``.
-
-    Raises:
-        SettingError: If a value is none such, a worker does not exist or a factor is below 1.
-    """
+    """Return factors by worker from ``("0:2.0", "3:1.5")``."""
     factors: dict[int, float] = {}
     for value in values:
         worker, _, factor = str(value).partition(":")
@@ -108,11 +227,7 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
 
 
 def parse_disturb(value: str) -> Disturbance:
-    """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, such as ``0.1:4-20``.
-
-    Raises:
-        SettingError: If the value is none such or a number is out of its range.
-    """
+    """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, say ``0.1:4-20``."""
     probability, _, rest = value.partition(":")
     epochs, _, factor = rest.partition(":")
     shortest, _, longest = epochs.partition("-")
@@ -167,12 +282,9 @@ class Link:
         return 2 * (workers - 1) * self.message_s(size / workers)
 
     def joint_step_s(self, size: float, workers: int, compute_s: float) -> float:
-        """Return the seconds of a joint step that `workers` wait for their gradients' sum.
+        """Return the seconds of a joint step that `workers` wait for the sum of `size` bytes.
 
-        Args:
-            size: Bytes of the gradients.
-            workers: Workers.
-            compute_s: Seconds that the step is computed for, of which `overlap` hides the sum.
+        The step is computed for `compute_s`, of which `overlap` hides the sum.
         """
         return max(0.0, self.all_reduce_s(size, workers) - self.overlap * compute_s)
 

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,9 +28,9 @@ from accelerate import Accelerator
 from dbsl.base.errors import DivergedError, SaveError
 from dbsl.base.files import write_text
 from dbsl.base.words import duration, plural, px, short_loss
+from dbsl.config.hooks import Extra, Extras
 from dbsl.config.settings import RunConfig
 from dbsl.extras.charts import Charts, tracker_ids
-from dbsl.extras.noise import NoiseAverage, noise_summary
 from dbsl.log.lines import Display, MemberLog, speed_in_words
 from dbsl.log.meter import StepMeter
 from dbsl.log.rows import (
@@ -352,12 +353,12 @@ class RunLog:
         counted: Workers whose steps the display counts; of joint steps one.
         plan_of: Where this process takes no steps: the plan of a recorded round, from (epoch,
             round). Steps are then counted, and new plans told, where a round is recorded.
-        samples: Training samples; None: those of the plans, which may leave out a last batch.
         evaluated: Evaluation samples that were told; a line says if fewer can be read.
         normalises: Whether batch norm takes each worker's batch by itself: a line says so if one
             becomes small.
         bce: Whether training's loss is binary cross-entropy: evaluation's is cross-entropy.
         divergence: Is shown every round's loss, and every epoch's with its evaluation.
+        extras: Of the run.
         state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
             what was written later.
         restart: What other workers or plans have handed over; None: it goes on as it was.
@@ -375,11 +376,11 @@ class RunLog:
         meter: StepMeter | None = None,
         counted: Sequence[int] = (0,),
         plan_of: Callable[[int, int], Plan | None] | None = None,
-        samples: int | None = None,
         evaluated: int = 0,
         normalises: bool = False,
         bce: bool = False,
         divergence: DivergenceWarning | None = None,
+        extras: Extras | None = None,
         state: Mapping[str, Any] | None = None,
         restart: Restart | None = None,
     ) -> None:
@@ -404,7 +405,7 @@ class RunLog:
         self._evaluations: list[Evaluation] = []
         self._evaluated_epoch = -1  # the last that was, in this session
         self._epochs_done = 0
-        self._noise = NoiseAverage(samples or max(plan.samples for plan in plans.values()))
+        self._extras = extras or Extras()
         if state:
             self._load_state_dict(state)
             if restart is None:  # else plans are made anew
@@ -451,7 +452,6 @@ class RunLog:
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "epoch": self._epochs_done - 1,
             **self.members.state_dict(),
-            "noise": self._noise.state_dict(),
             "first_loss": self._divergence and self._divergence.first,
             "trackers": tracker_ids(self._accelerator),
         }
@@ -466,7 +466,6 @@ class RunLog:
         self.members.load_state_dict(state)
         if self._divergence is not None:
             self._divergence.first = state["first_loss"]
-        self._noise.load_state_dict(state["noise"])
 
     def _recount(self, restart: Restart) -> None:
         """Count what other workers had done as what they hand over of it.
@@ -583,7 +582,6 @@ class RunLog:
         by_worker = times_by_worker(workers)
         row = {"epoch": epoch, "resolution": resolution, **times, **by_worker, **figures}
         self._sink.write("times", row)
-        self._noise.add_epoch(reports)
         speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
         self._train_time_s, self._epochs_done = train_time_s, epoch + 1
         clocks = given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
@@ -603,10 +601,9 @@ class RunLog:
             found |= {"learning_rate": learning_rate, "train_resolution": resolution}
             self._sink.write("eval", {"epoch": epoch} | found)
             record |= evaluation_charts(evaluation)
-        if (scale := self._noise.estimate()) is not None:
-            values = asdict(scale)
-            self._sink.write("noise", {"epoch": epoch, "resolution": resolution} | values)
-            record |= {f"noise/{name}": v for name, v in values.items() if math.isfinite(v)}
+        for event, values in chain(*self._extras.each(Extra.epoch, epoch, plan, reports)):
+            self._sink.write(event, {"epoch": epoch, "resolution": resolution} | values)
+            record |= {f"{event}/{name}": v for name, v in values.items() if math.isfinite(v)}
         self._charts.record(record, epoch + 1)
         self._charts.workers(WORKERS, workers, epoch + 1)
         epochs = self._planned.epochs
@@ -685,8 +682,7 @@ class RunLog:
             "images_per_s": self._samples / max(self._train_time_s, 1e-9),
             "samples_seen": self._samples,
         }
-        last_plan = self._planned.at(self._epochs_done - 1)
-        return given_values(values) | noise_summary(self._noise.estimate(), last_plan)
+        return given_values(values)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json in one go, hand the values to the trackers and print the result."""

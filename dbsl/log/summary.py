@@ -47,8 +47,7 @@ def start_log(
         epochs=epochs_done(state),
     )
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
-    slowed = config.slowdown or config.disturb
-    expects = run.measured and config.balance == "none" and not slowed
+    expects = run.measured and config.balance == "none" and not run.machine.slows
     alone, apart = accelerator.num_processes == 1, config.dedicated_server
     every_worker = (alone and config.sync != "step") or apart
     log = RunLog(
@@ -61,13 +60,13 @@ def start_log(
         meter=session.meter,
         counted=range(config.workers) if every_worker else (0,),
         plan_of=run.planner.decided if apart else None,
-        samples=len(run.data.train),
         evaluated=len(run.data.evaluation),
         normalises=config.local_batch_sizes is None
         and not config.sync_batch_norm
         and has_batch_norm(run.model),
         bce=getattr(config, "bce_loss", False),
         divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
+        extras=run.extras,
         state=state,
         restart=restart,
     )
@@ -101,8 +100,10 @@ def sum_up(session: Session) -> None:
             )
         log.images(pictures)
         names = ("seed", "workers", "small_workers", "sync")
+        found = run.extras.each(Extra.summary)
         values = {
             **log.results(),
+            **{name: value for own in found for name, value in own.items()},
             "start_up_time_s": session.stopwatch.start_up_s,
             "total_time_s": session.stopwatch.total_s,
             "epochs": log.epochs_done,

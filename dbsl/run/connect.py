@@ -76,7 +76,7 @@ class _Builder:
         own = rank - config.dedicated_server
         self._rank = rank
         self._workers = tuple(range(config.workers)) if self._alone else (own,) * (own >= 0)
-        self._clock = ComputeClock(accelerator.device, None if self._alone else run.emulation)
+        self._clock = ComputeClock(accelerator.device, None if self._alone else run.machine)
         self._wire = torch.bfloat16 if config.wire == "bf16" else None
         self._common = {
             "planner": run.planner,

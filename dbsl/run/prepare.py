@@ -18,14 +18,11 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
-from dbsl.config.hooks import Extras
+from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
 from dbsl.data.dataset import Data, load_configured
 from dbsl.data.sources import TrainingData
-from dbsl.extras.average import WeightAverage
-from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
-from dbsl.extras.noise import choose_probe
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import build_model, check_patches, check_sides, least_batch, load_initial
 from dbsl.plan.follow import PlanMaker, Planner
@@ -53,16 +50,6 @@ from dbsl.run.workers import know_workers
 def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
     """Raise ``SettingError`` for a setting that goes with another number of processes."""
     processes = accelerator.num_processes
-    if config.time_noise and processes > 1:
-        raise SettingError(
-            f"time_noise must be 0 with several processes, whose times are real, "
-            f"got {config.time_noise:g}"
-        )
-    if config.link_gbps is not None and processes > 1:
-        raise SettingError(
-            "link_gbps must be unset with several processes, whose network is real, "
-            f"got {config.link_gbps:g}"
-        )
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
@@ -104,7 +91,7 @@ def check_room(run: Run) -> None:
     if config.cache_gib is None:
         return
     in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
-    batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
+    batch = max(run.largest_batch, run.statistics_batch if getattr(config, "ema_decay", 0) else 0)
     data.train.check_room(batch, in_order=in_order)
     data.evaluation.check_room(1, in_order=run.evaluation_batch)
 
@@ -137,7 +124,8 @@ def prepare(
     default_workers = config.workers is None and accelerator.num_processes == 1
     default_resolutions = config.resolutions is None or "resolutions" in config.resolved
     config, nodes = _count_workers(config, accelerator)
-    emulation = _make_emulation(config)
+    extras = Extras.of(config) if extras is None else extras
+    machine = extras.first(Extra.machine, config) or Machine()
     data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model = _build_model(config, data, own, accelerator)
@@ -173,26 +161,15 @@ def prepare(
         plans=plans,
         planner=make_planner(config, maker, plans, stages, known.models, rounds, len(data.train)),
         models=known.models,
-        emulation=emulation,
+        machine=machine,
         transforms={
             r: data.transform(r, config.augmentation, config.seed) for r in config.resolutions
         },
         rounds=rounds,
         least=least,
-        noise=choose_probe(
-            plans,
-            known.models,
-            model,
-            enabled=_measures_noise(config, mixing, accelerator),
-            sync=config.sync,
-            processes=accelerator.num_processes,
-            rounds=rounds,
-            least=least,
-        ),
         mixing=mixing,
         loss_of=loss_of,
         build_optimizer=partial(own.build_optimizer, config),
-        ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
         default_workers=default_workers,
@@ -200,7 +177,7 @@ def prepare(
         nodes=nodes,
         figures=figures,
         also=also,
-        extras=Extras.of(config) if extras is None else extras,
+        extras=extras,
     )
     check_room(run)
     return run
@@ -220,23 +197,6 @@ def _count_workers(
     )
     check_processes(config, accelerator)
     return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
-
-
-def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:
-    # fp16 scales gradients, images of a mixed batch and copies of one are not independent, and an
-    # extra pass of one process would wait for the others in batch norm over all of them.
-    dependent = mixing or config.aug_repeats > 1
-    hinders = accelerator.scaler or dependent or config.sync_batch_norm
-    return config.noise_scale and not hinders
-
-
-def _make_emulation(config: RunConfig) -> Emulation:
-    return Emulation(
-        slowdown=parse_slowdown(config.slowdown or (), config.workers),
-        disturbance=parse_disturb(config.disturb) if config.disturb else None,
-        noise=config.time_noise,
-        seed=config.seed,
-    )
 
 
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:

@@ -12,13 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dbsl.config.hooks import Extras
+from dbsl.config.hooks import Extras, Machine
 from dbsl.config.settings import RunConfig
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
-from dbsl.extras.average import WeightAverage
-from dbsl.extras.emulate import Emulation, Link
-from dbsl.extras.noise import NoiseProbe
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.machines import bounded_split
@@ -48,15 +45,13 @@ class Run:
         plans: Every worker's batches and share at the start, by resolution.
         planner: Gives the plan of each epoch; it may follow the machines.
         models: Planned time models, one per worker, by resolution.
-        emulation: How much slower than these the workers are made to be.
+        machine: How much the workers' machines and network differ from that.
         transforms: Augmentation, by resolution.
         rounds: Rounds per epoch; where gradients are pushed, pushes.
         least: Samples of a worker in a shorter global batch, unless it has none.
-        noise: Measures what the gradient noise scale is estimated from.
         mixing: Mixes images and labels of a batch; None: they stay as they are.
         loss_of: Mean loss of a model on images [B, 3, R, R] and labels.
         build_optimizer: Builds what steps on a model; each group's rate is in ``lr_scale``.
-        ema: Average of the global weights over epochs; None: not kept.
         measured: Whether the time models were measured, not given.
         micro_batch_sizes: Most samples that a worker has on the device at once, [worker], by
             resolution; None: its whole batch.
@@ -75,15 +70,13 @@ class Run:
     plans: dict[int, Plan]
     planner: Planner
     models: dict[int, list[TimeModel]]
-    emulation: Emulation
+    machine: Machine
     transforms: dict[int, Any]
     rounds: int
     least: int
-    noise: NoiseProbe
     mixing: Mixing | None
     loss_of: LossOf
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    ema: WeightAverage | None
     measured: bool
     micro_batch_sizes: Mapping[int, Sequence[int]] | None = None
     default_workers: bool = False
@@ -214,8 +207,8 @@ class Run:
         planned = self.models[self.stage_at(epoch).resolution][worker].time(samples, len(steps))
         return (
             planned
-            * self.emulation.factor(worker, epoch)
-            * self.emulation.noise_factor(worker, epoch, round_)
+            * self.machine.factor(worker, epoch)
+            * self.machine.noise_factor(worker, epoch, round_)
         )
 
     @cached_property
@@ -232,24 +225,8 @@ class Run:
 
         The planner may decide when it is asked for the plan in force; a given `segment` is taken
         instead.
-
-        The server is with worker 0, unless it has a process of its own.
         """
-        config = self.config
-        if config.link_gbps is None:
-            return 0.0
-        link = Link(config.link_gbps, config.link_ms, config.link_overlap)
-        parameters, state = self.numbers
-        size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
-        if config.sync == "step":
-            current = segment or self.planner.at(epoch, round_)
-            steps = len(self.steps(current, Round((worker,), epoch, round_)))
-            compute_s = self.duration(worker, epoch, round_, current) / max(steps, 1)
-            return steps * link.joint_step_s(size, config.workers, compute_s)
-        if config.sync == "bsp":
-            at_server = config.merge == "delta" or config.push == "gradients"
-            return link.barrier_s(size, config.workers, at_server=at_server)
-        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
+        return self.machine.exchange_s(self, worker, epoch, round_, segment)
 
 
 def steps_of(
