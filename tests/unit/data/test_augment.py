@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbsl.config.settings import DataConfig, RunConfig, check_images
 from dbsl.data.augment import EraseMode, Erasing, GlobalStreams, Pipeline, _built
-from dbsl.data.dataset import load_configured
+from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform
 
@@ -41,7 +41,7 @@ def read(source, transform, *batches, epoch=0):
 
 
 def load(settings, **more):
-    return load_configured(DataConfig(**settings | more), 0, torch.device("cpu"))
+    return load_data(DataConfig(**settings | more))
 
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
