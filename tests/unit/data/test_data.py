@@ -533,9 +533,9 @@ ROWS = "with the first line file_name,label and rows such as 1.jpg,cat$"
 @pytest.mark.parametrize(
     ("files", "cause"),
     [
-        (["train/cat/1.jpg", "train/cat/2.jpg"], "got all training images in .*/train/cat$"),
-        (["cat/1.jpg", "cat/2.jpg"], "got all training images in .*/cat$"),
-        (["1.jpg", "2.jpg"], "got all training images in .*/set$"),
+        (["train/cat/1.jpg", "train/cat/2.jpg"], "got training images in .*/train/cat$"),
+        (["cat/1.jpg", "cat/2.jpg"], "got training images in .*/cat$"),
+        (["1.jpg", "2.jpg"], "got training images in .*/set$"),
         (["1.jpg", "2.jpg", "labels.csv"], f"{UNREAD}labels.csv {MOVE}set/metadata.csv, {ROWS}"),
         (
             ["train/1.jpg", "test/1.jpg", "train.csv"],
