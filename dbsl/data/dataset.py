@@ -17,8 +17,14 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import cores_of_process, lazy_import
 from dbsl.base.seeds import generator
-from dbsl.config.settings import SHUFFLE_BLOCK, Augment, ImageConfig, Interpolation
-from dbsl.data.augment import Erasing, Pipeline
+from dbsl.config.settings import (
+    SHUFFLE_BLOCK,
+    Augment,
+    AugmentKwargs,
+    EraseKwargs,
+    ImageConfig,
+    Interpolation,
+)
 from dbsl.data.images import (
     Decoded,
     ImageLoader,
@@ -72,7 +78,7 @@ class Data:
         eval_split: Name of the split that `evaluation` comes from, or how it was cut off.
         crop_pct: Side of the centre crop of evaluation images over their shorter side.
         interpolation: How evaluation images are resized.
-        pipeline: What "timm" does to training images.
+        pipeline: How timm augments training images, with augment "timm".
         erasing: Erases parts of training images; None: does not.
     """
 
@@ -89,8 +95,8 @@ class Data:
     eval_split: str
     crop_pct: float = EVAL_CROP
     interpolation: Interpolation = "bilinear"
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    erasing: Erasing | None = None
+    pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)
+    erasing: EraseKwargs | None = None
     statistics_source: str = "given"
     unit: ClassVar[str] = "image"
 

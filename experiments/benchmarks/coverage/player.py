@@ -14,7 +14,7 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.resume import plan_restart, with_lost_workers
+from dbsl.checkpoint.restart import plan_restart, with_lost_workers
 from dbsl.cluster.protocol import leave_out
 from dbsl.plan.types import CurrentPlan, EpochEnd, JoinedWorker, Restart, Round
 from dbsl.run.connect import connect

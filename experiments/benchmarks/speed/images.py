@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torchvision.transforms import v2
 
-from dbsl.data.augment import Pipeline
+from dbsl.config.settings import AugmentKwargs
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory
@@ -41,7 +41,7 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for side in resolutions:
         ours = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
-        randaugment = replace(ours, augment="timm", pipeline=Pipeline(aa=_AA))
+        randaugment = replace(ours, augment="timm", pipeline=AugmentKwargs(aa=_AA))
         theirs = v2.Compose(
             [
                 v2.RandomResizedCrop(side),
