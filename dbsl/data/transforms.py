@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import sample_uniforms, stream_seed
-from dbsl.config.settings import Augment, Interpolation
-from dbsl.data.augment import Erasing, GlobalStreams, Pipeline, image_seeds
+from dbsl.config.settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
+from dbsl.data.augment import GlobalStreams, check_blur, erase, image_seeds, timm_transform
 
 # Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.
 _BY_TORCH = ("bilinear", "bicubic")
@@ -64,8 +64,8 @@ class Transform:
     # `EVAL_CROP` of others
     crop_pct: float | None = None
     interpolation: Interpolation = "bilinear"  # of "none"
-    pipeline: Pipeline = field(default_factory=Pipeline)  # of "timm"
-    erasing: Erasing | None = None  # not for "none"
+    pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)  # of "timm"
+    erasing: EraseKwargs | None = None  # not for "none"
 
     def __post_init__(self) -> None:
         if self.resolution < 1:
@@ -73,7 +73,7 @@ class Transform:
         if self.augment not in get_args(Augment):
             raise SettingError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
         if self.augment == "timm":
-            self.pipeline.check_resolution(self.resolution)
+            check_blur(self.pipeline, self.resolution)
 
     def __call__(
         self, images: torch.Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
@@ -91,7 +91,9 @@ class Transform:
         if self.augment == "none":
             return self._normalise(self._resize(images if prepared else self._centre(images)))
         images = self._augmented(images, samples, epoch, prepared)
-        return self.erasing(images, samples, self.seed, epoch) if self.erasing else images
+        if self.erasing is None:
+            return images
+        return erase(images, self.erasing, samples, self.seed, epoch)
 
     def _augmented(
         self, images: torch.Tensor, samples: np.ndarray, epoch: int, prepared: bool
@@ -129,7 +131,8 @@ class Transform:
         (seed,) = image_seeds(self.seed, "timm", epoch, np.array([sample]))
         with GlobalStreams() as streams:
             streams.seed(seed)
-            return self.pipeline(image, self.resolution, self.mean, self.mirror)
+            transform = timm_transform(self.pipeline, self.resolution, self.mean, self.mirror)
+            return transform(image).permute(1, 2, 0).numpy()
 
     @property
     def resampling(self) -> Image.Resampling:

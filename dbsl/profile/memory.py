@@ -80,9 +80,10 @@ class MemoryModel:
         """Return the line and what it admits, in memory or in a lower limit."""
         capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
         most = self.fits(limit_bytes)
+        fits = f"batches up to {most} fit" if most else "no batch fits"
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
-            f"{f'batches up to {most} fit' if most else 'no batch fits'} into {capacity / GIB:.1f} GiB with {self.margin:.0%} left free "
+            f"{fits} into {capacity / GIB:.1f} GiB with {self.margin:.0%} left free "
             f"({self.source})"
         )
 
