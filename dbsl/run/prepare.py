@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
+from dbsl.config.hooks import Extras
 from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
 from dbsl.data.dataset import Data, load_configured
@@ -116,6 +117,7 @@ def prepare(
     accelerator: Accelerator,
     loss_function: LossFunction,
     own: Own = _NOTHING_OWN,
+    extras: Extras | None = None,
 ) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
@@ -125,6 +127,7 @@ def prepare(
         loss_function: As for `open_session`. It is called once for the names of its figures, and
             is a part of the steps that are measured.
         own: Data and a model that are not those that the settings name.
+        extras: The run's; None: those that the settings ask for.
     """
 
     def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
@@ -197,6 +200,7 @@ def prepare(
         nodes=nodes,
         figures=figures,
         also=also,
+        extras=Extras.of(config) if extras is None else extras,
     )
     check_room(run)
     return run
