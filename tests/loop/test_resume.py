@@ -21,7 +21,8 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import Found, newest, read_manifest
-from dbsl.checkpoint.resume import changed_settings, left_of_epochs, rounds_ahead
+from dbsl.checkpoint.restart import left_of_epochs, rounds_ahead
+from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import OwnSteps
 from dbsl.config.complete import with_resolved

@@ -9,7 +9,7 @@ import torch
 
 from dbsl.checkpoint import resume
 from dbsl.checkpoint.disk import Found, MissingShardError
-from dbsl.checkpoint.resume import epochs_under_way, plan_restart, with_lost_workers
+from dbsl.checkpoint.restart import epochs_under_way, plan_restart, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps

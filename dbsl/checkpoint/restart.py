@@ -1,0 +1,477 @@
+"""A run that goes on with other workers, or other plans: the weights, and what is left of epochs.
+
+The workers' own state has no place in the new run, but for optimizer state by worker. Shares are
+planned anew; what the old workers had left of an epoch is covered exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+from dbsl.base.errors import SettingError
+from dbsl.base.words import as_given, px
+from dbsl.checkpoint.disk import (
+    MODEL_FILE,
+    Found,
+    read_shard,
+    reading_checkpoint,
+)
+from dbsl.cluster.wire import SERVER_RANK
+from dbsl.config.settings import (
+    RunConfig,
+    Schedule,
+    meets_at_server,
+    takes_joint_steps,
+)
+from dbsl.plan.ledger import Members
+from dbsl.plan.stages import make_stages
+from dbsl.plan.types import (
+    CurrentPlan,
+    EpochEnd,
+    Restart,
+    Round,
+    plan_from_plain,
+    report_from_plain,
+    segment_at,
+    segments_from_plain,
+)
+from dbsl.run.training import Run, round_sampler, steps_of
+
+# What a state is of: a refusal names the first of these that has changed.
+_TRAINING = (
+    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "balance"),
+    *("local_batch_sizes", "global_batch_size"),
+)
+
+
+# What the order of an epoch is drawn by.
+_ORDER = ("seed", "aug_repeats", "shuffle_block", "cache_gib")
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
+    """Return a checkpoint's settings; a setting that it does not know has its default."""
+    return {field.name: field.default for field in fields(now)} | dict(before)
+
+
+class RoundAhead(NamedTuple):
+    """A round that workers had ahead of them, its plan, and who it was to come of."""
+
+    epoch: int
+    round: int
+    segment: CurrentPlan
+    workers: list[int]
+
+
+def plan_restart(
+    state: Mapping[str, Any],
+    optimizers: Mapping[int, Any],
+    run: Run,
+    before: Mapping[str, Any],
+    samples: int,
+) -> Restart:
+    """Return what a run takes over from another one's state.
+
+    Args:
+        state: Of the old run's rank 0.
+        optimizers: Optimizer state of the old workers, by worker.
+        run: The new run.
+        before: The old run's settings.
+        samples: Training images of the old run.
+
+    Raises:
+        SettingError: If what is left of the epoch cannot be told.
+    """
+    if before["sync"] == "step":
+        return _joint_restart(state, optimizers, run, before, samples)
+    cluster, rounds = state["cluster"], run.rounds
+    server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
+    clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
+    ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
+    if ahead:
+        _check_inside_epoch({each.epoch for each in ahead}, state, run, before, samples)
+    epoch, round_ = lowest = divmod(min(clocks), rounds_before)
+    if rounds_before != rounds:
+        round_ = 0
+    common = {
+        "weights": server["weights"],
+        "version": server["version"],
+        "refused": cluster.get("refused", server["refused"]),
+        "clock": epoch * rounds + round_,
+        "time_s": cluster.get("time_s", 0.0),
+        "reports": tuple(
+            report
+            for report in map(report_from_plain, server["reports"])
+            if report.worker not in again or (report.epoch, report.round) != lowest
+        ),
+        "finished": tuple(EpochEnd(**end) for end in server["finished"]),
+        "again": tuple((worker, *lowest) for worker in sorted(again)),
+    }
+    if before["push"] == "gradients":
+        _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
+        return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
+    left = left_of_epochs(ahead, run, rounds_before)
+    if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
+        optimizers = {}
+    return Restart(left=left, optimizers=optimizers, outer=server["outer"], **common)
+
+
+def _joint_restart(
+    state: Mapping[str, Any],
+    optimizers: Mapping[int, Any],
+    run: Run,
+    before: Mapping[str, Any],
+    samples: int,
+) -> Restart:
+    """Return what joint steps leave: all workers had the same weights and optimizer state."""
+    cluster, progress = state["cluster"], state["progress"]
+    steps = progress["steps"] if progress else 0
+    any_worker = next(iter(optimizers.values()), None)
+    common = {
+        "weights": state["model"]["weights"],
+        "version": 0,
+        "refused": cluster["refused"],
+        "time_s": cluster["time_s"] or 0.0,
+        **_optimizer_of_all(any_worker, run),
+    }
+    epoch, round_ = divmod(cluster["clock"], before["rounds_per_epoch"])
+    if not round_ and not steps:
+        return Restart(clock=epoch * run.rounds, **common)
+    _check_inside_epoch({epoch}, state, run, before, samples)
+    turn = Round(tuple(range(run.config.workers)), epoch, round_)
+    segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
+    counted = progress["counted"] if progress else 0
+    ahead = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)
+    return Restart(
+        clock=cluster["clock"],
+        steps=steps,
+        learning_rate=progress["learning_rate"] if progress else 0.0,
+        steps_under_way=steps - counted,
+        samples_under_way=sum(
+            len(part.indices) for step in ahead[counted:steps] for part in step.parts
+        ),
+        **common,
+    )
+
+
+def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, Any]:
+    """Return what a restart takes over of an optimizer that stepped for all workers."""
+    if run.config.push == "gradients":
+        return {"server_optimizer": state}
+    return {"optimizers": {w: state for w in range(run.config.workers) if state}}
+
+
+def _rounds_behind(
+    server: Mapping[str, Any], *, at_barrier: bool
+) -> tuple[list[float], Collection[int]]:
+    """Return the rounds that each worker has behind it, and who has to do the lowest one again.
+
+    A lost worker has all behind it: what it had left was counted as lost, and is not to come. What
+    a barrier has collected is not merged: it is to be trained on again.
+    """
+    there = server["active"]
+    clocks = [clock if w in there else math.inf for w, clock in enumerate(server["clocks"])]
+    lowest = min(clocks)
+    return clocks, [w for w in there if at_barrier and clocks[w] > lowest]
+
+
+def rounds_ahead(
+    planner: Mapping[str, Any],
+    clocks: Sequence[float],
+    run: Run,
+    rounds: int,
+    again: Collection[int] = (),
+) -> Iterator[RoundAhead]:
+    """Yield each round from the lowest on.
+
+    It goes on to the end of the epochs that any worker has begun, or that keep the plan of before
+    a loss.
+
+    Args:
+        planner: State of the planner that they worked by.
+        clocks: Rounds that each has behind it; infinite: nothing of its share is to come.
+        run: The new run, of the same samples and seed.
+        rounds: Rounds per epoch, of the old run.
+        again: Workers that have to do the lowest of these rounds again.
+    """
+    current = {r: plan_from_plain(plan) for r, plan in planner["current"].items()}
+    fixed = segments_from_plain(planner["fixed"])
+    known = segments_from_plain(planner["segments"]) | fixed
+    lowest = min(clocks)
+    begun = max(clock for clock in clocks if clock < math.inf)
+    stop = max(-(-begun // rounds), *(epoch + 1 for epoch in fixed), 0)
+    for moment in range(lowest, stop * rounds):
+        epoch, round_ = divmod(moment, rounds)
+        segments = known.get(epoch) or [CurrentPlan(current[run.stage_at(epoch).resolution])]
+        segment = segment_at(segments, round_)
+        workers = [
+            worker
+            for worker, clock in enumerate(clocks)
+            if clock <= moment or (moment == lowest and worker in again)
+        ]
+        yield RoundAhead(epoch, round_, segment, workers)
+
+
+def left_of_epochs(ahead: Iterable[RoundAhead], run: Run, rounds: int) -> dict[int, Ranges]:
+    """Return what workers had left of the epochs that any of them had begun.
+
+    Args:
+        ahead: All that they had ahead (`rounds_ahead`).
+        run: The new run, of the same samples and seed.
+        rounds: Rounds per epoch, of the old run.
+    """
+    samples = len(run.data.train)
+    left: dict[int, list[tuple[int, int]]] = {}
+    for epoch, round_, segment, workers in ahead:
+        sampler = round_sampler(segment, rounds, samples, run.config.seed, run.least)
+        ranges = left.setdefault(epoch, [])
+        for worker in workers:
+            ranges += sampler.places(worker, round_)
+    return {epoch: _joined(ranges) for epoch, ranges in left.items()}
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, touching ones joined."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def _check_inside_epoch(
+    epochs: Collection[int],
+    state: Mapping[str, Any],
+    run: Run,
+    before: Mapping[str, Any],
+    samples: int,
+) -> None:
+    """Refuse changes after which nobody could tell which samples of these epochs are left.
+
+    The place in an epoch of joint steps is a number of steps, that of rounds a number of samples of
+    each worker.
+    """
+    config, advice = run.config, advice_inside(before)
+    if samples != len(run.data.train):
+        raise SettingError(
+            f"training images must stay {samples} inside an epoch, got {len(run.data.train)}: "
+            f"{advice}"
+        )
+    joint = before["sync"] == "step"
+    names = []
+    if joint or config.sync == "step":
+        names += ["sync", "rounds_per_epoch"]
+    if joint or takes_joint_steps(config) or before["push"] == "gradients":
+        names += ["push", "drop_last"]
+    for name in names:
+        if before[name] != (now := getattr(config, name)):
+            raise SettingError(
+                f"{name} must stay {as_given(before[name])} inside an epoch, got {as_given(now)}: "
+                f"{advice}"
+            )
+    if not joint and before["push"] != "gradients":
+        return
+    for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
+        old = state["planner"]["current"][resolution]["global_batch_size"]
+        if (new := run.plans[resolution].global_batch_size) != old:
+            raise SettingError(
+                f"global_batch_size must stay {old}"
+                f"{px(resolution, ' at ')} inside an epoch, got {new}: {advice}"
+            )
+
+
+def _check_whole_steps(
+    ahead: Iterable[RoundAhead], run: Run, before: Mapping[str, Any], *, inside_epoch: bool
+) -> None:
+    """Refuse to go on inside an epoch of which more is gone than the pushes of all workers."""
+    for _, _, segment, workers in ahead:
+        shares = enumerate(segment.plan.workers)
+        if any(share.samples and worker not in workers for worker, share in shares):
+            stay, got = _changed(run, before)
+            raise SettingError(
+                f"{stay} with push gradients until all have pushed the same batches, and those "
+                f"that a lost worker has left out are over, {got}"
+            )
+    if run.config.push_every != before["push_every"] and inside_epoch:
+        raise SettingError(
+            f"push_every must stay {before['push_every']} inside an epoch, "
+            f"got {run.config.push_every}"
+        )
+
+
+def _changed(run: Run, before: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the first words of a refusal, and its last ones."""
+    for name in _TRAINING:
+        old, now = (as_given(value) for value in (before[name], getattr(run.config, name)))
+        if old != now:
+            return f"{name} must stay {old}", f"got {now}"
+    return "plans must stay as they are", "got others"
+
+
+def advice_inside(before: Mapping[str, Any]) -> str:
+    """Return when a change may be made that is refused inside an epoch."""
+    if meets_at_server(before["sync"]):
+        return "it may change where no worker is inside an epoch"
+    return "resume a checkpoint of an epoch's end"
+
+
+def pushes_per_epoch(planner: Mapping[str, Any], before: Mapping[str, Any]) -> int:
+    """Return the rounds of an epoch, of a run with this planner's state and these settings."""
+    if before["push"] != "gradients":
+        return before["rounds_per_epoch"]
+    plan = next(iter(planner["current"].values()))
+    steps = max(worker["steps"] for worker in plan["workers"])  # a lost worker has none
+    return -(-steps // before["push_every"])
+
+
+def epochs_under_way(
+    state: Mapping[str, Any], before: Mapping[str, Any], *, at_epoch_end: bool
+) -> range:
+    """Return the epochs that a worker may have begun and that are not complete.
+
+    Args:
+        state: Of rank 0.
+        before: The settings that it was saved with.
+        at_epoch_end: Whether it was saved where all meet at an epoch's end, not inside a round.
+    """
+    cluster, planner = state["cluster"], state["planner"]
+    rounds = pushes_per_epoch(planner, before)
+    server = cluster.get("server") or {"clocks": [cluster["clock"]], "active": [0]}
+    clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
+    if "queue" in cluster:  # simulated: it is known who is in a round
+        inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
+    elif at_epoch_end and not meets_at_server(before["sync"]):
+        inside = set()
+    else:  # only the workers know whether they have taken a step: all that may have
+        ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)
+        inside = {w for w in server["active"] if clocks[w] <= slowest + ahead}
+    begun = max(clock + (worker in inside) for worker, clock in enumerate(clocks))
+    stop = -(-min(begun, before["epochs"] * rounds) // rounds)
+    decided = (epoch + 1 for epoch in (*planner["segments"], *planner["fixed"]))
+    return range(slowest // rounds, max(stop, *decided, 0))
+
+
+def check_epochs_under_way(found: Found, run: Run) -> None:
+    """Refuse what epochs that are under way cannot go on with.
+
+    What their workers have trained on is told by the plan of the resolution, and by the order, that
+    they began with. A run must have the epochs that any worker has begun.
+    """
+    config, manifest = run.config, found.manifest
+    before = complete_settings(manifest.config, config)
+    epochs, milestones = before["epochs"], before["lr_milestones"]
+    old = _resolutions(before["resolutions"], before["schedule"], epochs, milestones)
+    new = _resolutions(config.resolutions, config.schedule, config.epochs, config.lr_milestones)
+    moved = [e for e, sides in enumerate(zip(old, new, strict=False)) if sides[0] != sides[1]]
+    moved = [epoch for epoch in moved if epoch >= manifest.epoch]
+    orders = [
+        name
+        for name in _ORDER
+        if _order_of(name, before[name]) != _order_of(name, getattr(config, name))
+    ]
+    if not moved and not orders and config.epochs >= epochs:
+        return
+    with reading_checkpoint(found.folder):
+        under_way = epochs_under_way(
+            read_shard(found.folder, manifest, SERVER_RANK),
+            before,
+            at_epoch_end=MODEL_FILE in manifest.files,
+        )
+    if under_way and config.epochs < under_way.stop:
+        raise SettingError(
+            f"epochs must be at least {under_way.stop}, as many as workers may have begun, "
+            f"got {config.epochs}"
+        )
+    advice = advice_inside(before)
+    if under_way and orders:
+        name = orders[0]
+        raise SettingError(
+            f"{name} must stay {as_given(before[name])} inside an epoch, "
+            f"got {as_given(getattr(config, name))}: it draws the order of its samples; {advice}"
+        )
+    epoch = next((e for e in moved if e in under_way), None)
+    if epoch is None:
+        return
+    if config.epochs > epochs:
+        advice = f"go on with epochs {epochs} first"
+        kept = (*milestones, epochs)
+        longer = _resolutions(config.resolutions, config.schedule, config.epochs, kept)
+        if longer[:epochs] == old:
+            given = ",".join(map(str, kept))
+            advice += f", or give --lr-milestones {given} --allow-config-change"
+    raise SettingError(
+        f"resolution of epoch {epoch + 1}, which is under way, must stay {old[epoch]} px, "
+        f"got {new[epoch]} px: {advice}"
+    )
+
+
+def _order_of(name: str, value: Any) -> Any:
+    """Return as much of a setting as an epoch's order depends on."""
+    return value is not None if name == "cache_gib" else value
+
+
+def _resolutions(
+    resolutions: Sequence[int], schedule: Schedule, epochs: int, milestones: Sequence[int]
+) -> list[int]:
+    """Return the resolution of each epoch."""
+    stages = make_stages(epochs, resolutions, schedule=schedule, milestones=milestones)
+    return [stage.resolution for stage in stages for _ in stage.epochs]
+
+
+def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mapping[str, Any]:
+    """Return rank 0's state with the workers back that were lost.
+
+    They begin with the first epoch that nobody has begun, when another worker has come as far, like
+    workers that join a running job. Epochs under way keep the plans that were made without them.
+
+    Args:
+        state: As it was saved.
+        run: The run that goes on.
+        epochs: That the run was to have when it was saved.
+    """
+    server, planner, rounds = state["cluster"]["server"], state["planner"], run.rounds
+    there = set(server["active"])
+    if len(there) == len(server["clocks"]):
+        return state
+    last = min(epochs, run.config.epochs) * rounds  # that anybody could have begun
+    clocks = dict(enumerate(server["clocks"]))
+    newcomers = set(server["newcomers"])
+    # Only the workers know whether they have begun a round: all that may have.
+    inside = {w: clocks[w] for w in there - newcomers}
+    members = Members(clocks, there, last, inside, newcomers)
+    kept = segments_from_plain(planner["fixed"])
+    first = members.slowest // rounds
+    begin = members.next_epoch(planner["begun"], rounds, kept)
+    fixed = {
+        epoch: [{"plan": planner["current"][run.stage_at(epoch).resolution]}]
+        for epoch in range(first, begin)
+    }
+    fixed |= planner["segments"] | planner["fixed"]
+    clocks = [c if w in there else begin * rounds for w, c in enumerate(server["clocks"])]
+    back = set(range(len(clocks))) - there
+    server = server | {
+        "clocks": clocks,
+        "active": list(range(len(clocks))),
+        "newcomers": sorted(back | newcomers),
+    }
+    changes = {
+        "current": {resolution: asdict(plan) for resolution, plan in run.plans.items()},
+        "fixed": {epoch: rows for epoch, rows in fixed.items() if epoch < begin},
+        "segments": {},
+        "asked": {},
+        "active": server["active"],
+        "begun": begin * rounds,
+        "since": {},
+    }
+    return {
+        **state,
+        "cluster": state["cluster"] | {"server": server},
+        "planner": planner | changes,
+    }
