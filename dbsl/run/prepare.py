@@ -44,7 +44,7 @@ from dbsl.plan.types import CurrentPlan, Plan, Round, TimeModel
 from dbsl.profile.memory import give_back
 from dbsl.run.accelerator import first_on_node, nodes_of
 from dbsl.run.evaluation import further_sources
-from dbsl.run.replaced import Own, check_scores
+from dbsl.run.replaced import Replaced, check_scores
 from dbsl.run.training import Run, round_sampler, steps_of
 from dbsl.run.workers import know_workers
 
@@ -108,14 +108,14 @@ def check_room(run: Run) -> None:
     data.evaluation.check_room(1, in_order=run.evaluation_batch)
 
 
-_NOTHING_OWN = Own()
+_NOTHING = Replaced()
 
 
 def prepare(
     config: RunConfig,
     accelerator: Accelerator,
     loss_function: LossFunction,
-    own: Own = _NOTHING_OWN,
+    replaced: Replaced = _NOTHING,
 ) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
@@ -135,10 +135,12 @@ def prepare(
     default_resolutions = config.resolutions is None or "resolutions" in config.resolved
     config, nodes = _count_workers(config, accelerator)
     emulation = _make_emulation(config)
-    data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
+    data = (
+        replaced.data.on(accelerator.device) if replaced.data else _load_images(config, accelerator)
+    )
     config, stages = _make_stages(config, data, accelerator)
-    model = _build_model(config, data, own, accelerator)
-    also = further_sources(own, config, data, accelerator)
+    model = _build_model(config, data, replaced, accelerator)
+    also = further_sources(replaced, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
@@ -149,8 +151,8 @@ def prepare(
     def loss_of(*batch: Any) -> Tensor:
         return found(*batch)[0]
 
-    own.check_optimizer(config, model)
-    builder = own.optimizer and partial(own.build_optimizer, config)
+    replaced.check_optimizer(config, model)
+    builder = replaced.optimizer and partial(replaced.build_optimizer, config)
     known, config = know_workers(config, model, data, accelerator, loss_of, builder)
     give_back(accelerator.device)  # what measuring took
     check_micro_batches(known, least)
@@ -188,7 +190,7 @@ def prepare(
         ),
         mixing=mixing,
         loss_of=loss_of,
-        build_optimizer=partial(own.build_optimizer, config),
+        build_optimizer=partial(replaced.build_optimizer, config),
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         measured=known.measured,
         micro_batch_sizes=known.micro_batch_sizes,
@@ -299,11 +301,11 @@ def _make_stages(
 
 
 def _build_model(
-    config: RunConfig, data: TrainingData, own: Own, accelerator: Accelerator
+    config: RunConfig, data: TrainingData, replaced: Replaced, accelerator: Accelerator
 ) -> nn.Module:
     """Return the model on the device: one's own, or timm's."""
-    if own.model is not None:
-        return own.build(config, data, accelerator)
+    if replaced.model is not None:
+        return replaced.build(config, data, accelerator)
     model = build_model(
         config.model,
         data.num_classes,

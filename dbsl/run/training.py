@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -33,9 +33,11 @@ from dbsl.plan.sampler import (
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.types import CurrentPlan, Plan, Restart, Round, TimeModel
 
+ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
+
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[ConfigT]):
     """What a run trains with: its config, complete, and what the config describes.
 
     Attributes:
@@ -66,7 +68,7 @@ class Run:
         also: Further evaluation sets, by name.
     """
 
-    config: RunConfig
+    config: ConfigT
     data: TrainingData
     stages: tuple[Stage, ...]
     model: nn.Module
