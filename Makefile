@@ -6,14 +6,14 @@ help:  ## list the targets
 style:  ## format and fix
 	ruff format . && ruff check --fix .
 
-tables:  ## write the tables of README.md and docs/ from results/
-	python -m plots.tables
+tables:  ## write the tables of README.md and docs/ from experiments/results/
+	python -m experiments.plots.tables
 
 quality:  ## check without changing: format, lint, imports between rooms, tables
 	ruff check .
 	ruff format --check .
 	lint-imports
-	python -m plots.tables --check
+	python -m experiments.plots.tables --check
 
 test:  ## the short tests, in two processes (one: pytest -n 0)
 	pytest

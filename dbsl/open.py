@@ -30,6 +30,7 @@ from dbsl.checkpoint.resume import (
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.server import MergeRule
 from dbsl.config.complete import SOURCES, found_by, with_resolved
+from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
 from dbsl.config.settings import (
     CHECKPOINTS,
@@ -40,7 +41,6 @@ from dbsl.config.settings import (
 )
 from dbsl.data.sources import TrainingData
 from dbsl.extras.charts import check_tracker
-from dbsl.extras.hub import check_hub, push_run
 from dbsl.extras.mirror.mirror import Mirror, open_mirror, pulled
 from dbsl.log.lines import print_run
 from dbsl.log.log import check_result
@@ -100,16 +100,12 @@ def open_session(
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
-    opening = _Opening(
-        loss_function,
-        Replaced(data, model, optimizer, evaluate_also),
-        merge,
-        Stopwatch(),
-        Stopping(deadline_of(given.max_minutes)),
-        read_code(),
-    )
-    given = opening.replaced.named(given)
-    config = _complete(given, opening.replaced)
+    stopwatch, replaced = Stopwatch(), Replaced(data, model, optimizer, evaluate_also)
+    given = replaced.named(given)
+    stopping, code = Stopping(deadline_of(given.max_minutes)), read_code()
+    config = _complete(given, replaced)
+    extras = Extras.of(config)
+    opening = _Opening(loss_function, replaced, merge, stopwatch, stopping, code, extras)
     alone = not meets_at_server(config.sync) or config.plan_only
     if config.eval_only:
         program = _evaluating(config, opening)
@@ -131,6 +127,7 @@ class _Opening:
     stopwatch: Stopwatch
     stopping: Stopping
     code: Code
+    extras: Extras
 
     def meet(self, config: RunConfig) -> Accelerator:
         """Meet the other processes; none goes on unless all have the same settings and code."""
@@ -139,7 +136,7 @@ class _Opening:
 
     def prepare(self, config: RunConfig, accelerator: Accelerator) -> Run:
         """Return the run; its steps are in the accelerator's precision."""
-        return prepare(config, accelerator, self.loss_function, self.replaced)
+        return prepare(config, accelerator, self.loss_function, self.replaced, self.extras)
 
     def start(
         self,
@@ -256,14 +253,14 @@ def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterato
     config = pulled(config, accelerator)
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
-        _leave_finished(found, config, given, accelerator)
+        _leave_finished(found, config, given, accelerator, opening.extras)
         yield None
         return
     if found is None:
         check_effects(config, accelerator.num_processes)
     before, config = config, adapt_to_processes(config, found, accelerator.num_processes, given)
     given = _given_now(given, before, config)
-    check_hub(config, accelerator)
+    opening.extras.each(Extra.check, config, accelerator)
     if config.plan_only:
         print_run(opening.prepare(config, accelerator), None, accelerator)
         accelerator.end_training()
@@ -271,7 +268,7 @@ def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterato
         return
     with _in_folder(config, given, found, accelerator, opening) as session:
         yield session
-    _end(session.run.config, session.folder, accelerator)
+    _end(session.run.config, session.folder, accelerator, opening.extras)
 
 
 def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
@@ -331,19 +328,23 @@ def _running(session: Session) -> Iterator[None]:
 
 
 def _leave_finished(
-    found: Found, config: RunConfig, given: RunConfig, accelerator: Accelerator
+    found: Found,
+    config: RunConfig,
+    given: RunConfig,
+    accelerator: Accelerator,
+    extras: Extras,
 ) -> None:
     """Say that a run is finished, and do what could not be done at its end."""
     if changes := without_effect(found.run_folder, given):
         accelerator.print(f"warning: without effect on a finished run: {changes}")
     accelerator.print(f"{found.run_folder} is finished: nothing to resume")
-    check_hub(config, accelerator)
+    extras.each(Extra.check, config, accelerator)
     with open_mirror(config, found.run_folder, found, accelerator):
         pass  # what could not be mirrored at its end is now
-    _end(config, found.run_folder, accelerator)
+    _end(config, found.run_folder, accelerator, extras)
 
 
-def _end(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
+def _end(config: RunConfig, folder: Path, accelerator: Accelerator, extras: Extras) -> None:
     accelerator.end_training()
     check_result(folder, config, accelerator)
-    push_run(config, folder, accelerator)
+    extras.each(Extra.finished, config, folder, accelerator)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dbsl.base.errors import SettingError
+from dbsl.config.hooks import file_of
 
 T = TypeVar("T")
 
@@ -129,6 +130,8 @@ def unknown(
     """Return the refusal of a name that is not known, with what may be meant."""
     if here := (elsewhere or {}).get(name.replace("_", "-")):
         return SettingError(f"{must}, got {got}, which is {here} here")
+    if file := file_of(name.replace("-", "_")):
+        return SettingError(f"{must}, got {got}, which needs {file}")
     near = difflib.get_close_matches(name, known, 1)
     dashes = "--" if got.startswith("--") else ""
     such = f", such as {dashes}{near[0]}" if near else ""

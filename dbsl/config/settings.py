@@ -698,8 +698,6 @@ class RunConfig(
     # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
     # or none; wandb works offline without a login or a network
     report_to: str = "wandb"
-    # repository user/name on the hub for model, card and figures of the finished run
-    push_to_hub: str | None = None
     # what a run found out, as its config.yaml has it; no flag
     resolved: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
 
@@ -872,7 +870,7 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
     yield config.lr_schedule == "step", "min_lr", 0, "except with lr_schedule cosine or poly"
-    for name, without in (("plan_only", False), ("push_to_hub", None), ("mirror", None)):
+    for name, without in (("plan_only", False), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
     yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
     linked = config.link_gbps is not None and step

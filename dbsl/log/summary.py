@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from dbsl.base.machine import lazy_import
 from dbsl.config.complete import RESOLVED
+from dbsl.config.hooks import Extra
 from dbsl.extras.charts import start_trackers
-from dbsl.extras.hub import CARD, write_card
 from dbsl.log.lines import print_run
-from dbsl.log.log import DivergenceWarning, RunLog, epochs_done, no_result
+from dbsl.log.log import DivergenceWarning, RunLog, epochs_done
 from dbsl.log.rows import read_metrics
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import Restart
@@ -115,12 +115,7 @@ def sum_up(session: Session) -> None:
             **_mishaps(session),
         }
         log.summary(values)
-        if no_result(values) is None:
-            plans = {s.resolution: run.plans[s.resolution] for s in run.stages}
-            of_timm = run.model.created_with is not None
-            write_card(folder, config, plans, values, of_timm=of_timm)
-        else:  # nor one of before the run was made longer
-            (folder / CARD).unlink(missing_ok=True)
+        session.run.extras.each(Extra.end, folder)
     log.close()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dbsl.config.hooks import Extras
 from dbsl.config.settings import RunConfig
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
@@ -66,6 +67,7 @@ class Run(Generic[ConfigT]):
         nodes: The node of each process, from 0.
         figures: Names of what the loss function gives besides the loss.
         also: Further evaluation sets, by name.
+        extras: What its settings ask for of dbsl/extras.
     """
 
     config: ConfigT
@@ -91,6 +93,7 @@ class Run(Generic[ConfigT]):
     nodes: tuple[int, ...] = (0,)
     figures: tuple[str, ...] = ()
     also: Mapping[str, Source] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
 
     @property
     def worker_nodes(self) -> tuple[int, ...]:

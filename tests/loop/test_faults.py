@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import fuzz
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import checkpoints_in
 from dbsl.cluster.launch import _interface_to
 from dbsl.plan.machines import check_global_batch
+from experiments.benchmarks import fuzz
 from tests.loop.test_resume import MODES, ROUNDS, run
 
 

@@ -13,11 +13,11 @@ from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks import operators
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
+from experiments.benchmarks import operators
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.
