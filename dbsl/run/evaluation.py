@@ -16,12 +16,11 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import RunConfig
-from dbsl.data.dataset import load_configured
+from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.model import check_patches, check_sides, load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.plan.types import RESERVED
-from dbsl.run.accelerator import first_on_node
 from dbsl.run.replaced import Replaced
 from dbsl.run.training import ConfigT
 
@@ -143,7 +142,7 @@ def further_sources(
             changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
             with accelerator.local_main_process_first():
                 named = replace(config, **changes)
-                given = load_configured(named, config.seed, accelerator.device)
+                given = load_data(named, config.seed, accelerator.device)
         sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
     return sources
 
@@ -154,11 +153,7 @@ def prepare_evaluation(
     """Load the data, and the weights in a run folder or a checkpoint; None: of `config.model`."""
     name = config.model if folder is None else f"local-dir:{folder}"
     _check_weights(config, replaced, folder, name)
-    if replaced.data:
-        data = replaced.data.on(accelerator.device)
-    else:
-        with first_on_node(accelerator):  # one decodes, the others read its cache
-            data = load_configured(config, config.seed, accelerator.device)
+    data = replaced.load_data(config, accelerator)
     if replaced.model is not None:
         side = (config.resolutions or data.resolutions)[-1]
         model = replaced.build(replace(config, resolutions=(side,)), data, accelerator)
@@ -173,7 +168,7 @@ def prepare_evaluation(
                 f"{data.num_classes}"
             )
         _check_names(model, data, name, accelerator)
-        data = data.normalised_as(statistics).normalised_by(config.mean, config.std)
+        data = data.normalised_as(statistics)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
         check_sides(name, model, data, (side,))
     also = further_sources(replaced, replace(config, resolutions=(side,)), data, accelerator)

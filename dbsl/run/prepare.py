@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.config.hooks import Extras
-from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
+from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
-from dbsl.data.dataset import load_configured
 from dbsl.data.sources import TrainingData
 from dbsl.extras.average import WeightAverage
 from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
@@ -38,7 +37,7 @@ from dbsl.plan.stages import (
 from dbsl.plan.text import with_notes
 from dbsl.plan.types import CurrentPlan, Plan, Round, TimeModel
 from dbsl.profile.memory import give_back
-from dbsl.run.accelerator import first_on_node, nodes_of
+from dbsl.run.accelerator import nodes_of
 from dbsl.run.evaluation import further_sources
 from dbsl.run.replaced import Replaced, check_scores
 from dbsl.run.training import ConfigT, Run, round_sampler, steps_of
@@ -71,12 +70,12 @@ def prepare(
     given = config
     config, nodes = _count_workers(config, accelerator)
     emulation = _make_emulation(config)
-    data = _load_data(config, replaced, accelerator)
+    data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model = _build_model(config, data, replaced, accelerator)
     also = further_sources(replaced, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
-        data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
+        data = data.normalised_as(model.input_statistics)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
@@ -256,15 +255,6 @@ def _build_model(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"
             ) from error
     return model
-
-
-def _load_data(config: RunConfig, replaced: Replaced, accelerator: Accelerator) -> TrainingData:
-    if replaced.data:
-        return replaced.data.on(accelerator.device)
-    if config.resolutions == (NO_SIDE,):
-        raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
-    with first_on_node(accelerator):  # one process decodes, the others read its cache
-        return load_configured(config, config.seed, accelerator.device)
 
 
 def make_planner(

@@ -14,9 +14,11 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.steps import takes_parts
-from dbsl.config.settings import DataConfig, RunConfig, steps_in_parts
+from dbsl.config.settings import NO_SIDE, DataConfig, RunConfig, steps_in_parts
+from dbsl.data.dataset import load_data
 from dbsl.data.sources import TrainingData
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
+from dbsl.run.accelerator import first_on_node
 
 OptimizerBuilder = Callable[
     [nn.Module, RunConfig], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -61,6 +63,15 @@ class Replaced:
                 raise SettingError(f"{setting} must be a {kind}, got {type(value).__name__}")
             given = _named(given, setting, _name(value), void)
         return given
+
+    def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:
+        """Return your own data, or the images that the settings name."""
+        if self.data:
+            return self.data.on(accelerator.device)
+        if config.resolutions == (NO_SIDE,):
+            raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
+        with first_on_node(accelerator):  # one process decodes, the others read its cache
+            return load_data(config, config.seed, accelerator.device)
 
     def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
         """Return what steps on a model; its groups keep their rates in proportion to `lr`."""
