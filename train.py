@@ -26,7 +26,7 @@ each part by itself). A round whose loss or weights are not finite is refused: w
 were, and the worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
 
 How much each gets: dbsl/plan/follow.py; which samples:
-dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py, `--merge`, or
+dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/merges.py, `--merge`, or
 `open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
 `# dbsl:` marks what a plain loop does not have.
 """

@@ -28,7 +28,7 @@ from dbsl.checkpoint.resume import (
     without_effect,
 )
 from dbsl.cluster.joining import RunningJob, find_running_job
-from dbsl.cluster.server import MergeRule
+from dbsl.cluster.merges import MergeRule
 from dbsl.config.complete import SOURCES, found_by, with_resolved
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
