@@ -14,6 +14,7 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.steps import takes_parts
+from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import DataConfig, RunConfig, steps_in_parts
 from dbsl.data.sources import TrainingData
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
@@ -25,12 +26,6 @@ OptimizerBuilder = Callable[
 
 # Settings that say which data and which model; with one's own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
-
-
-_OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "model_kwargs")
-
-
-_OF_MODEL += ("grad_checkpointing", "layer_decay")
 
 
 # A function may read momentum and weight_decay of the settings that it is given.
@@ -78,7 +73,8 @@ class Own:
                     "model must be a module or a function that builds one, got "
                     f"{type(self.model).__name__}"
                 )
-            given = _named(given, "model", _name(self.model), "a model", _OF_MODEL)
+            of_model = with_role(type(given), Role.MODEL)
+            given = _named(given, "model", _name(self.model), "a model", of_model)
         if self.optimizer is not None:
             if not callable(self.optimizer):
                 raise SettingError(
