@@ -21,6 +21,7 @@ from torch import Tensor
 from dbsl.base.errors import RunStopped, SaveError, SettingError
 from dbsl.base.files import describe, link_or_copy
 from dbsl.base.machine import lower_priority
+from dbsl.base.words import steadier
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
@@ -314,10 +315,11 @@ class Checkpointer:
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
             self._writer.wait()
+            config, precision = self._run.config, str(self._accelerator.mixed_precision)
+            remedy = steadier(config.lr, config.optimizer, precision, finite_loss=True)
             raise SettingError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
-                f"weights were not finite (a lower learning rate may help), got {most}; "
-                f"{self._writer.good()}"
+                f"weights were not finite, got {most}: {remedy}; {self._writer.good()}"
             )
 
     def _due(self) -> Action:

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from dbsl.base.machine import lazy_import
+from dbsl.cluster.weights import names_of
 from dbsl.config.complete import RESOLVED
 from dbsl.config.hooks import Extra
 from dbsl.extras.charts import start_trackers
@@ -18,7 +19,7 @@ from dbsl.log.log import DivergenceWarning, RunLog, epochs_done
 from dbsl.log.rows import read_metrics
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import Restart
-from dbsl.profile.cache import device_name
+from dbsl.profile.timing import device_name
 from dbsl.run.session import Session
 
 timm = lazy_import("timm")
@@ -67,7 +68,11 @@ def start_log(
         and not config.sync_batch_norm
         and has_batch_norm(run.model),
         bce=getattr(config, "bce_loss", False),
-        divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
+        divergence=DivergenceWarning(
+            *(config, run.data.num_classes, tqdm.write),
+            precision=str(accelerator.mixed_precision),
+            weights=names_of(run.model),
+        ),
         state=state,
         restart=restart,
     )

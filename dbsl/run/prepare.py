@@ -21,7 +21,7 @@ from dbsl.base.words import plural
 from dbsl.config.hooks import Extras
 from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
-from dbsl.data.dataset import Data, load_configured
+from dbsl.data.dataset import Data, load_data
 from dbsl.data.sources import TrainingData
 from dbsl.extras.average import WeightAverage
 from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
@@ -143,7 +143,7 @@ def prepare(
     model = _build_model(config, data, own, accelerator)
     also = further_sources(own, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
-        data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
+        data = data.normalised_as(model.input_statistics)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
@@ -337,7 +337,7 @@ def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
     if config.resolutions == (NO_SIDE,):
         raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
     with first_on_node(accelerator):  # one process decodes, the others read its cache
-        return load_configured(config, config.seed, accelerator.device)
+        return load_data(config, config.seed, accelerator.device)
 
 
 def make_planner(

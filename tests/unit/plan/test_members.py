@@ -4,10 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.coverage.cases import Case, Stop
-from benchmarks.coverage.check import check
-from benchmarks.coverage.player import play
-from benchmarks.coverage.prepare import prepare
 from dbsl.cluster import served as through_server
 from dbsl.cluster.protocol import Change
 from dbsl.cluster.served import ServedCluster
@@ -15,6 +11,10 @@ from dbsl.cluster.wire import CPU, SharedPlans, encode_plan
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.ledger import Members
 from dbsl.plan.types import CurrentPlan, Round, TimeModel
+from experiments.benchmarks.coverage.cases import Case, Stop
+from experiments.benchmarks.coverage.check import check
+from experiments.benchmarks.coverage.player import play
+from experiments.benchmarks.coverage.prepare import prepare
 
 
 def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):
