@@ -1,4 +1,4 @@
-"""A run's loss function as the loop and all measuring call it; and timm's binary cross-entropy."""
+"""A run's loss function as the loop and all measuring call it, and timm's binary cross-entropy."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ def figure_names(
     images: Tensor,
     labels: Tensor,
 ) -> tuple[str, ...]:
-    """Return the names of the figures that a loss function gives, from one call with an example.
-
-    Raises:
-        SettingError: If loss or a figure is no mean, or its name stands for something else.
-    """
+    """Return the names of the figures that a loss function gives, from one call with an example."""
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
         good = isinstance(loss, Tensor) and not loss.dim()
@@ -90,11 +86,7 @@ def digest_of(loss_of: LossOf) -> str | None:
 
 
 def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
-    """Return the loss and the figures of these names on the device, [1 + F], without waiting.
-
-    Raises:
-        SettingError: If they have other names.
-    """
+    """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
         raise SettingError(
             "loss_function must give the same figures in every call, "
