@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.weights import uncompiled
+from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
 from dbsl.loss import LossOf, without_trace
@@ -95,7 +96,7 @@ class NoiseSettings(RunConfig):
     """Whether the noise scale is estimated."""
 
     # estimate the batch size worth having; costs below 2 % of the time
-    noise_scale: bool = True
+    noise_scale: Annotated[bool, Role.FREE] = True
 
 
 class Noise(Extra):
