@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -78,6 +78,7 @@ def open_session(
     optimizer: OptimizerBuilder | None = None,
     merge: MergeRule | None = None,
     evaluate_also: Mapping[str, Any] | None = None,
+    figures: Sequence[str] | None = None,
 ) -> Iterator[Session | EvaluationSession | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
@@ -101,13 +102,14 @@ def open_session(
             push alone.
         evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
             map-style dataset of (input tensor, label), or the name of a dataset or folder.
+        figures: Names of figures that the loop gives `work.add` besides the loss function's.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
     stopwatch = Stopwatch()
-    own = Own(data, model, optimizer, evaluate_also)
+    own = Own(data, model, optimizer, evaluate_also, figures or ())
     given = own.named(given)
     stopping = Stopping(deadline_of(given.max_minutes))
     code = read_code()

@@ -146,7 +146,7 @@ def prepare(
         data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
-    figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
+    figures = figure_names(found, model, *data.example(2, config.resolutions[0]), own.figures)
 
     @wraps(loss_function)  # whose text step times are kept by
     def loss_of(*batch: Any) -> Tensor:

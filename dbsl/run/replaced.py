@@ -48,12 +48,14 @@ class Own:
         optimizer: Builds one or several on a model, by the settings; None: timm's that they name.
         evaluate_also: Further evaluation sets, by name: a source, data with evaluation samples, a
             map-style dataset of tensors, or the name of a dataset.
+        figures: Names of figures that the loop gives `Work.add` besides the loss function's.
     """
 
     data: TrainingData | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
     optimizer: OptimizerBuilder | None = None
     evaluate_also: Mapping[str, Any] | None = None
+    figures: Sequence[str] = ()
 
     def named(self, given: RunConfig) -> RunConfig:
         """Return the settings with the names of the data and the model that there are.
