@@ -26,7 +26,7 @@ round whose loss or weights are not finite is refused, and a line says why: weig
 worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
 
 How much each gets: dbsl/plan/solve.py, and as times change dbsl/plan/follow.py. Which samples:
-dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/server.py. Saving and
+dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/merges.py. Saving and
 resuming: dbsl/checkpoint/checkpointer.py. `# dbsl:` marks what a plain loop does not have.
 """
 
@@ -89,7 +89,7 @@ def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Conf
     return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
 
 
-def learning_rate(session: Session, moment: float) -> float:
+def learning_rate(session: Session[Config], moment: float) -> float:
     """Return the learning rate at a moment, in epochs since the start."""
     config, stages = session.config, session.run.stages
     # curve: warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, lr_k_decay, lr_power
@@ -98,7 +98,7 @@ def learning_rate(session: Session, moment: float) -> float:
     )
 
 
-def train_round(session: Session, turn: Round) -> None:
+def train_round(session: Session[Config], turn: Round) -> None:
     """Train one round: of one worker, or, in joint steps, of all workers of this process."""
     config, stepper, accelerator = session.config, session.stepper, session.accelerator
     with session.round(turn) as work:  # dbsl: pulls weights (not in joint steps); at its end pushes
@@ -148,7 +148,7 @@ def evaluate(session: Session | EvaluationSession, source: Source | None = None)
     return Evaluation(correct / samples, loss / samples, round(samples), session.side, top5)
 
 
-def end_epoch(session: Session, end: EpochEnd) -> None:
+def end_epoch(session: Session[Config], end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
     config, cluster, log, ema = session.config, session.cluster, session.log, session.run.ema
     train_time_s, result = session.train_time_s(end), None
@@ -177,7 +177,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     log.epoch_end(end.epoch, result, train_time_s=train_time_s, virtual_time_s=cluster.time_s)
 
 
-def train(session: Session) -> None:
+def train(session: Session[Config]) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     cluster, log = session.cluster, session.log
     for turn in cluster.turns():  # rounds of this process's workers, and ends of epochs

@@ -17,6 +17,7 @@ CONFIGS = sorted(
     path.relative_to(ROOT)
     for folder in ("configs", "examples", "experiments/configs")
     for path in (ROOT / folder).rglob("*.yaml")
+    if path.parent.name != "clusters"  # jobs of schedulers
 )
 
 

@@ -305,12 +305,12 @@ def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
     ("model", "settings", "message"),
     [
         (lambda: linear(classes=5), {}, r"3 classes, \[2, 3\] .*, got \[2, 5\] of"),
-        (None, {}, "model must be given with data of one's own, got none"),
+        (None, {}, "model must be given with your own data, got none"),
         (lambda: "net", {}, "model must build a module, got str"),
-        (linear, {"mixup": 0.2}, "mixup must be left out with data of one's own, got 0.2"),
-        (linear, {"resolutions": (8,)}, "resolutions must be left out with data"),
-        (linear, {"dropout": (0.1,)}, "dropout must be left out with a model of one's own"),
-        (linear, {"dataset": "cifar"}, "dataset must be left out or mine with data .* got cifar"),
+        (linear, {"mixup": 0.2}, "mixup must be left out with your own data, got 0.2"),
+        (linear, {"resolutions": (8,)}, "resolutions must be left out with your own d"),
+        (linear, {"dropout": (0.1,)}, "dropout must be left out with your own model"),
+        (linear, {"dataset": "cifar"}, "dataset must be left out or mine with your .* got cifar"),
         (linear, {"model": "resnet50"}, "model must be left out or linear with .* got resnet50"),
     ],
 )
@@ -750,7 +750,11 @@ def dampened(model, config):
     ("optimizer", "settings", "message"),
     [
         (muon, {}, "lr must be given with the optimizer that muon builds"),
-        (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with an opti"),
+        (
+            muon,
+            {"lr": 0.1, "opt_kwargs": ("eps=1",)},
+            "opt_kwargs must be left out with your",
+        ),
         (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
         (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
         (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),
