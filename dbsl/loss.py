@@ -1,4 +1,4 @@
-"""A run's loss function as the loop and all measuring call it; and timm's binary cross-entropy."""
+"""A run's loss function as the loop and all measuring call it, and timm's binary cross-entropy."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def figure_names(
     labels: Tensor,
     more: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the names of a run's figures: a loss function's, from one call, and those in `more`.
-
-    Raises:
-        SettingError: If loss or a figure is no mean, or its name stands for something else.
-    """
+    """Return the names of a run's figures: a loss function's, from one call, and those in `more`."""
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
         good = isinstance(loss, Tensor) and not loss.dim()
@@ -98,11 +94,7 @@ def digest_of(loss_of: LossOf) -> str | None:
 
 
 def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
-    """Return the loss and the figures of these names on the device, [1 + F], without waiting.
-
-    Raises:
-        SettingError: If they have other names.
-    """
+    """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
         raise SettingError(
             f"work.add must get the figures {', '.join(names) or 'none'} in every step (those of "

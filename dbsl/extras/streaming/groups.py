@@ -21,7 +21,7 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from dbsl.base.errors import ReadError, SettingError
+from dbsl.base.errors import ReadError, SettingError, words_of
 from dbsl.base.files import put_in_place
 from dbsl.base.machine import lazy_import
 
@@ -140,9 +140,9 @@ class GroupCache:
                 if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
                 if pause is None:
-                    reason = " ".join(str(error).split())[:200] or type(error).__name__
                     raise ReadError(
-                        f"{what} cannot be read, tried {len(PAUSES_S) + 1} times ({reason})"
+                        f"{what} cannot be read, tried {len(PAUSES_S) + 1} times "
+                        f"({words_of(error)})"
                     ) from error
             time.sleep(pause)
         raise AssertionError("unreachable")
