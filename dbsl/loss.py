@@ -38,7 +38,7 @@ def figure_names(
     labels: Tensor,
     more: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the names of a run's figures: a loss function's, from one call, and those in `more`."""
+    """Return the names of a run's figures: a loss function's, from one call, and `more`."""
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
         good = isinstance(loss, Tensor) and not loss.dim()
