@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbsl.config.fields import Within
+from dbsl.config.fields import Role, Within
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.parse import parse_config
 from dbsl.config.settings import RunConfig
@@ -70,11 +70,11 @@ class Config(BceConfig, *settings_of_extras(), RunConfig):
     # label smoothing, in [0, 1)
     label_smoothing: Annotated[float, Within(0, 1, open_high=True)] = 0.0
     # epochs between evaluations; the last epoch is always evaluated
-    eval_every: Annotated[int, Within(1)] = 1
+    eval_every: Annotated[int, Within(1), Role.FREE] = 1
     # evaluate the training images too, at the end and without augmentation
-    eval_train: bool = False
+    eval_train: Annotated[bool, Role.FREE] = False
     # save the weights of the best evaluation as model_best.safetensors
-    save_best: bool = True
+    save_best: Annotated[bool, Role.FREE] = True
 
 
 def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> Loss:

@@ -29,7 +29,8 @@ from dbsl.checkpoint.resume import (
 )
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
-from dbsl.config.complete import SOURCES, found_by, with_resolved
+from dbsl.config.complete import found_by, with_resolved
+from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
 from dbsl.config.settings import (
@@ -221,7 +222,7 @@ def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[
         accelerator = start_joining_accelerator(job.rank, job.processes, precision)
         threads = job.settings["cpu_threads"]
         config = replace(config, mixed_precision=precision, cpu_threads=threads)
-        check_joining(job.settings, config, but=SOURCES, code=opening.code)
+        check_joining(job.settings, config, but=sources(type(config)), code=opening.code)
         run = opening.prepare(config, accelerator)
         check_joining(job.settings, run.config)
     except SettingError as error:  # every process of a launch meets it, and this one is alone

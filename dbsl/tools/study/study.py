@@ -32,7 +32,8 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, one_line_er
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Within, check_bounds, in_range, parse_flags
+from dbsl.config.fields import Within, check_bounds, in_range
+from dbsl.config.flags import parse_flags
 from dbsl.config.parse import config_to_yaml
 from dbsl.config.settings import ImageConfig, MachineConfig, check_images
 from dbsl.data.dataset import load_data
