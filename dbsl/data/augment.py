@@ -1,8 +1,6 @@
-"""The random numbers that other libraries draw from, seeded for a while and then given back.
+"""timm's training augmentation, random erasing, mixup and CutMix, from seeded random numbers.
 
-timm's training augmentation and random erasing, drawn from a stream for each sample.
-
-Mixup and CutMix of timm, drawn from a stream for each batch and for batches of any size.
+What is drawn for a sample, or to mix a batch, is a function of (seed, epoch, sample number).
 """
 
 from __future__ import annotations
@@ -25,6 +23,11 @@ from dbsl.base.seeds import sample_seeds, stream_seed
 from dbsl.config.settings import AugmentKwargs, EraseKwargs
 from dbsl.plan.sampler import Part
 
+timm = lazy_import("timm")
+
+RGB = tuple[float, float, float]
+_LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
+
 
 class GlobalStreams:
     """Python's, NumPy's and torch's own random numbers: seeded inside, untouched outside.
@@ -42,7 +45,7 @@ class GlobalStreams:
         return self
 
     def seed(self, seed: int) -> None:
-        """Start all of them anew from a seed in [0, 2**63)."""
+        """Start all of them from a seed in [0, 2**63)."""
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.default_generator.manual_seed(seed)
@@ -52,12 +55,6 @@ class GlobalStreams:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         torch.default_generator.set_state(state)
-
-
-timm = lazy_import("timm")
-
-RGB = tuple[float, float, float]
-_LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
 
 
 def check_blur(kwargs: AugmentKwargs, resolution: int) -> None:

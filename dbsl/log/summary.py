@@ -19,7 +19,7 @@ from dbsl.log.log import DivergenceWarning, RunLog, epochs_done
 from dbsl.log.rows import read_metrics
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import Restart
-from dbsl.profile.cache import device_name
+from dbsl.profile.timing import device_name
 from dbsl.run.session import Session
 
 timm = lazy_import("timm")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,11 @@ from dbsl.plan.sampler import (
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.types import CurrentPlan, Plan, Restart, Round, TimeModel
 
+ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
+
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[ConfigT]):
     """What a run trains with: its config, complete, and what the config describes.
 
     Attributes:
@@ -68,7 +70,7 @@ class Run:
         extras: What its settings ask for of dbsl/extras.
     """
 
-    config: RunConfig
+    config: ConfigT
     data: TrainingData
     stages: tuple[Stage, ...]
     model: nn.Module

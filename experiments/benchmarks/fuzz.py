@@ -45,6 +45,7 @@ from dbsl.cluster.wire import (
     message_numbers,
 )
 from dbsl.config.parse import parse_config
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.plan.solve import TimeModel, plan_dual_batch
@@ -253,7 +254,7 @@ def of_parquet_files(scratch: Path, rng: random.Random) -> Iterator[Callable[[],
 
         def case(path: Path = path) -> None:
             try:
-                data = load_data(str(path), loader_workers=0, max_bad_images=5)
+                data = load_data(ImageConfig(str(path), loader_workers=0, max_bad_images=5))
                 every = [np.arange(len(data.train))]
                 for _ in data.train.batches(every, transform):
                     pass

@@ -21,6 +21,7 @@ import yaml
 from accelerate.state import AcceleratorState
 
 import train
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import Data, load_data
 from dbsl.log.rows import read_metrics
 from dbsl.plan.stages import default_resolutions
@@ -128,7 +129,9 @@ def _train(
 
 def _data(settings: Mapping[str, Any]) -> Data:
     names = ("label_column", "train_samples", "eval_samples")
-    return load_data(settings["dataset"], **{n: settings[n] for n in names if n in settings})
+    return load_data(
+        ImageConfig(settings["dataset"], **{n: settings[n] for n in names if n in settings})
+    )
 
 
 if __name__ == "__main__":

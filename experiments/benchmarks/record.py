@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dbsl.profile.cache import device_name
+from dbsl.profile.timing import device_name
 
 
 def record(

@@ -46,6 +46,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from dbsl.base.seeds import generator
+from dbsl.config.settings import ImageConfig
 from dbsl.data import images
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
@@ -116,13 +117,16 @@ def _number_of(jpeg: bytes) -> int:
     return struct.unpack(">q", jpeg[6:14])[0]
 
 
+def _streamed(folder: Path, gib: float, block: int) -> ImageConfig:
+    settings = {"cache_gib": gib, "shuffle_block": block, "loader_workers": 0, "holdout": 0.001}
+    return ImageConfig(str(folder / "shards"), **settings)
+
+
 def speed_rows(folder: Path, gib: float, block: int) -> Iterator[Row]:
     """Yield images per second of CPU time of the three ways, taken by turns in one process."""
     torch.set_num_threads(1)
-    streamed = load_data(
-        str(folder / "shards"), cache_gib=gib, shuffle_block=block, loader_workers=0, holdout=0.001
-    )
-    stored = load_data(str(folder / "one"), loader_workers=0, holdout=0.01)
+    streamed = load_data(_streamed(folder, gib, block))
+    stored = load_data(ImageConfig(str(folder / "one"), loader_workers=0, holdout=0.01))
     ours = Transform(128, "crop", True, streamed.mean, streamed.std, 0)
     theirs = v2.Compose(
         [
@@ -264,9 +268,7 @@ def work(folder: Path, gib: float, block: int, rank: int) -> None:
 
     ShardedSplit._open, ShardedSplit.write = opened, written
     images.cut = lambda image, box, side, *_: np.zeros((side, side, 3), np.uint8)
-    data = load_data(
-        str(folder / "shards"), cache_gib=gib, shuffle_block=block, loader_workers=0, holdout=0.001
-    )
+    data = load_data(_streamed(folder, gib, block))
     data.train.check_room(BATCH)
     count = len(data.train)
     first = int(count * SHARES[0])

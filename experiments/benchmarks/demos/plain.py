@@ -26,6 +26,7 @@ from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
@@ -59,13 +60,13 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     set_seed(settings.seed)
-    data = load_data(
+    images = ImageConfig(
         settings.dataset,
         label_column=settings.label_column,
         train_samples=settings.train_samples,
         eval_samples=settings.eval_samples,
-        seed=settings.seed,
     )
+    data = load_data(images, settings.seed)
     side = data.image_side
     model = build_model(settings.model, data.num_classes, final_resolution=side, seed=settings.seed)
     model = model.to(memory_format=torch.channels_last)

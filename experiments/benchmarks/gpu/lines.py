@@ -10,6 +10,8 @@ import torch
 from dbsl.model import build_model
 from dbsl.profile.memory import PeakMemory, give_back, is_short_of_memory
 from dbsl.profile.timing import (
+    Setup,
+    StepSpec,
     TrainingStep,
     batch_sizes_to_measure,
     profile_memory,
@@ -153,4 +155,4 @@ def _step(settings: Settings, resolution: int) -> TrainingStep:
     name, side = ("test_resnet", 16) if settings.dry else ("resnet18", resolution)
     model = build_model(name, 100, final_resolution=side)
     model = model.to(accelerator.device, memory_format=torch.channels_last)
-    return TrainingStep(model, side, 100, accelerator)
+    return TrainingStep(StepSpec(Setup.of(name, model, 100, accelerator), model, accelerator), side)

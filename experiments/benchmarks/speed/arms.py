@@ -30,6 +30,7 @@ from torchvision.transforms import v2
 
 from dbsl.base.machine import threads_of_process
 from dbsl.cluster.weights import compile_in_place
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
@@ -107,7 +108,7 @@ def rounds(settings: Settings, pace: Pace) -> None:
 
     train.train_round = paced
     round_images = settings.round_steps * settings.batch
-    samples = len(load_data(settings.dataset).train)
+    samples = len(load_data(ImageConfig(settings.dataset)).train)
     count = max(1, samples // (settings.workers * round_images))
     samples = count * settings.workers * round_images
     with tempfile.TemporaryDirectory() as scratch:
@@ -154,7 +155,7 @@ def bare(settings: Settings, pace: Pace) -> None:
 
 def plain(settings: Settings, pace: Pace) -> None:
     """A loop as in Accelerate's examples: a DataLoader, torchvision's transforms, all prepared."""
-    data = load_data(settings.dataset)
+    data = load_data(ImageConfig(settings.dataset))
     transforms = [v2.RandomCrop(data.image_side, padding=data.image_side // 8)]
     transforms += [v2.RandomHorizontalFlip()]
     if settings.resolution != data.image_side:
@@ -270,7 +271,7 @@ class _Images(torch.utils.data.Dataset):
 def _start(settings: Settings) -> tuple[Accelerator, Data]:
     """Return the accelerator, and the data on its device, as train.py has them."""
     accelerator = start_accelerator(settings.precision, timeout_s=60.0)
-    return accelerator, load_data(settings.dataset, device=accelerator.device)
+    return accelerator, load_data(ImageConfig(settings.dataset), device=accelerator.device)
 
 
 def _model(settings: Settings, data: Data, accelerator: Accelerator) -> torch.nn.Module:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torchvision.transforms import v2
 
-from dbsl.config.settings import AugmentKwargs
+from dbsl.config.settings import AugmentKwargs, ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory
@@ -36,7 +36,7 @@ def rows(dataset: str, resolutions: Sequence[int]) -> list[dict[str, Any]]:
     """Return a row for each pipeline and resolution."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    data = load_data(dataset, loader_workers=0)
+    data = load_data(ImageConfig(dataset, loader_workers=0))
     table = datasets.load_dataset(dataset, split="train").with_format(None)
     found = []
     for side in resolutions:
@@ -118,7 +118,7 @@ def main() -> None:
     """Read 960 images twelve times through loader processes; print MiB after each epoch."""
     dataset, side = sys.argv[1], int(sys.argv[2])
     keep_freed_memory()
-    data = load_data(dataset, train_samples=1000, loader_workers=2)
+    data = load_data(ImageConfig(dataset, train_samples=1000, loader_workers=2))
     transform = Transform(side, "crop", data.mirror, data.mean, data.std, 0)
     batches = list(np.arange(960).reshape(-1, BATCH // 2))
     used = []

@@ -15,6 +15,7 @@ import sys
 import datasets
 import timm
 
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import build_model
 
@@ -24,7 +25,7 @@ def main() -> None:
     script, *flags = sys.argv[1:]
     value = dict(itertools.pairwise(flags))
     folder, side = value["--data-dir"], int(value["--img-size"])
-    data = load_data(folder)
+    data = load_data(ImageConfig(folder))
     load_dataset = datasets.load_dataset
 
     def create_model(name, **_):

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from dbsl.config.parse import parse_config
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from experiments.benchmarks.gpu import __main__ as command
@@ -334,6 +335,7 @@ import json, sys, zlib
 import numpy as np, torch
 from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from dbsl.config.parse import parse_config
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from train import Config
@@ -341,7 +343,7 @@ import datasets
 assert "standin" in datasets.__file__, datasets.__file__
 found = []
 for dataset in json.loads(sys.argv[1]):
-    data = load_data(dataset)
+    data = load_data(ImageConfig(dataset))
     raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
     for source in (data.train, data.evaluation):
         images, labels = next(source.batches([np.arange(len(source))], raw))
@@ -353,7 +355,7 @@ print(json.dumps(found))
 
 
 def read_with_the_library(dataset):
-    found, data = [], load_data(str(dataset))
+    found, data = [], load_data(ImageConfig(str(dataset)))
     raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
     for source in (data.train, data.evaluation):
         images, labels = next(source.batches([np.arange(len(source))], raw))

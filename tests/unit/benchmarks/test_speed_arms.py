@@ -38,7 +38,7 @@ def test_data_and_model_of_an_arm_are_on_the_device(monkeypatch, arm):
     class Enough(Exception):
         pass
 
-    def load(dataset, *, device="cpu"):
+    def load(config, *, device="cpu"):
         found["data"] = device
         return SimpleNamespace(num_classes=10, mirror=False, mean=(0.0,) * 3, std=(1.0,) * 3)
 

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.fields import parse_flags
+from dbsl.config.flags import parse_flags
 from dbsl.config.parse import parse_config
 from dbsl.tools import jobs
 from dbsl.tools.compare import compare

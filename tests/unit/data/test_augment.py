@@ -19,7 +19,7 @@ from dbsl.config.settings import (
     check_images,
 )
 from dbsl.data.augment import GlobalStreams, erase, erase_here, image_seeds, timm_transform
-from dbsl.data.dataset import load_configured
+from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform
 
@@ -48,7 +48,7 @@ def read(source, transform, *batches, epoch=0):
 
 
 def load(settings, **more):
-    return load_configured(DataConfig(**settings | more), 0, torch.device("cpu"))
+    return load_data(DataConfig(**settings | more))
 
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
