@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,7 +29,8 @@ from dbsl.checkpoint.resume import (
 )
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
-from dbsl.config.complete import SOURCES, found_by, with_resolved
+from dbsl.config.complete import found_by, with_resolved
+from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
 from dbsl.config.settings import (
@@ -72,6 +73,7 @@ def open_session(
     optimizer: OptimizerBuilder | None = None,
     merge: MergeRule | None = None,
     evaluate_also: Mapping[str, Any] | None = None,
+    figures: Sequence[str] | None = None,
 ) -> Iterator[Session[ConfigT] | EvaluationSession[ConfigT] | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
@@ -95,12 +97,14 @@ def open_session(
             push alone.
         evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
             map-style dataset of (input tensor, label), or the name of a dataset or folder.
+        figures: Names of figures that the loop gives `work.add` besides the loss function's.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
-    stopwatch, replaced = Stopwatch(), Replaced(data, model, optimizer, evaluate_also)
+    stopwatch = Stopwatch()
+    replaced = Replaced(data, model, optimizer, evaluate_also, figures or ())
     given = replaced.named(given)
     stopping, code = Stopping(deadline_of(given.max_minutes)), read_code()
     config = _complete(given, replaced)
@@ -221,7 +225,7 @@ def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[
         accelerator = start_joining_accelerator(job.rank, job.processes, precision)
         threads = job.settings["cpu_threads"]
         config = replace(config, mixed_precision=precision, cpu_threads=threads)
-        check_joining(job.settings, config, but=SOURCES, code=opening.code)
+        check_joining(job.settings, config, but=sources(type(config)), code=opening.code)
         run = opening.prepare(config, accelerator)
         check_joining(job.settings, run.config)
     except SettingError as error:  # every process of a launch meets it, and this one is alone

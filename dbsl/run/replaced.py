@@ -14,6 +14,7 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.steps import takes_parts
+from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import NO_SIDE, DataConfig, RunConfig, steps_in_parts
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import TrainingData
@@ -26,8 +27,6 @@ OptimizerBuilder = Callable[
 
 # Settings that say which data, model or optimizer; with your own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
-_OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "model_kwargs")
-_OF_MODEL += ("grad_checkpointing", "layer_decay")
 # A function may read momentum and weight_decay of the settings that it is given.
 _OF_OPTIMIZER = ("layer_decay", "opt_kwargs")
 
@@ -40,6 +39,7 @@ class Replaced:
     model: nn.Module | Callable[[], nn.Module] | None = None
     optimizer: OptimizerBuilder | None = None
     evaluate_also: Mapping[str, Any] | None = None
+    figures: Sequence[str] = ()
 
     def named(self, given: RunConfig) -> RunConfig:
         """Return the settings with the names of what is replaced; refuse those that name others."""
@@ -53,8 +53,9 @@ class Replaced:
             if self.model is None:
                 raise SettingError("model must be given with your own data, got none")
             given = _named(given, "dataset", self.data.name, _OF_DATA)
+        of_model = with_role(type(given), Role.MODEL)
         for setting, value, kind, void in (
-            ("model", self.model, "module or a function that builds one", _OF_MODEL),
+            ("model", self.model, "module or a function that builds one", of_model),
             ("optimizer", self.optimizer, "function of model and settings", _OF_OPTIMIZER),
         ):
             if value is None:
