@@ -40,6 +40,7 @@ class Replaced:
     model: nn.Module | Callable[[], nn.Module] | None = None
     optimizer: OptimizerBuilder | None = None
     evaluate_also: Mapping[str, Any] | None = None
+    figures: Sequence[str] = ()
 
     def named(self, given: RunConfig) -> RunConfig:
         """Return the settings with the names of what is replaced; refuse those that name others."""
