@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -73,6 +73,7 @@ def open_session(
     optimizer: OptimizerBuilder | None = None,
     merge: MergeRule | None = None,
     evaluate_also: Mapping[str, Any] | None = None,
+    figures: Sequence[str] | None = None,
 ) -> Iterator[Session[ConfigT] | EvaluationSession[ConfigT] | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
@@ -96,12 +97,14 @@ def open_session(
             push alone.
         evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
             map-style dataset of (input tensor, label), or the name of a dataset or folder.
+        figures: Names of figures that the loop gives `work.add` besides the loss function's.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
-    stopwatch, replaced = Stopwatch(), Replaced(data, model, optimizer, evaluate_also)
+    stopwatch = Stopwatch()
+    replaced = Replaced(data, model, optimizer, evaluate_also, figures or ())
     given = replaced.named(given)
     stopping, code = Stopping(deadline_of(given.max_minutes)), read_code()
     config = _complete(given, replaced)

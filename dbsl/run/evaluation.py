@@ -57,6 +57,19 @@ class Evaluation:
         return replace(self, **own, more=more)
 
 
+_MOST_PRINTED = 8  # metrics of one's own in a line
+
+
+def more_in_words(evaluation: Evaluation) -> str:
+    """Return the metrics of one's own that an evaluation has, for its line."""
+    sets = further_sets(evaluation.more)
+    told = {f"{name}_{kind}" for name in sets for kind in ("accuracy", "loss")}
+    own = [(name, value) for name, value in evaluation.more.items() if name not in told]
+    left = len(own) - _MOST_PRINTED
+    text = "".join(f"  {name} {short_loss(value)}" for name, value in own[:_MOST_PRINTED])
+    return text + (f"  ({left} more)" if left > 0 else "")
+
+
 _RESERVED = ("ema", "top5", "train")  # whose figures an evaluation has
 
 
@@ -106,11 +119,12 @@ class EvaluationSession(Generic[ConfigT]):
         self.accelerator.print(
             f"accuracy {100 * result.accuracy:.2f} %{top5}, loss {short_loss(result.loss)}, "
             f"{result.samples} {self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
+            f"{more_in_words(result)}"
         )
         for name, other in further.items():
             self.accelerator.print(
                 f"{name}: accuracy {100 * other.accuracy:.2f} %, loss {short_loss(other.loss)}, "
-                f"{other.samples} {self.data.unit}s"
+                f"{other.samples} {self.data.unit}s{more_in_words(other)}"
             )
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 import dbsl.data.dataset
 from dbsl.base.errors import SettingError
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
 from dbsl.data.transforms import Transform
@@ -964,7 +964,7 @@ def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
 SCRIPT = """
 import json, multiprocessing, sys, time
 import numpy as np
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dbsl.base.errors import ReadError
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming import groups as group_cache
