@@ -20,8 +20,8 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.base.words import as_given, duration
-from dbsl.config.fields import Within, in_range
+from dbsl.base.words import duration
+from dbsl.config.fields import Needs, Within, in_range
 from dbsl.config.hooks import Extra, Machine
 from dbsl.config.settings import RunConfig
 from dbsl.plan.types import CurrentPlan, Round
@@ -41,22 +41,10 @@ class EmulateSettings(RunConfig):
     # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
     # time
     link_gbps: Annotated[float | None, Within(1e-6)] = None
-    link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
+    # delay of a message, milliseconds; with --link-gbps
+    link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
     # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
-    link_overlap: Annotated[float, Within(0, 1)] = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        linked = self.link_gbps is not None
-        joint = linked and self.sync == "step"
-        for holds, name, where in (
-            (linked, "link_ms", "link_gbps"),
-            (joint, "link_overlap", "link_gbps and sync step"),
-        ):
-            if not holds and getattr(self, name):
-                raise SettingError(
-                    f"{name} must be 0.0 except with {where}, got {as_given(getattr(self, name))}"
-                )
+    link_overlap: Annotated[float, Within(0, 1), Needs("link_gbps", sync="step")] = 0.0
 
 
 class Emulate(Extra):
