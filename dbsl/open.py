@@ -41,10 +41,9 @@ from dbsl.config.settings import (
     steps_in_parts,
 )
 from dbsl.data.sources import TrainingData
-from dbsl.extras.charts import check_tracker
 from dbsl.extras.mirror.mirror import Mirror, open_mirror, pulled
+from dbsl.log.divergence import check_result
 from dbsl.log.lines import print_run
-from dbsl.log.log import check_result
 from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
 from dbsl.loss import LossFunction
@@ -165,7 +164,6 @@ class _Opening:
 
 def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
     """Return the settings with what a run has found out, where it still holds."""
-    check_tracker(given.report_to)
     if replaced.optimizer is None:
         in_parts = steps_in_parts(given)
         check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
@@ -313,7 +311,7 @@ def _in_folder(
                 session.log = start_log(
                     session, resumed and resumed.log, resumed and resumed.restart
                 )
-            with session.log, mirror:
+            with run.extras, session.log, mirror:
                 with _running(session):
                     yield session
                 mirror.wait()  # the summary counts what failed

@@ -35,6 +35,7 @@ _FOLDER = Path(dbsl.__file__).parent / "extras"
 # The settings of all extras, by file: what is said of one whose file is not there.
 _SETTINGS = {
     "average.py": ("ema_decay",),
+    "charts.py": ("report_to",),
     "emulate.py": (
         *("slowdown", "disturb", "time_noise"),
         *("link_gbps", "link_ms", "link_overlap"),
@@ -136,8 +137,17 @@ class Extra:
         return {}
 
     # --- what only reports: the main process, from rows alone (`python -m dbsl.report RUN`, too)
+    def report(self, folder: Path, rows: Sequence[Row]) -> None:
+        """Begin to report on a run; these rows are in its metrics.jsonl already."""
+
+    def row(self, row: Row) -> None:
+        """A row was written. Its epochs count from 0."""
+
     def end(self, folder: Path) -> None:
         """The run is over, and its summary.json is written."""
+
+    def close(self, kind: type[BaseException] | None) -> None:
+        """Let go of what is open; `kind` is what ended the run, None: its end."""
 
     # --- after training, on every process
     def finished(self, config: Any, folder: Path, accelerator: Accelerator) -> None:
@@ -159,6 +169,12 @@ class Extras:
             if extra.Settings is None or isinstance(config, extra.Settings)
         }
         return cls({name: extra for name, extra in known.items() if extra is not None})
+
+    def __enter__(self) -> Extras:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.each(Extra.close, kind)
 
     def each(self, moment: Callable[..., T], *given: Any) -> list[T]:
         """Call a method of `Extra` of each; return what they return."""

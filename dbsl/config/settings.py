@@ -442,10 +442,6 @@ class RunConfig(
     compile: Annotated[bool, Role.STEP] = False
     # run folder, a new one; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-    # trackers of the run, with commas between: any that Accelerate knows and that is installed
-    # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
-    # or none; wandb works offline without a login or a network
-    report_to: Annotated[str, Role.FREE] = "wandb"
     # what a run found out, as its config.yaml has it; no flag
     resolved: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(
         default_factory=dict, metadata={"flag": False}
