@@ -20,6 +20,7 @@ from torch import Tensor
 from dbsl.base.errors import SettingError
 from dbsl.cluster.merges import GlobalWeights, OuterOptimizer, merge_one
 from dbsl.config.settings import Merge
+from dbsl.plan.ledger import Members
 from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
 
 MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,6 +48,7 @@ class Server(GlobalWeights):
         observe: Called with each report, before anyone can ask for what follows from it.
         outer: The optimizer of `delta`.
         own: A merge rule of one's own, in place of `rule`.
+        members: The workers, which the run's planner knows, too; None: nobody else does.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Server(GlobalWeights):
         observe: Callable[[RoundReport], object] = lambda report: None,
         outer: OuterOptimizer | None = None,
         own: MergeRule | None = None,
+        members: Members | None = None,
     ) -> None:
         if rule in _AT_BARRIER and staleness != 0:
             raise SettingError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
@@ -72,10 +75,7 @@ class Server(GlobalWeights):
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
-        self.clocks = [0] * workers
-        self.active = set(range(workers))  # without lost workers
-        self.newcomers: set[int] = set()  # have joined, and have not begun a round
-        self.inside: dict[int, int] = {}  # by worker that has begun a round: which
+        self.members = members or Members(workers)
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
@@ -86,13 +86,23 @@ class Server(GlobalWeights):
         self._collected = 0
         self._epochs_ended = 0
 
+    @property
+    def clocks(self) -> list[int]:
+        """Rounds that each worker has pushed."""
+        return self.members.clocks
+
+    @property
+    def active(self) -> set[int]:
+        """Workers that are there."""
+        return self.members.active
+
     def may_start(self, worker: int) -> bool:
         """Whether the worker may start its next round now.
 
         A newcomer waits until another worker has come as far: it would else lead from its first
         round on.
         """
-        if worker in self.newcomers and self.clocks[worker] > self._newcomers_start():
+        if worker in self.members.newcomers and self.clocks[worker] > self._newcomers_start():
             return False
         return self.staleness is None or self.clocks[worker] <= self.latest_start()
 
@@ -102,43 +112,30 @@ class Server(GlobalWeights):
 
     def _newcomers_start(self) -> int:
         """Return the clock up to which newcomers may begin: the leader's, who is none of them."""
-        others = self.active - self.newcomers
+        others = self.active - self.members.newcomers
         return max(self.clocks[w] for w in others) if others else self.slowest()
 
     def slowest(self) -> int:
         """Return the clock of the slowest worker that is still there."""
-        return min(self.clocks[worker] for worker in self.active)
+        return self.members.slowest()
 
     def drop(self, worker: int) -> None:
         """Go on without a worker: nobody waits for it any more."""
         round_ = self.slowest()
-        self.active.discard(worker)
-        self.newcomers.discard(worker)
-        self.inside.pop(worker, None)
+        self.members.leave(worker)
         if self._collected and self.slowest() > round_:  # the barrier waited for it alone
             self._merge_collected()
         self._end_epochs()
 
-    def join(self, worker: int, clock: int) -> None:
-        """Go on with one more worker, which has so many rounds behind it as any other or more."""
-        self.clocks[worker] = clock
-        self.active.add(worker)
-        self.newcomers.add(worker)
-
-    def begin(self, worker: int) -> None:
-        """Note that a worker has begun its next round."""
-        self.newcomers.discard(worker)
-        self.inside[worker] = self.clocks[worker]
-
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
-        self.begin(worker)
+        self.members.begin(worker)
         self._pulled_version[worker] = self.version
         return self.snapshot()
 
     def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
         """Merge a worker's weights, advance its clock and return the report with its staleness."""
-        self.inside.pop(report.worker, None)
+        self.members.inside.pop(report.worker, None)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
         if self.rule in _AT_BARRIER:
@@ -172,10 +169,7 @@ class Server(GlobalWeights):
         return {
             "weights": self.snapshot(),
             "version": self.version,
-            "clocks": list(self.clocks),
-            "active": sorted(self.active),
-            "newcomers": sorted(self.newcomers),
-            "inside": dict(self.inside),
+            **self.members.state_dict(),
             "pulled_version": list(self._pulled_version),
             "sum": self._sum,
             "sum_weight": self._sum_weight,
@@ -192,8 +186,7 @@ class Server(GlobalWeights):
         """Go on from what `state_dict` returned."""
         self.version, self.refused = state["version"], state["refused"]
         self._collected, self._epochs_ended = state["collected"], state["epochs_ended"]
-        self.clocks, self.inside = list(state["clocks"]), dict(state["inside"])
-        self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+        self.members.load_state_dict(state)
         self._pulled_version = list(state["pulled_version"])
         self._writable().copy_(state["weights"])
         device = self._weights.device
@@ -210,7 +203,7 @@ class Server(GlobalWeights):
         """Go on with the weights of other workers, all workers at the same clock."""
         self._writable().copy_(start.weights)
         self.version, self.refused = start.version, start.refused
-        self.clocks = [start.clock] * len(self.clocks)
+        self.members.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
         self._epochs_ended = start.clock // self.rounds_per_epoch
         now = time.perf_counter()

@@ -31,12 +31,11 @@ from dbsl.log.rows import in_code, read_metrics
 from dbsl.model import load_model
 from dbsl.open import _given_now
 from dbsl.plan.follow import Planner
-from dbsl.plan.sampler import EpochSampler
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.sampler import EpochSampler, TurnSampler
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import CurrentPlan, LostWorker
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.folder import RunFolder
-from dbsl.run.training import round_sampler
 from tests import helpers
 from tests.helpers import (
     fingerprint,
@@ -858,15 +857,16 @@ def test_what_workers_had_left_and_what_they_had_done_is_the_whole_epoch(seed):
     rng = np.random.default_rng(seed)
     workers, rounds, samples = (int(n) for n in rng.integers((2, 1, 60), (6, 4, 200)))
     fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(samples, workers, 1, 4, fast, time_ratio=1.05, rounds=rounds)
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * workers}, rounds_per_epoch=rounds)
+    plan = plan_dual_batch(samples, workers, 1, 4, fast, PlanRules(time_ratio=1.05, rounds=rounds))
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * workers})
     clocks = rng.integers(0, 3 * rounds, workers).tolist()
     new_run = _Run(samples, plan)
     ahead = rounds_ahead(planner.state_dict(), clocks, new_run, rounds)
-    left = left_of_epochs(ahead, new_run, rounds)
+    of_turns = TurnSampler(Config(seed=3), samples, rounds, 1)
+    left = left_of_epochs(ahead, of_turns)
     for epoch in range(3):
         done = [
-            round_sampler(CurrentPlan(plan), rounds, samples, 3).indices(worker, epoch, round_)
+            of_turns.sampler(CurrentPlan(plan)).indices(worker, epoch, round_)
             for worker in range(workers)
             for round_ in range(rounds)
             if clocks[worker] > epoch * rounds + round_
