@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsl.config.fields import Within
+from dbsl.config.hooks import settings_of_extras
 from dbsl.config.parse import parse_config
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import Source
@@ -59,7 +60,7 @@ from dbsl.run.session import Session
 
 
 @dataclass(frozen=True)
-class Config(BceConfig, RunConfig):
+class Config(BceConfig, *settings_of_extras(), RunConfig):
     """Dual-batch learning with cyclic progressive resizing.
 
     Lists take commas or spaces. The value unset takes back what a file or a resumed run sets.

@@ -36,6 +36,7 @@ from dbsl.checkpoint.resume import (
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.server import MergeRule
 from dbsl.config.complete import SOURCES, found_by, with_resolved
+from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
 from dbsl.config.settings import (
     CHECKPOINTS,
@@ -46,7 +47,6 @@ from dbsl.config.settings import (
 )
 from dbsl.data.sources import TrainingData
 from dbsl.extras.charts import check_tracker
-from dbsl.extras.hub import check_hub, push_run
 from dbsl.extras.mirror.mirror import Mirror, open_mirror, pulled
 from dbsl.log.lines import print_run
 from dbsl.log.log import check_result
@@ -111,8 +111,9 @@ def open_session(
     given = own.named(given)
     stopping = Stopping(deadline_of(given.max_minutes))
     code = read_code()
-    opening = _Opening(loss_function, own, merge, stopwatch, stopping, code)
     config = _complete(given, own)
+    extras = Extras.of(config)
+    opening = _Opening(loss_function, own, merge, stopwatch, stopping, code, extras)
     if config.eval_only:
         session = _prepare_evaluation(config, own, code)
         yield session
@@ -130,14 +131,14 @@ def open_session(
     config = pulled(config, accelerator)
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
-        _leave_finished(found, config, given, accelerator)
+        _leave_finished(found, config, given, accelerator, extras)
         yield None
         return
     if found is None:
         check_effects(config, accelerator.num_processes)
     before, config = config, adapt_to_processes(config, found, accelerator.num_processes, given)
     given = _given_now(given, before, config)
-    check_hub(config, accelerator)
+    extras.each(Extra.check, config, accelerator)
     if config.plan_only:
         print_run(opening.prepare(config, accelerator), None, accelerator)
         accelerator.end_training()
@@ -145,7 +146,7 @@ def open_session(
         return
     with _in_folder(config, given, found, accelerator, opening) as session:
         yield session
-    _end(session.run.config, session.folder, accelerator)
+    _end(session.run.config, session.folder, accelerator, extras)
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,11 @@ class _Opening:
     stopwatch: Stopwatch
     stopping: Stopping
     code: Code
+    extras: Extras
 
     def prepare(self, config: RunConfig, accelerator: Accelerator) -> Run:
         """Return the run; its steps are in the accelerator's precision."""
-        return prepare(config, accelerator, self.loss_function, self.own)
+        return prepare(config, accelerator, self.loss_function, self.own, self.extras)
 
     def start(
         self,
@@ -320,19 +322,23 @@ def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig
 
 
 def _leave_finished(
-    found: Found, config: RunConfig, given: RunConfig, accelerator: Accelerator
+    found: Found,
+    config: RunConfig,
+    given: RunConfig,
+    accelerator: Accelerator,
+    extras: Extras,
 ) -> None:
     """Say that a run is finished, and do what could not be done at its end."""
     if changes := without_effect(found.run_folder, given):
         accelerator.print(f"warning: without effect on a finished run: {changes}")
     accelerator.print(f"{found.run_folder} is finished: nothing to resume")
-    check_hub(config, accelerator)
+    extras.each(Extra.check, config, accelerator)
     with open_mirror(config, found.run_folder, found, accelerator):
         pass  # what could not be mirrored at its end is now
-    _end(config, found.run_folder, accelerator)
+    _end(config, found.run_folder, accelerator, extras)
 
 
-def _end(config: RunConfig, folder: Path, accelerator: Accelerator) -> None:
+def _end(config: RunConfig, folder: Path, accelerator: Accelerator, extras: Extras) -> None:
     accelerator.end_training()
     check_result(folder, config, accelerator)
-    push_run(config, folder, accelerator)
+    extras.each(Extra.finished, config, folder, accelerator)

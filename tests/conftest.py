@@ -66,7 +66,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is for ``make nightly``, unless ``-m slow`` asks for it."""
+    """Leave out what is for ``-m slow``, unless that asks for it."""
     if not _asked_for("slow", config):
         left = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=left)

@@ -22,7 +22,7 @@ from dbsl.log.rows import read_metrics
 from train import Config, main
 
 ROOT = Path(__file__).resolve().parent.parent
-slow = pytest.mark.slow  # of what `make nightly` runs
+slow = pytest.mark.slow  # of what `pytest -m slow` runs
 TINY = {
     "model": "test_resnet",
     "train_samples": 60,

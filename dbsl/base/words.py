@@ -40,6 +40,14 @@ def as_given(value: Any) -> str:
     return str(value)
 
 
+def steadier(lr: float, optimizer: str, precision: str, *, finite_loss: bool) -> str:
+    """Return what to try where loss or weights were not finite."""
+    text = f"lower lr ({lr:g} with {optimizer})"
+    if precision != "no":
+        return f"{text} or try --mixed-precision no instead of {precision}"
+    return f"{text}, or see whether all gradients of the loss are finite" if finite_loss else text
+
+
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,11 +1,7 @@
-"""Writes copies of a run's state to the disk, in a thread, while training goes on.
+"""Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
 
-Every process writes its own shard; rank 0 writes the manifest once all shards are on the disk.
-
-Keeps a run from being lost: what is saved, when, and where a resumed run goes on.
-
-State is copied to host memory after an optimizer step or at an epoch's end; `Writer` writes it
-while training goes on.
+State is copied to host memory after an optimizer step or at an epoch's end. A thread writes it
+while training goes on: every process its own shard, and rank 0 the manifest once all are there.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ from torch import Tensor
 from dbsl.base.errors import RunStopped, SaveError, SettingError
 from dbsl.base.files import describe, link_or_copy
 from dbsl.base.machine import lower_priority
+from dbsl.base.words import steadier
 from dbsl.checkpoint.disk import (
     MODEL_FILE,
     CheckpointError,
@@ -64,15 +61,7 @@ class Copy:
 
 
 class Writer:
-    """Writes one checkpoint at a time.
-
-    Args:
-        session: The run under way.
-        last_good: Name of the checkpoint that the run goes on from, if it does.
-
-    Attributes:
-        last_good: Name of the last checkpoint that is whole; None: there is none.
-    """
+    """Writes one checkpoint at a time; `last_good` names the last one that is whole."""
 
     def __init__(self, session: Session, last_good: str | None) -> None:
         self._session = session
@@ -95,26 +84,20 @@ class Writer:
         return self._control is None and self._rank != SERVER_RANK
 
     def start(self, copy: Copy) -> None:
-        """Begin to write.
-
-        Raises:
-            SaveError: If the disk is full, say.
-        """
+        """Begin to write; `SaveError` if the disk is full, say."""
         target = self._folder / CHECKPOINTS / copy.name
-        try:
-            self._link_best(target)
-        except OSError as error:
-            self._failed(target, error)
-            self.raise_failure()
+        best = self._folder / _BEST_FILE
+        if self._rank == SERVER_RANK and best.exists():
+            try:  # now: a later epoch may replace the best weights before all is written
+                link_or_copy(best, target / _BEST_FILE)
+            except OSError as error:
+                self._failed(target, error)
+                self.raise_failure()
         self._thread = threading.Thread(target=self.write, args=(copy,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            SaveError: If a checkpoint could not be written.
-        """
+        """Wait until nothing is being written; `SaveError` if it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -188,12 +171,6 @@ class Writer:
             files[_BEST_FILE] = describe(target / _BEST_FILE)
         return files
 
-    def _link_best(self, target: Path) -> None:
-        """Keep the best weights of now: a later epoch may replace them before all is written."""
-        best = self._folder / _BEST_FILE
-        if self._rank == SERVER_RANK and best.exists():
-            link_or_copy(best, target / _BEST_FILE)
-
     def _failed(self, target: Path, error: Exception) -> None:
         self._failure = error
         if self._rank == SERVER_RANK:
@@ -214,12 +191,7 @@ class Writer:
 class Checkpointer:
     """Saves a run and brings it back; a context manager around its loop.
 
-    Args:
-        session: The run under way.
-        resumed: What it goes on from.
-
-    Raises:
-        CheckpointError: On every process, if what is resumed does not fit the run of any.
+    What is resumed is refused on every process if it does not fit the run of any.
     """
 
     def __init__(self, session: Session, resumed: Resumed | None) -> None:
@@ -261,13 +233,7 @@ class Checkpointer:
             self._random = None
 
     def after_step(self, *, round_over: bool) -> None:
-        """Save if it is time to, and stop if the run is to.
-
-        Raises:
-            RunStopped: If it was stopped; everything is saved.
-            SaveError: If a checkpoint could not be written.
-            SettingError: If too many rounds were not finite.
-        """
+        """Save if it is time to; if the run is to stop, save and raise `RunStopped`."""
         self._end = None
         self._writer.raise_failure()
         self._check_refused()
@@ -297,9 +263,6 @@ class Checkpointer:
 
         Where workers leave by themselves, rank 0 saves when the last has, and they do not hear of
         it, unless the run was finished before its last epoch.
-
-        Raises:
-            SettingError: If turns are left, and it is not the end of an epoch that was evaluated.
         """
         late, epochs = self._writer.late, self._run.config.epochs
         over = self._cluster.is_over if late else self._epochs_done == epochs
@@ -352,10 +315,11 @@ class Checkpointer:
         most = self._run.config.max_bad_rounds
         if self._cluster.refused > most:
             self._writer.wait()
+            config, precision = self._run.config, str(self._accelerator.mixed_precision)
+            remedy = steadier(config.lr, config.optimizer, precision, finite_loss=True)
             raise SettingError(
                 f"max_bad_rounds must be at least the {self._cluster.refused} rounds whose loss or "
-                f"weights were not finite (a lower learning rate may help), got {most}; "
-                f"{self._writer.good()}"
+                f"weights were not finite, got {most}: {remedy}; {self._writer.good()}"
             )
 
     def _due(self) -> Action:

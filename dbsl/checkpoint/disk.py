@@ -1,15 +1,8 @@
-"""Nested state as JSON and tensors, lossless and without pickle.
+"""Checkpoints on disk: a folder with each process's shard, and a manifest that is written last.
 
-Pure. Dicts, lists, tuples, numbers, strings, None and tensors go in and come back equal, to the
-bit; a tensor that occurs more than once is kept once.
-
-Checkpoints on disk: a folder with each process's shard, and a manifest written last.
-
-A shard is a JSON tree and a safetensors file (see `dbsl.checkpoint.disk`); nothing is ever
-unpickled. Without its manifest a checkpoint does not count. Every file is held against the checksum
-in the manifest before a byte of it is used.
-
-The manifest of a checkpoint: written last, it makes a folder a checkpoint.
+A shard is a JSON tree and a safetensors file; nothing is ever unpickled. Without its manifest a
+folder is no checkpoint. Every file is held against the manifest's checksum before a byte of it is
+used; what is wrong behind that is one `CheckpointError` (`reading_checkpoint`).
 """
 
 from __future__ import annotations
@@ -20,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -28,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -38,8 +30,40 @@ from dbsl.base.files import describe, write_text, write_with
 from dbsl.config.settings import CHECKPOINTS
 from dbsl.model import FINAL
 
+FORMAT = 1
+MANIFEST = "manifest.json"
+MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
+_ABANDONED = ".old"
+_FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
 _PLAIN = (bool, int, float, str, type(None))
 _TENSOR, _TUPLE, _PAIRS = "__tensor__", "__tuple__", "__pairs__"
+
+Files = Mapping[str, dict[str, Any]]  # length and SHA-256 of files, by name
+
+
+class CheckpointError(SettingError):
+    """A checkpoint that is incomplete, damaged, or does not fit."""
+
+
+class MissingShardError(CheckpointError):
+    """A process has saved no shard: it was lost, or had not come to save."""
+
+
+@contextmanager
+def reading_checkpoint(folder: Path | None) -> Iterator[None]:
+    """Turn any error of code that takes a checkpoint's state into a `CheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # its values may be anything
+        if folder is None:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
+
+
+# --- state as JSON and tensors: dicts, lists, tuples, numbers, strings, None and tensors, lossless
 
 
 def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -47,9 +71,6 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
     The copies are contiguous and in the order of the dimensions; equal tensors on equal memory
     share one.
-
-    Raises:
-        TypeError: If the state holds anything else.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple, str] = {}
@@ -59,7 +80,8 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
             key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
             if not value.numel() or key not in names:
                 names[key] = str(len(tensors))
-                tensors[names[key]] = _host_copy(value)
+                copy = torch.empty(value.shape, dtype=value.dtype)  # as safetensors wants it
+                tensors[names[key]] = copy.copy_(value.detach())
             return {_TENSOR: names[key]}
         if isinstance(value, _PLAIN):
             return value
@@ -76,38 +98,103 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return walk(state), tensors
 
 
-def unpack(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the state that `pack` was given, its tensors in host memory.
-
-    Raises:
-        SettingError: If the tree is none that `pack` makes.
-    """
+def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that `pack` was given, its tensors in host memory."""
     if isinstance(tree, list):
         return [unpack(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if set(tree) == {_TENSOR}:
-        if tree[_TENSOR] not in tensors:
-            raise SettingError(f"state must name tensors that are there, got {tree[_TENSOR]!r}")
         return tensors[tree[_TENSOR]]
-    try:
-        if set(tree) == {_TUPLE}:
-            return tuple(unpack(item, tensors) for item in tree[_TUPLE])
-        if set(tree) == {_PAIRS}:
-            return {unpack(k, tensors): unpack(v, tensors) for k, v in tree[_PAIRS]}
-    except (TypeError, ValueError) as error:
-        raise SettingError(f"state must be a tree as it was packed ({error})") from None
+    if set(tree) == {_TUPLE}:
+        return tuple(unpack(item, tensors) for item in tree[_TUPLE])
+    if set(tree) == {_PAIRS}:
+        return {unpack(k, tensors): unpack(v, tensors) for k, v in tree[_PAIRS]}
     return {key: unpack(item, tensors) for key, item in tree.items()}
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)  # contiguous, as safetensors wants it
-    return copy.copy_(tensor.detach())
+# --- the manifest
 
 
-MODEL_FILE = f"{FINAL}.safetensors"  # only checkpoints of an epoch's end hold it
+def versions() -> dict[str, str]:
+    """Return the versions that a checkpoint's bits may depend on."""
+    return {"python": sys.version.split()[0], "torch": torch.__version__}
 
-_ABANDONED = ".old"
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    sequence: int  # its number in the run; a later one is newer
+    epoch: int  # epochs that were complete
+    processes: int  # that wrote it
+    workers: int
+    config: dict[str, Any]  # the run's settings
+    files: Files
+    classes: int  # in the data
+    samples: int  # training images
+    saved_at: str = field(default_factory=_now)  # UTC
+    versions: dict[str, str] = field(default_factory=versions)
+    # Seconds of rank 0 for the copy, which holds training up, and for writing.
+    seconds: dict[str, float] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make a checkpoint count: all its files are there and on the disk."""
+    manifest = replace(manifest, files=dict(sorted(manifest.files.items())))
+    body = json.dumps(asdict(manifest), indent=2)
+    lines = {"manifest": json.loads(body), "sha256": _digest(body)}
+    write_text(folder / MANIFEST, json.dumps(lines, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest; `CheckpointError` unless it is as it was written."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        body = content["manifest"]
+        if content["sha256"] != _digest(json.dumps(body, indent=2)):
+            raise ValueError("it is not as it was written")
+        if body["format"] != FORMAT:
+            raise ValueError(
+                f"it must be of format {FORMAT}, which this version reads, got {body['format']}"
+            )
+        manifest = Manifest(**body)
+        _check_types(manifest)
+    except FileNotFoundError:
+        why = "is incomplete: it has no manifest" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"{folder} {why}") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{folder} has a damaged manifest ({reason})") from None
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise where values are not of the types that they are read as: a stranger may have signed."""
+    counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
+    counts += (manifest.classes, manifest.samples)
+    if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
+        raise TypeError(f"counts must be whole numbers, got {counts}")
+    mappings = (manifest.config, manifest.files, manifest.versions)
+    if not all(isinstance(mapping, dict) for mapping in mappings):
+        raise TypeError("config, files and versions must be objects")
+    if not isinstance(manifest.config.get("resolutions"), list):
+        raise TypeError("config must have a list of resolutions")
+    strange = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
+    if strange:  # a path that leads out of the folder, for one
+        raise ValueError(f"it must hold a checkpoint's files only, got {strange[0]!r}")
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode("utf-8")).hexdigest()
+
+
+# --- shards
 
 
 def write_shard(
@@ -127,7 +214,12 @@ def shard_names(rank: int) -> list[str]:
     return [f"rank-{rank:05d}.{kind}" for kind in ("json", "safetensors")]
 
 
-def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, dict[str, Any]]) -> None:
+def sums_name(rank: int) -> str:
+    """Return the name of the file that makes a shard count which the manifest lacks."""
+    return f"rank-{rank:05d}.sums.json"
+
+
+def vouch_for_shard(folder: Path, rank: int, files: Files) -> None:
     """Make a shard count that the manifest lacks: its worker saves in its own time.
 
     It may be written before or after the manifest.
@@ -135,17 +227,10 @@ def vouch_for_shard(folder: Path, rank: int, files: Mapping[str, dict[str, Any]]
     write_text(folder / sums_name(rank), json.dumps(files))
 
 
-def sums_name(rank: int) -> str:
-    """Return the name of the file that makes a shard count which the manifest lacks."""
-    return f"rank-{rank:05d}.sums.json"
-
-
 def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[str, Any]]:
     """Return length and checksum of a process's files, by name.
 
-    Raises:
-        MissingShardError: If it has saved none.
-        CheckpointError: If what says so is damaged.
+    `MissingShardError` if it has saved none, `CheckpointError` if what says so is damaged.
     """
     files, names = manifest.files, shard_names(rank)
     try:
@@ -159,12 +244,9 @@ def shard_files(folder: Path, manifest: Manifest, rank: int) -> dict[str, dict[s
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Hold every file of a checkpoint against its checksum.
+    """Raise `CheckpointError` unless every file of a checkpoint has its checksum.
 
     A shard that the manifest lacks may be missing altogether: its worker saves in its own time.
-
-    Raises:
-        CheckpointError: If one is missing, or not as it was written.
     """
     files = dict(manifest.files)
     for rank in range(manifest.processes):
@@ -175,23 +257,37 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def read_shard(folder: Path, manifest: Manifest, rank: int) -> Any:
-    """Return the state that a process saved, its tensors in host memory.
-
-    Raises:
-        MissingShardError: If it has saved none.
-        CheckpointError: If it is not as it was written.
-    """
+    """Return the state that a process saved, its tensors in host memory."""
     files = shard_files(folder, manifest, rank)
-    text, weights = (_check_file(folder, files, name) for name in files)
-    try:
+    with reading_checkpoint(folder):
+        text, weights = (_check_file(folder, files, name) for name in files)
         tree = json.loads(text.read_text(encoding="utf-8"))
         # A file's tensors lie anywhere in it; clones are aligned, like a run's own. Sums of other
         # alignment may differ in their last bits.
         tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
         return unpack(tree, tensors)
-    except (OSError, ValueError, SafetensorError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{folder} has a damaged shard {rank} ({reason})") from None
+
+
+def _check_file(folder: Path, files: Files, name: str) -> Path:
+    path = folder / name
+    try:
+        if path.is_symlink() or describe(path) != files[name]:
+            raise CheckpointError(f"{folder} is damaged: {name} is not as it was written")
+    except OSError as error:
+        raise CheckpointError(f"{folder} is damaged: {name} ({error.strerror})") from None
+    return path
+
+
+# --- the checkpoints of a run
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from; without one the run was killed before its first."""
+
+    run_folder: Path
+    folder: Path | None = None
+    manifest: Manifest | None = None
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
@@ -200,14 +296,15 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def newest(
-    run_folder: Path, warn: Any = lambda line: None, *, with_model: bool = False
+    run_folder: Path,
+    warn: Callable[[str], object] = lambda line: None,
+    *,
+    with_model: bool = False,
 ) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint whose files are all as they were written, or None.
 
-    Args:
-        run_folder: The run folder.
-        warn: Is told, in a line each, of checkpoints that were passed over.
-        with_model: Whether it is to hold a model, as those of an epoch's end do.
+    `warn` gets a line for each checkpoint that is passed over. Only checkpoints of an epoch's end
+    come `with_model`.
     """
     complete, damaged = _scan(run_folder)
     for folder in damaged + complete:
@@ -221,20 +318,6 @@ def newest(
             continue
         return folder, manifest
     return None
-
-
-@contextmanager
-def reading_checkpoint(folder: Path | None) -> Iterator[None]:
-    """Turn any error of code that takes a checkpoint's state into a `CheckpointError`."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # its values may be anything
-        if folder is None:
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"{folder} does not fit this run ({reason[:300]})") from error
 
 
 def prune(run_folder: Path, keep: int, spare: str | None = None) -> None:
@@ -268,12 +351,8 @@ def remove(folder: Path) -> None:
 def set_aside_after(run_folder: Path, sequence: int) -> list[Path]:
     """Rename checkpoints newer than the one that a run goes on from; return their new names."""
     renamed = []
-    for folder in _folders(run_folder):
-        try:
-            newer = read_manifest(folder).sequence > sequence
-        except CheckpointError:
-            continue
-        if newer:
+    for folder in checkpoints_in(run_folder):
+        if read_manifest(folder).sequence > sequence:
             target = folder.with_name(folder.name + _ABANDONED)
             shutil.rmtree(target, ignore_errors=True)
             os.replace(folder, target)
@@ -300,139 +379,3 @@ def _folders(run_folder: Path) -> list[Path]:
     # A link may lead out of the run folder.
     folders = (f for f in parent.iterdir() if f.is_dir() and not f.is_symlink())
     return [folder for folder in folders if folder.suffix != _ABANDONED]
-
-
-def _check_file(folder: Path, files: Mapping[str, dict[str, Any]], name: str) -> Path:
-    path = folder / name
-    try:
-        if path.is_symlink() or describe(path) != files[name]:
-            raise CheckpointError(f"{folder} is damaged: {name} is not as it was written")
-    except OSError as error:
-        raise CheckpointError(f"{folder} is damaged: {name} ({error.strerror})") from None
-    return path
-
-
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from.
-
-    Attributes:
-        run_folder: The run it is of.
-        folder: The checkpoint; None: the run was killed before its first, and starts again.
-        manifest: The checkpoint's.
-    """
-
-    run_folder: Path
-    folder: Path | None = None
-    manifest: Manifest | None = None
-
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-_FILE_NAME = re.compile(r"rank-\d{5}\.(json|safetensors)|model(_best)?\.safetensors|config\.json")
-
-
-class CheckpointError(SettingError):
-    """A checkpoint that is incomplete, damaged, or does not fit."""
-
-
-class MissingShardError(CheckpointError):
-    """A process has saved no shard: it was lost, or had not come to save."""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint's bits may depend on."""
-    return {"python": sys.version.split()[0], "torch": torch.__version__}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        sequence: Its number in the run; a later one is newer.
-        epoch: Epochs that were complete.
-        processes: Processes that wrote it.
-        workers: Workers of the run.
-        config: The run's settings.
-        files: Length and SHA-256 of each file, by name.
-        classes: Of the data.
-        samples: Training images.
-        saved_at: When, UTC.
-        versions: Of Python and the libraries that wrote it.
-        seconds: Seconds of rank 0: for the copy, which holds training up, and for writing.
-    """
-
-    sequence: int
-    epoch: int
-    processes: int
-    workers: int
-    config: dict[str, Any]
-    files: dict[str, dict[str, Any]]
-    classes: int
-    samples: int
-    saved_at: str = field(default_factory=_now)
-    versions: dict[str, str] = field(default_factory=versions)
-    seconds: dict[str, float] = field(default_factory=dict)
-    format: int = FORMAT
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a checkpoint count: all its files are there and on the disk."""
-    manifest = replace(manifest, files=dict(sorted(manifest.files.items())))
-    body = json.dumps(asdict(manifest), indent=2)
-    lines = {"manifest": json.loads(body), "sha256": _digest(body)}
-    write_text(folder / MANIFEST, json.dumps(lines, indent=2) + "\n")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest.
-
-    Raises:
-        CheckpointError: If there is none, or it is not as it was written.
-    """
-    try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        body = content["manifest"]
-        if content["sha256"] != _digest(json.dumps(body, indent=2)):
-            raise CheckpointError(f"{folder} is damaged: its manifest is not as it was written")
-        if body["format"] != FORMAT:
-            raise CheckpointError(
-                f"{folder} must be of format {FORMAT}, which this version reads, "
-                f"got {body['format']}"
-            )
-        manifest = Manifest(**body)
-        _check_types(manifest)
-    except FileNotFoundError:
-        why = "is incomplete: it has no manifest" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"{folder} {why}") from None
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{folder} has a damaged manifest ({reason})") from None
-    strange = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
-    if strange:  # a path that leads out of the folder, for one
-        raise CheckpointError(f"{folder} must hold a checkpoint's files only, got {strange[0]!r}")
-    return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    """Raise ``TypeError`` unless a manifest's values are of the types that they are read as."""
-    counts = (manifest.sequence, manifest.epoch, manifest.processes, manifest.workers)
-    counts += (manifest.classes, manifest.samples)
-    if not all(type(count) is int and 0 <= count < 2**31 for count in counts):
-        raise TypeError(f"counts must be whole numbers, got {counts}")
-    mappings = (manifest.config, manifest.files, manifest.versions)
-    if not all(isinstance(mapping, dict) for mapping in mappings):
-        raise TypeError("config, files and versions must be objects")
-    if not isinstance(manifest.config.get("resolutions"), list):
-        raise TypeError("config must have a list of resolutions")
-
-
-def _digest(body: str) -> str:
-    return hashlib.sha256(body.encode("utf-8")).hexdigest()

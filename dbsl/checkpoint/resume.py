@@ -1,7 +1,4 @@
-"""Which settings a resumed run may change, and which epochs are under way.
-
-Which checkpoint a run goes on from, whether it may, and what it takes over.
-"""
+"""Which checkpoint a run goes on from, which settings may have changed, and what it takes over."""
 
 from __future__ import annotations
 
@@ -51,17 +48,10 @@ from dbsl.config.complete import (
     with_resolved,
 )
 from dbsl.config.parse import parse_config, run_folder_of
-from dbsl.config.settings import (
-    CHECKPOINTS,
-    RunConfig,
-    meets_at_server,
-    without_rates,
-)
+from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, without_rates
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
-from dbsl.plan.types import (
-    Restart,
-)
+from dbsl.plan.types import Restart
 from dbsl.run.code import SUMS, Code, unlike
 from dbsl.run.folder import check_metrics
 from dbsl.run.training import Run
@@ -103,9 +93,7 @@ def in_short(name: str, value: Any) -> Any:
 def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> None:
     """Say what has changed since the checkpoint; refuse what changes the mathematics.
 
-    Raises:
-        SettingError: If a setting that weights depend on has changed and `allow_config_change` is
-            not given.
+    Settings that weights depend on may change with `allow_config_change`.
     """
     before = found.manifest.config
     changed = changed_settings(before, config)
@@ -159,11 +147,8 @@ def check_joining(
 ) -> None:
     """Raise ``SettingError`` unless a process that joins a running job trains as the job does.
 
-    Args:
-        job: The settings that the job trains with, and the sums of its code.
-        now: Those of the process.
-        but: Settings that are left out, since the process has not found them out yet.
-        code: Its code, to be held against the job's.
+    `job` has the job's settings and the sums of its code. Settings in `but` are left out: the
+    process has not found them out yet.
     """
     if code and (files := unlike(job.get(SUMS, {}), code.sums)):
         raise SettingError(f"code must be that of the job, got another {files} here")
@@ -194,13 +179,8 @@ def _follows(
     """Return what changed because something else did, which is to be agreed to: name and source.
 
     What is free is no such source: step times that are measured again, or batches that are to fit
-    into other memory, are no more free than if they were given.
-
-    Args:
-        changed: Values then and now, by name.
-        before: Names of what was found out then.
-        now: Names of what was found out now.
-        others: Sources that have changed and are no settings.
+    into other memory, are no more free than if they were given. `before` and `now` name what was
+    found out then and now; `others` are sources that have changed and are no settings.
     """
     found = {
         name: (old is None or name in before) and (new is None or name in now)
@@ -240,19 +220,12 @@ _PLANS = {
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint, read.
-
-    Attributes:
-        folder: The checkpoint.
-        sequence: Its number.
-        state: This process's shard; rank 0's with a restart.
-        restart: What is taken over where workers or plans are not what they were; None: they are.
-    """
+    """A checkpoint, read."""
 
     folder: Path
-    sequence: int
-    state: Mapping[str, Any]
-    restart: Restart | None
+    sequence: int  # its number
+    state: Mapping[str, Any]  # this process's shard; rank 0's with a restart
+    restart: Restart | None  # None: workers and plans are what they were
 
     @property
     def log(self) -> Mapping[str, Any] | None:
@@ -261,25 +234,19 @@ class Resumed:
 
 
 def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None:
-    """Return what a run goes on from, the same on every process; None: it is a new run.
-
-    Raises:
-        SettingError: On every process, if the checkpoint that was named is not whole, or a run has
-            none.
-    """
+    """Return what a run goes on from, the same on every process; None: it is a new run."""
     if config.resume is None:
         return None
     run_folder = run_folder_of(config.resume, config.output_dir)
     if not (run_folder / "config.yaml").is_file():
         return None  # auto, at the first start
-    error, name = None, ""
+    error = name = ""
     if accelerator.is_main_process:
         try:
             name = _choose(Path(config.resume), run_folder, accelerator)
         except SettingError as reason:
             error = str(reason)
-    error = share_text(error or "", accelerator)
-    if error:
+    if error := share_text(error, accelerator):  # in every process, or the others would wait
         raise CheckpointError(error)
     name = share_text(name, accelerator)
     if not name:
@@ -299,12 +266,7 @@ def _choose(resume: Path, run_folder: Path, accelerator: Accelerator) -> str:
 
 
 def is_finished(found: Found, config: RunConfig) -> bool:
-    """Whether the run has come to its end, and is not to go on for more epochs.
-
-    Raises:
-        SettingError: If there is no checkpoint to resume from, or it has more epochs than are
-            asked for.
-    """
+    """Whether the run has come to its end, and is not to go on for more epochs."""
     path = found.run_folder / "summary.json"
     trained = 0
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -374,12 +336,7 @@ def adapt_to_processes(
 
 
 def read_resumed(found: Found, run: Run, accelerator: Accelerator) -> Resumed | None:
-    """Read a checkpoint for this process; None: there is none yet, and the run starts again.
-
-    Raises:
-        CheckpointError: If it is not whole or does not fit the run.
-        SettingError: If a setting has changed that must not.
-    """
+    """Read a checkpoint for this process; None: there is none yet, and the run starts again."""
     if found.folder is None:
         accelerator.print(f"{found.run_folder} has no checkpoint yet: the run starts again")
         return None
@@ -492,12 +449,8 @@ def _own_shard(found: Found, before: Mapping[str, Any], rank: int, run: Run) -> 
 def _of_all_shards(found: Found, first: Mapping[str, Any], workers: int) -> dict[int, Any]:
     """Return optimizer state by worker, from all shards.
 
-    Each is read once, and none is kept whole: together they may be larger than the memory.
-
-    Args:
-        found: The checkpoint.
-        first: Rank 0's shard.
-        workers: Of the new run; state of others is left out.
+    Each is read once, and none is kept whole: together they may be larger than the memory. `first`
+    is rank 0's. State of others than the new run's workers is left out.
     """
     optimizers: dict[int, Any] = {}
     for rank in range(found.manifest.processes):

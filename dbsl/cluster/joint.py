@@ -15,7 +15,15 @@ from dbsl.base.errors import one_of_several
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import exchange_reports
-from dbsl.plan.types import Action, EpochEnd, Restart, Round, RoundReport, report_from_plain
+from dbsl.plan.types import (
+    NO_FAULT,
+    Action,
+    EpochEnd,
+    Restart,
+    Round,
+    RoundReport,
+    report_from_plain,
+)
 
 _ASK_EVERY_S = 1.0  # that processes tell each other whether to stop or to save
 
@@ -100,7 +108,12 @@ class JointCluster(Cluster):
         if refused:
             self.weights.load(self._start)
             self._refused += 1
-            done = [replace(report, refused=True) for report in done]
+            # All have these weights: one report says what is wrong, a loss rather than its effect.
+            first = min((r for r in done if r.fault), key=lambda r: r.fault, default=None)
+            done = [
+                replace(report, refused=True, fault=report.fault if report is first else NO_FAULT)
+                for report in done
+            ]
         else:
             for report in done:
                 self._plans.planner.observe(report)

@@ -39,7 +39,15 @@ from dbsl.cluster.wire import (
     send,
     with_lines,
 )
-from dbsl.plan.types import CurrentPlan, EpochEnd, JoinedWorker, LostWorker, Round, RoundReport
+from dbsl.plan.types import (
+    BAD_WEIGHTS,
+    CurrentPlan,
+    EpochEnd,
+    JoinedWorker,
+    LostWorker,
+    Round,
+    RoundReport,
+)
 
 
 @dataclass
@@ -222,7 +230,9 @@ class Conversing(Cluster):
         with self._changed:
             clock = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
         check_report(report, peer.worker, *clock)
-        self._merge(peer.buffer, replace(report, refused=report.refused or not finite))
+        if not (finite or report.refused):
+            report = replace(report, refused=True, fault=BAD_WEIGHTS)
+        self._merge(peer.buffer, report)
 
     def _plan_to_begin(self, peer: _Peer, epoch: int, round_: int) -> CurrentPlan:
         """Return a round's plan to a worker that may begin it: until then a loss may change it."""

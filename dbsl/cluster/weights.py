@@ -64,6 +64,11 @@ class FlatWeights:
         """Copy a vector of the same length, from any device, into the model."""
         self.vector.copy_(weights)
 
+    def first_not_finite(self, vector: Tensor) -> int | None:
+        """Return the number of the first tensor that is not finite in a vector of this layout."""
+        finite = [bool(view.isfinite().all()) for _, view in _views(vector, self._tensors)]
+        return None if all(finite) else finite.index(False)
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put weights and counters back on leaving."""
@@ -87,6 +92,12 @@ class FlatWeights:
 def vector_length(model: nn.Module) -> int:
     """Return the length of the vector that holds a model's weights."""
     return _padded_length(_floating_tensors(model))
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Return the names of the tensors in the vector that holds a model's weights."""
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    return [name for name, _ in model.named_parameters()] + buffers
 
 
 def _floating_tensors(model: nn.Module):

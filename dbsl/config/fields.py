@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dbsl.base.errors import SettingError
+from dbsl.config.hooks import file_of
 
 T = TypeVar("T")
 
@@ -129,6 +130,8 @@ def unknown(
     """Return the refusal of a name that is not known, with what may be meant."""
     if here := (elsewhere or {}).get(name.replace("_", "-")):
         return SettingError(f"{must}, got {got}, which is {here} here")
+    if file := file_of(name.replace("-", "_")):
+        return SettingError(f"{must}, got {got}, which needs {file}")
     near = difflib.get_close_matches(name, known, 1)
     dashes = "--" if got.startswith("--") else ""
     such = f", such as {dashes}{near[0]}" if near else ""
@@ -287,16 +290,20 @@ class Within:
             bound = "finite"
         elif self.high != LARGEST:
             ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
-            bound = f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+            bound = f"in {ends[0]}{_shown(self.low)}, {_shown(self.high)}{ends[1]}"
         elif value > LARGEST:
             bound = f"at most {LARGEST:g}"
         else:
             bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        try:
-            shown = f"{value:g}"
-        except OverflowError:  # a whole number beyond all floats
-            shown = f"one of {len(str(value))} digits"
-        raise SettingError(f"{name} must be {bound}, got {shown}")
+        raise SettingError(f"{name} must be {bound}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """Return a number in words: a whole one exactly, unless it is too long."""
+    if not isinstance(value, int):
+        return f"{value:g}"
+    digits = str(value)
+    return digits if len(digits) <= 20 else f"one of {len(digits)} digits"
 
 
 def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:

@@ -19,8 +19,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.launcher import launched_precision, recall
 from dbsl.config.complete import PROCESSES, RESOLVED, check_names, still_true
 from dbsl.config.fields import UNSET, build, kinds_in_words, read_flags, unknown
-from dbsl.config.settings import CHECKPOINTS, LrKwargs, MixupKwargs, is_url
-from dbsl.data.augment import Pipeline
+from dbsl.config.settings import CHECKPOINTS, AugmentKwargs, LrKwargs, MixupKwargs, is_url
 from dbsl.extras.mirror.bucket import pull_config, url_to_pull
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ _ELSEWHERE = {
     "lr-k-decay": "--lr-kwargs k_decay=",
     **{f"mixup-{n.replace('_', '-')}": f"--mixup-kwargs {n}=" for n in MixupKwargs.__annotations__},
     **{n.replace("_", "-"): f"--lr-kwargs {n}=" for n in LrKwargs.__annotations__},
-    **{n.replace("_", "-"): f"--augment-kwargs {n}=" for n in Pipeline.__annotations__},
+    **{n.replace("_", "-"): f"--augment-kwargs {n}=" for n in AugmentKwargs.__annotations__},
 }
 RUN_FOLDER = "run folder"  # what a launch remembers of the run that it may have to restart
 

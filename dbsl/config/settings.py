@@ -16,10 +16,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
 from dbsl.base.errors import SettingError
+from dbsl.base.machine import lazy_import
 from dbsl.base.words import as_given
 from dbsl.config.fields import (
     PAIRS,
@@ -30,7 +32,8 @@ from dbsl.config.fields import (
     parse_kwargs,
     read_kwargs,
 )
-from dbsl.data.augment import Erasing, Pipeline
+
+timm = lazy_import("timm")
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 
@@ -88,8 +91,8 @@ Balance = Literal["none", "dynamic", "dbs"]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 
 
-# Arguments that other settings are.
-_ELSEWHERE = {name: name for name in ("lr", "momentum", "weight_decay", "layer_decay")}
+# Arguments of timm's optimizers that are settings.
+_NOT_OPT_KWARGS = {name: name for name in ("lr", "momentum", "weight_decay", "layer_decay")}
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class OptimizerConfig:
     def optimizer_settings(self) -> dict[str, Any]:
         """What the optimizer takes beside its learning rate, momentum and weight decay."""
         more = parse_kwargs("opt_kwargs", self.opt_kwargs)
-        check_names("opt_kwargs", more, more, _ELSEWHERE)
+        check_names("opt_kwargs", more, more, _NOT_OPT_KWARGS)
         return more if self.layer_decay is None else {"layer_decay": self.layer_decay} | more
 
 
@@ -344,7 +347,47 @@ def meets_at_server(sync: Sync) -> bool:
 
 SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
 
+CropMode = Literal["rrc", "rkrc", "rkrr"]
+TrainInterpolation = Literal[
+    "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
+]
+EraseMode = Literal["const", "rand", "pixel"]
+
+
+@dataclass(frozen=True)
+class AugmentKwargs:
+    """What timm's `transforms_imagenet_train` takes, by the flags of its train.py; unset: its own.
+
+    All but `aa`, the policy, are of ``augment_kwargs``.
+    """
+
+    aa: str | None = None
+    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    hflip: Annotated[float | None, Within(0, 1)] = None
+    vflip: Annotated[float | None, Within(0, 1)] = None
+    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
+    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
+    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
+    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
+    train_crop_mode: CropMode | None = None
+    train_interpolation: TrainInterpolation | None = None
+
+
+@dataclass(frozen=True)
+class EraseKwargs:
+    """What timm's random erasing (arXiv 1708.04896) takes; all but `reprob` of ``augment_kwargs``.
+
+    The fill is 0, one random colour or random pixels; `recount` is the most rectangles of an image.
+    """
+
+    reprob: float
+    remode: EraseMode = "const"
+    recount: Annotated[int, Within(1, 100)] = 1
+
+
 _OF_ERASING = ("remode", "recount")
+_RAND_TRANSFORMS = ("weights", "3a", "3aw")  # names that timm's RandAugment knows
 
 
 @dataclass(frozen=True)
@@ -406,22 +449,22 @@ class ImageConfig:
         return self.augment or ("timm" if given else "crop")
 
     @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline of timm."""
+    def pipeline(self) -> AugmentKwargs:
+        """How timm augments, where it does."""
         own = {n: v for n, v in self.given_to_augment.items() if n not in _OF_ERASING}
-        return Pipeline(self.aa, **own)
+        return AugmentKwargs(self.aa, **own)
 
     @property
-    def erasing(self) -> Erasing | None:
+    def erasing(self) -> EraseKwargs | None:
         """The random erasing of timm; None: off."""
         own = {n: v for n, v in self.given_to_augment.items() if n in _OF_ERASING}
-        return Erasing(self.reprob, **own) if self.reprob else None
+        return EraseKwargs(self.reprob, **own) if self.reprob else None
 
     @property
     def given_to_augment(self) -> Mapping[str, Any]:
         """What ``augment_kwargs`` has."""
-        but = ("aa", "reprob")
-        return read_kwargs("augment_kwargs", self.augment_kwargs, Pipeline, Erasing, but=but)
+        takers, but = (AugmentKwargs, EraseKwargs), ("aa", "reprob")
+        return read_kwargs("augment_kwargs", self.augment_kwargs, *takers, but=but)
 
 
 def check_mixing(config: DataConfig) -> None:
@@ -429,8 +472,7 @@ def check_mixing(config: DataConfig) -> None:
     given = config.mixing
     ends = given.get("cutmix_minmax")
     if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
-        shown = ",".join(f"{end:g}" for end in ends)
-        raise SettingError(f"mixup_kwargs cutmix_minmax must be two values, ascending, got {shown}")
+        raise _not_two("mixup_kwargs cutmix_minmax", ends)
     if "switch_prob" in given and not (config.mixup and (config.cutmix or ends)):
         raise SettingError(
             "mixup_kwargs must leave out switch_prob except with mixup and CutMix, "
@@ -447,7 +489,7 @@ def check_images(config: ImageConfig) -> None:
             f"{'aa' if given == 'aa' else f'augment_kwargs {given}'} must go with augment timm, "
             f"whose setting it is, got augment {config.augment}"
         )
-    pipeline.check()
+    _check_augmenting(pipeline)
     if config.cache_gib is None and config.shuffle_block != SHUFFLE_BLOCK:
         raise SettingError(
             f"shuffle_block must go with cache_gib, got {config.shuffle_block} alone"
@@ -461,6 +503,64 @@ def check_images(config: ImageConfig) -> None:
         values = getattr(config, name)
         if values is not None and len(values) not in (1, 3):
             raise SettingError(f"{name} must be 1 or 3 values, got {len(values)}")
+
+
+def _check_augmenting(kwargs: AugmentKwargs) -> None:
+    """Raise ``SettingError`` for the first argument that timm's augmentation cannot take."""
+    for name in ("scale", "ratio"):
+        ends = getattr(kwargs, name)
+        if ends is not None and (len(ends) != 2 or ends[0] > ends[1]):
+            raise _not_two(f"augment_kwargs {name}", ends)
+    jitter = kwargs.color_jitter or ()
+    if len(jitter) not in (0, 1, 3, 4):
+        raise SettingError(
+            "augment_kwargs color_jitter must be one value, or one each for brightness, "
+            f"contrast, saturation and, if it is to change, hue, got {len(jitter)} values"
+        )
+    if len(jitter) == 4 and jitter[3] > 0.5:
+        raise SettingError(
+            f"augment_kwargs color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}"
+        )
+    if kwargs.aa is None:
+        return
+    for name in ("color_jitter", "color_jitter_prob"):
+        value = getattr(kwargs, name)
+        if value is not None and "3a" not in kwargs.aa:
+            raise SettingError(
+                f"augment_kwargs {name} must be left out with aa {kwargs.aa}, which takes its "
+                f"place, got {as_given(value)}"
+            )
+    _check_policy(kwargs.aa)
+
+
+def _not_two(name: str, values: Sequence[float]) -> SettingError:
+    shown = ",".join(f"{value:g}" for value in values)
+    return SettingError(f"{name} must be two values, ascending, got {shown}")
+
+
+@lru_cache
+def _check_policy(policy: str) -> None:
+    """Raise ``SettingError`` unless it is a policy of timm's, each section of which it reads.
+
+    It passes over sections without a digit in silence, and takes any name of transforms that it
+    does not know for its default. What else is wrong, timm says itself.
+    """
+    name, *sections = policy.split("-")
+    try:
+        for section in sections:
+            if name == "rand" and section.startswith("t"):
+                if section[1:] not in _RAND_TRANSFORMS:
+                    known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
+                    raise ValueError(f"transforms must be one of {known}, got section {section!r}")
+            elif not any(character.isdecimal() for character in section):
+                raise ValueError(f"a section must be a name and a number, got section {section!r}")
+        timm.data.transforms_factory.transforms_imagenet_train(32, auto_augment=policy)
+    except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
+        reason = " ".join(str(error).split())[:200]
+        raise SettingError(
+            "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4, "
+            f"v0, original or 3a, got {policy!r}{f' ({reason})' if reason else ''}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -491,7 +591,7 @@ class DataConfig(ImageConfig):
 
 
 # Arguments of timm's `create_model` that settings are, or the data decide.
-_ELSEWHERE = {
+_NOT_MODEL_KWARGS = {
     "drop_path_rate": "drop_path",
     "drop_rate": "dropout",
     "pretrained": "pretrained",
@@ -532,7 +632,7 @@ class ModelConfig:
             SettingError: If an argument of `model_kwargs` is another setting's.
         """
         more = parse_kwargs("model_kwargs", self.model_kwargs)
-        check_names("model_kwargs", more, more, _ELSEWHERE)
+        check_names("model_kwargs", more, more, _NOT_MODEL_KWARGS)
         return more if self.drop_path is None else {"drop_path_rate": self.drop_path} | more
 
 
@@ -544,7 +644,8 @@ class MachineConfig:
     """How a run or a study computes on its machine, and for how long."""
 
     # --- machine
-    seed: Annotated[int, Within(0)] = 0  # seed of everything random: split, order, weights, dropout
+    # seed of everything random: split, order, weights, dropout
+    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
     cpu_threads: Annotated[int | None, Within(1, 1024)] = None
@@ -597,8 +698,6 @@ class RunConfig(
     # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
     # or none; wandb works offline without a login or a network
     report_to: str = "wandb"
-    # repository user/name on the hub for model, card and figures of the finished run
-    push_to_hub: str | None = None
     # what a run found out, as its config.yaml has it; no flag
     resolved: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
 
@@ -771,7 +870,7 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
     yield config.lr_schedule == "step", "min_lr", 0, "except with lr_schedule cosine or poly"
-    for name, without in (("plan_only", False), ("push_to_hub", None), ("mirror", None)):
+    for name, without in (("plan_only", False), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
     yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
     linked = config.link_gbps is not None and step

@@ -1,15 +1,7 @@
-"""Images by sample number: decoded once and kept, or by loader processes as they are read.
+"""Images by sample number: small ones decoded once and kept, others by loader processes.
 
-The caller says which samples make a batch, so that every worker may have a batch size of its own.
+The caller says which samples make a batch, so that every worker may have another batch size.
 No source here may pass through `accelerator.prepare`, which would shard its batches once more.
-
-Decoded pixels on disk: images of a dataset are decoded once.
-
-Loader processes: how they begin, and that they end with the process that they serve.
-
-Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout` and
-launchers by SIGTERM. The run then finishes its step, for which it needs its loader processes. So
-they, and the fork server that makes them, do not heed these signals unless the run sends them.
 """
 
 from __future__ import annotations
@@ -44,30 +36,32 @@ from dbsl.plan.sampler import Blocks
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
 
-_IMPORTS = (__name__, "datasets", "torchvision.transforms.v2")  # what loader processes import
+_CHUNK = 1024  # images decoded at a time
+_CACHE_FORMAT = 1
+_IMPORTS = [__name__, "datasets", "torchvision.transforms.v2"]  # what loader processes import
+_HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
+_TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
+
+Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
 _Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
+_Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
 
 
 class ImageSource(ABC):
     """Images and labels of one split, read by sample number.
 
     Images that cannot be decoded are missing from their batches.
-
-    Attributes:
-        labels: Class of each sample, int64 [N], on the host.
-        device: Where batches are made.
-        bad: Images that could not be decoded: their rows in the split, and why.
-        blocks: Draws the order of an epoch; None: any order is as good as another.
     """
 
-    blocks: Blocks | None = None
+    blocks: Blocks | None = None  # draws the order of an epoch; None: any is as good as another
 
     def __init__(
         self, labels: np.ndarray, device: torch.device, bad: Mapping[int, str] | None = None
     ) -> None:
-        self.labels = labels
+        self.labels = labels  # int64 [N], on the host
         self.device = device
-        self.bad: dict[int, str] = dict(bad or {})
+        self.bad = dict(bad or {})  # rows of images that could not be decoded, and why
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -118,7 +112,7 @@ class ImageLoader(ImageSource):
         loader_workers: Processes; 0: this one.
         max_bad: Most images that may fail to be decoded before that is an error.
         bad: Those that have failed, and are not in the split.
-        requests: Empty; what is iterated over for the batches of each call.
+        requests: An empty list; loader processes get what iterating over it gives.
     """
 
     def __init__(
@@ -140,8 +134,8 @@ class ImageLoader(ImageSource):
             batch_size=None,  # a request is a whole batch, of any size
             sampler=self._requests,
             num_workers=loader_workers,
-            multiprocessing_context=process_context(_IMPORTS) if loader_workers else None,
-            worker_init_fn=end_with_parent,
+            multiprocessing_context=_process_context() if loader_workers else None,
+            worker_init_fn=_end_with_parent,
             persistent_workers=loader_workers > 0,
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # else each call would advance torch's own
@@ -150,9 +144,9 @@ class ImageLoader(ImageSource):
     def start(self) -> None:
         """Start the loader processes, and wait until each of them is there."""
         if self._loader.num_workers and not self._calls:
-            start_server()
+            _start_server()
             iter(self._loader)  # over no requests: they only start
-            iter(self._loader)  # begins anew, for which each of them answers
+            iter(self._loader)  # begins again, for which each of them answers
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
@@ -165,7 +159,7 @@ class ImageLoader(ImageSource):
         requests = [(samples, transform, epoch) for samples in index_batches]
         self._requests[:] = requests
         if self._loader.num_workers:
-            start_server()
+            _start_server()
         return self._read(self._calls, requests, iter(self._loader))
 
     def _read(
@@ -211,11 +205,7 @@ def check_bad(bad: Mapping[int, str], most: int, split: ImageSplit) -> None:
 def _without_gaps(
     wanted: np.ndarray, samples: np.ndarray, images: torch.Tensor
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """Return what was decoded of a batch; a single image is repeated, for the sake of batch norm.
-
-    Raises:
-        SettingError: If there is none.
-    """
+    """Return what was decoded of a batch; a single image is repeated, as batch norm needs two."""
     if not len(samples):
         raise SettingError(f"a batch must have an image that can be decoded, got {len(wanted)} bad")
     if len(samples) == 1 < len(wanted):
@@ -225,25 +215,15 @@ def _without_gaps(
 
 @dataclass(frozen=True, eq=False)
 class ImageSplit:
-    """Encoded images and labels of one split; what loader processes receive.
+    """Encoded images and labels of one split; what loader processes receive."""
 
-    Attributes:
-        table: Rows as `datasets` reads them, images not decoded.
-        rows: Row of each sample in `table`, int64 [N].
-        labels: Class of each sample, int64 [N].
-        image_column: Column of the images.
-        label_column: Column that the labels came from.
-        dataset: The dataset as the user named it.
-        name: Name of the split.
-    """
-
-    table: datasets.Dataset
-    rows: np.ndarray
-    labels: np.ndarray
+    table: datasets.Dataset  # rows as `datasets` reads them, images not decoded
+    rows: np.ndarray  # row of each sample in the table, int64 [N]
+    labels: np.ndarray  # class of each sample, int64 [N]
     image_column: str
     label_column: str
-    dataset: str
-    name: str
+    dataset: str  # as the user named it
+    name: str  # of the split
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -254,14 +234,9 @@ class ImageSplit:
 
     def decode(self, samples: np.ndarray) -> Iterator[Image.Image | str]:
         """Yield the RGB images of these samples, or why one cannot be decoded."""
-        feature = datasets.Image(mode="RGB")  # it applies EXIF orientation, too
-
-        def decode(value: Mapping[str, Any]) -> Image.Image:
-            self._check(value)
-            return feature.decode_example(value)
-
         for value in self._values(samples):
-            yield _attempt(decode, value)
+            image = _attempt(self._open, value)
+            yield image if isinstance(image, str) else _attempt(image.convert, "RGB")
 
     def describe_bad(self, row: int, reason: str) -> str:
         """Return which image cannot be decoded, and why."""
@@ -269,13 +244,6 @@ class ImageSplit:
         file = f", {path}," if path else ""
         where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
         return f"{where}{file} cannot be decoded ({reason})"
-
-    def _check(self, value: Mapping[str, Any] | None) -> None:
-        """Refuse a row that has no image, or one that lies elsewhere."""
-        if value is None or value["bytes"] is value["path"] is None:
-            raise SettingError("it is null")
-        if value["bytes"] is None:
-            self._check_path(value["path"])
 
     def _check_path(self, path: str) -> None:
         """Refuse to read what lies elsewhere: a stranger's table may name any file, or a URL."""
@@ -287,10 +255,9 @@ class ImageSplit:
             raise SettingError(f"path must lie inside the dataset's folder, got {path}")
 
     def __getitem__(self, request: _Request) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
-        """Return a whole batch: images, uint8 [b, 3, R, R], which they are, int64 [b], the others.
+        """Return a batch: images, uint8 [b, 3, R, R], their places in it, int64 [b], and bad rows.
 
-        The others are rows that cannot be decoded, and why. An exception would reach the trainer as
-        a loader process's traceback in a message.
+        An exception would reach the trainer as a loader process's traceback in a message.
         """
         samples, transform, epoch = request
         opened = [_attempt(self._open, value) for value in self._values(samples)]
@@ -301,12 +268,9 @@ class ImageSplit:
         pixels, places, errors = np.empty((len(samples), side, side, 3), np.uint8), [], {}
         for place, image in enumerate(opened):
             opened[place] = None  # or a whole batch would stay in memory, decoded
-            if not isinstance(image, str) and by_timm:
-                image = _attempt(image.convert, "RGB")
-            elif not isinstance(image, str):
-                image = _attempt(
-                    cut, image, boxes[place], side, mirrored[place], transform.resampling
-                )
+            if not isinstance(image, str):
+                how = boxes[place], side, mirrored[place], transform.resampling
+                image = _attempt(image.convert, "RGB") if by_timm else _attempt(cut, image, *how)
             if isinstance(image, str):
                 errors[int(rows[place])] = image
             else:
@@ -317,15 +281,18 @@ class ImageSplit:
         images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
         return images, torch.tensor(places, dtype=torch.int64), errors
 
-    def _values(self, samples: np.ndarray) -> list[Any]:
+    def _values(self, samples: np.ndarray) -> list[_Stored]:
         return self.table[self.rows[samples % len(self)]][self.image_column]
 
-    def _open(self, value: Mapping[str, Any]) -> Image.Image:
+    def _open(self, value: _Stored) -> Image.Image:
         """Return an image that is not decoded yet, where that can be."""
-        self._check(value)
+        if value is None or value["bytes"] is value["path"] is None:
+            raise SettingError("it is null")
         content, path = value["bytes"], value["path"]
-        if content is None and path is not None and Path(path).is_file():
-            content = Path(path).read_bytes()
+        if content is None:
+            self._check_path(path)
+            if Path(path).is_file():
+                content = Path(path).read_bytes()
         if content is None:  # inside an archive
             return datasets.Image().decode_example(value)
         return upright(Image.open(io.BytesIO(content)))
@@ -338,12 +305,6 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
     except Exception as error:
         reason = re.sub(r" (file )?<_io.BytesIO .*?>", "", " ".join(str(error).split()))
         return reason or type(error).__name__
-
-
-_CHUNK = 1024  # images decoded at a time
-_CACHE_FORMAT = 1
-
-Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
 
 
 def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
@@ -384,7 +345,7 @@ def _cache_file(split: ImageSplit) -> Path:
     content = (
         _CACHE_FORMAT,
         split.table._fingerprint,  # it says how the rows were made
-        [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved anew
+        [(file.st_size, file.st_mtime_ns) for file in files],  # a folder may be saved again
         split.image_column,
     )
     digest = hashlib.sha256(repr(content).encode() + split.rows.tobytes()).hexdigest()
@@ -405,25 +366,21 @@ def _write_cache(path: Path, pixels: np.ndarray) -> None:
             temporary.unlink()
 
 
-_HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
-_TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
+# Whoever asks a run to stop may ask all of its processes at once: a terminal by Ctrl-C, `timeout`
+# and launchers by SIGTERM. The run then finishes its step, for which it needs its loader processes.
+# So they, and the fork server that makes them, heed these signals only if the run sends them.
 
 
-def process_context(imports: Sequence[str]) -> multiprocessing.context.BaseContext:
-    """Return a way to start processes that does not copy this one's threads and locks.
-
-    Args:
-        imports: Modules to be imported once, for all loader processes.
-    """
+def _process_context() -> multiprocessing.context.BaseContext:
+    """Return a way to start processes that does not copy this one's threads and locks."""
     if not _HAS_FORK_SERVER:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(imports))
+    context.set_forkserver_preload(_IMPORTS)  # once, for all loader processes
     return context
 
 
-def start_server() -> None:
+def _start_server() -> None:
     """Start the process that makes loader processes, unless it runs.
 
     It inherits that the signals are blocked, and so do the processes that it makes.
@@ -438,7 +395,7 @@ def start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent(_: int) -> None:
+def _end_with_parent(_: int) -> None:
     """End this loader process when the one that it serves is gone, or ends it.
 
     DataLoader's own watch is on the fork server, which in turn lives as long as its processes.

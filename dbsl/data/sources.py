@@ -1,7 +1,4 @@
-"""What a run needs of its data, whatever it is: samples by number, and an example of a batch.
-
-Torch datasets of one's own as training data: tables, tokens, anything of one shape.
-"""
+"""What a run needs of its data, whatever it is; and torch datasets of anything of one shape."""
 
 from __future__ import annotations
 
@@ -49,25 +46,15 @@ class Source(Protocol):
 
 @runtime_checkable
 class TrainingData(Protocol):
-    """Data of one's own, for `open_session`. `dbsl.data.sources.TensorData` is such.
+    """Your own data, for `open_session`. `dbsl.data.sources.TensorData` is such."""
 
-    Attributes:
-        name: Its name, in the settings and the run folder.
-        unit: What a sample is called.
-        train: Training samples.
-        evaluation: Evaluation samples.
-        eval_split: Where these come from, in words.
-        num_classes: Number of classes; labels lie in [0, num_classes).
-        resolutions: Resolutions of the stages, ascending; (0,) where inputs have no side.
-    """
-
-    name: str
-    unit: str
+    name: str  # in the settings and the run folder
+    unit: str  # what a sample is called
     train: Source
     evaluation: Source
-    eval_split: str
-    num_classes: int
-    resolutions: tuple[int, ...]
+    eval_split: str  # where `evaluation` comes from, in words
+    num_classes: int  # labels lie in [0, num_classes)
+    resolutions: tuple[int, ...]  # of the stages, ascending; (0,) where inputs have no side
 
     def on(self, device: torch.device) -> TrainingData:
         """Return the data with batches on a device."""
@@ -88,16 +75,10 @@ def image_batch(size: int, side: int, classes: int, device: torch.device) -> Bat
 
 
 class TensorSource:
-    """Inputs and labels of one split, kept on the device: a batch is one gather.
-
-    Attributes:
-        inputs: [N, ...].
-        labels: [N].
-        bad: Empty.
-    """
+    """Inputs and labels of one split, kept on the device: a batch is one gather."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        self.inputs, self.labels = inputs, labels
+        self.inputs, self.labels = inputs, labels  # [N, ...], [N]
         self.bad: Mapping[int, str] = {}
 
     def __len__(self) -> int:
@@ -120,22 +101,13 @@ class TensorSource:
 class TensorData:
     """Two map-style datasets of (input tensor, label) as data for `open_session`.
 
-    Each sample is read once, checked, and kept on the device.
-
-    Attributes:
-        train: Training samples: a dataset, then a source.
-        evaluation: Evaluation samples, likewise.
-        num_classes: Number of classes; labels are whole numbers in [0, num_classes).
-        name: Name of the data, in the settings and the run folder.
-
-    Raises:
-        SettingError: If a dataset is empty, or a sample is not of the shape and type of the first.
+    Each sample is read once, checked, and kept on the device: datasets become sources.
     """
 
     train: Any
     evaluation: Any
-    num_classes: int
-    name: str = "tensors"
+    num_classes: int  # labels are whole numbers in [0, num_classes)
+    name: str = "tensors"  # in the settings and the run folder
     unit: str = field(default="sample", init=False)
     eval_split: str = field(default="a dataset of its own", init=False)
     resolutions: tuple[int, ...] = field(default=(NO_SIDE,), init=False)
@@ -173,9 +145,6 @@ def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
         data: What the model was trained on.
         side: Image side of evaluations, pixels.
         name: What errors call it.
-
-    Raises:
-        SettingError: If it is none of these, or of other classes or inputs.
     """
     classes = getattr(given, "num_classes", data.num_classes)
     names = (getattr(of, "class_names", None) for of in (given, data))
@@ -198,7 +167,12 @@ def _read(
 ) -> TensorSource:
     """Return the samples of a dataset; all must be like `first`, or like its own first."""
     inputs, labels = [], []
-    for number in range(_length(dataset, split)):
+    if not (hasattr(dataset, "__len__") and len(dataset)):
+        raise SettingError(
+            f"{split} must be a map-style dataset with samples, got {type(dataset).__name__} "
+            "without any"
+        )
+    for number in range(len(dataset)):
         try:
             sample, label = dataset[number]
             label = int(label)
@@ -225,19 +199,6 @@ def _read(
         inputs.append(sample)
         labels.append(label)
     return TensorSource(torch.stack(inputs), torch.tensor(labels))
-
-
-def _length(dataset: Any, split: str) -> int:
-    try:
-        length = len(dataset)
-    except TypeError:
-        length = 0
-    if not length:
-        raise SettingError(
-            f"{split} must be a map-style dataset with samples, got {type(dataset).__name__} "
-            "without any"
-        )
-    return length
 
 
 def _kind(tensor: Tensor) -> str:

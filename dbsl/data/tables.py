@@ -1,7 +1,4 @@
-"""Labelled images as tables: from the hub, a folder, parquet files, or scikit-learn's digits.
-
-A local folder of image files: the classes that its folders name, and what it lacks.
-"""
+"""Labelled images as tables: from the hub, a folder, parquet files, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -27,6 +24,7 @@ logger = logging.getLogger(__name__)
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _LABEL_COLUMNS = ("labels", "target", "class")  # names to try once there is no "label"
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
+_COLUMNS = "file_name,label"  # of a metadata.csv
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
 
 
@@ -38,8 +36,8 @@ def open_labelled(
     train_name = next(iter(tables)) if len(tables) == 1 else "train"
     if train_name not in tables:
         raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
-    if is_image_folder(dataset, tables):
-        tables = read_class_folders(dataset, tables, train_name)
+    if _is_image_folder(dataset, tables):
+        tables = _read_class_folders(dataset, tables, train_name)
     image_column, label_column = choose_columns(
         dataset, tables[train_name].features, image_column, label_column
     )
@@ -60,7 +58,7 @@ def choose_columns(
     if not any(map(_is_image, features.values())):
         raise SettingError(
             f"dataset must have a column of images, got columns {_columns(features)}"
-            f"{hint_on_tables(dataset)}"
+            f"{_hint_on_tables(dataset)}"
         )
     return _choose_image_column(features, image_column), _choose_label_column(
         features, label_column
@@ -74,14 +72,9 @@ def label_splits(
     label_column: str,
     split: Callable[[str, np.ndarray], ImageSplit],
 ) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]:
-    """Return train, the evaluation split if one has labels, and the names of the classes.
+    """Return what `open_labelled` does, of tables of which the label column is read.
 
-    Args:
-        dataset: Its name, for messages.
-        tables: The splits; of these, their label column is read.
-        train_name: Name of the training split.
-        label_column: The column.
-        split: Makes a split of its name and the class of each row, int64 [N].
+    `split` makes a split of its name and the class of each row, int64 [N].
     """
     values = _read_labels(tables[train_name], label_column)
     if values is None:
@@ -98,7 +91,7 @@ def label_splits(
             f"dataset must have two classes or more, got {class_names[0]!r} alone in column "
             f"{label_column!r}"
         )
-    train = split(train_name, encode_labels(values, classes, train_name))
+    train = split(train_name, _encode_labels(values, classes, train_name))
     if unused := set(class_names) - {class_names[label] for label in np.unique(train.labels)}:
         logger.warning("classes of %r without a training image: %s", dataset, listed(unused))
     for name in EVAL_SPLITS:
@@ -108,19 +101,19 @@ def label_splits(
         if values is None:
             logger.warning("split %r of %r has no labels and is left out", name, dataset)
             continue
-        own = tables[name].features[label_column]
-        if own != feature:
-            if not is_encoded or {*getattr(own, "names", ())} != {*class_names}:
+        found = tables[name].features[label_column]
+        if found != feature:
+            if not is_encoded or {*getattr(found, "names", ())} != {*class_names}:
                 raise SettingError(
                     f"label_column must be of one type in all splits, got {label_column!r}, whose "
                     f"type or classes in split {name!r} are not those in {train_name!r}"
                 )
-            values = encode_labels(values, np.arange(own.num_classes), name)
-            values = np.array(feature.str2int(own.names))[values]  # the same in another order
+            values = _encode_labels(values, np.arange(found.num_classes), name)
+            values = np.array(feature.str2int(found.names))[values]  # the same in another order
         if is_encoded and not np.isin(values, train.labels).any():  # test/unknown/*.jpg, say
             logger.warning("split %r of %r has no training class and is left out", name, dataset)
             continue
-        return train, split(name, encode_labels(values, classes, name)), tuple(class_names)
+        return train, split(name, _encode_labels(values, classes, name)), tuple(class_names)
     return train, None, tuple(class_names)
 
 
@@ -164,17 +157,17 @@ def _read_local(builder: datasets.DatasetBuilder) -> dict[str, datasets.Dataset]
     `datasets` would take those of the first split for all: in another order, their names change.
     """
     files = {name: list(found) for name, found in builder.config.data_files.items()}
-    own = {name: same_classes(_read_columns(found)) for name, found in files.items()}
+    columns = {name: same_classes(_read_columns(found)) for name, found in files.items()}
     if builder.name == "imagefolder":
-        check_metadata(Path(file) for found in files.values() for file in found)
+        _check_metadata(Path(file) for found in files.values() for file in found)
     builder.download_and_prepare()
     rows = {name: split.num_examples for name, split in builder.info.splits.items()}
     if builder.name == "imagefolder":
-        warn_of_rows(files, rows, builder.EXTENSIONS)
+        _warn_of_rows(files, rows, builder.EXTENSIONS)
     tables = {}
     for name in filter(rows.get, rows):
         table = builder.as_dataset(name)
-        for column, feature in own[name].items():
+        for column, feature in columns[name].items():
             if hasattr(feature, "names") and hasattr(table.features.get(column), "names"):
                 table.info.features[column] = feature
         tables[name] = table
@@ -183,9 +176,7 @@ def _read_local(builder: datasets.DatasetBuilder) -> dict[str, datasets.Dataset]
 
 def _read_columns(files: Iterable[str]) -> Iterator[tuple[str, datasets.Features]]:
     """Yield each parquet file, and its columns as it describes them."""
-    for file in files:
-        if Path(file).suffix != ".parquet":
-            continue
+    for file in (file for file in files if Path(file).suffix == ".parquet"):
         try:
             schema = parquet.read_schema(file)
         except Exception as error:  # pyarrow raises several kinds
@@ -194,11 +185,7 @@ def _read_columns(files: Iterable[str]) -> Iterator[tuple[str, datasets.Features
 
 
 def same_classes(found: Iterable[tuple[str, datasets.Features]]) -> datasets.Features:
-    """Return the columns of the first of a split's files; of no file, none.
-
-    Raises:
-        SettingError: If another file names other classes, or the same in another order.
-    """
+    """Return the columns of the first of a split's files; the others must name the same classes."""
     first = datasets.Features()
     for file, features in found:
         first = first or features
@@ -311,7 +298,7 @@ def _read_labels(table: datasets.Dataset, column: str) -> np.ndarray | None:
     return None if is_encoded and values.min() < 0 else values
 
 
-def encode_labels(values: np.ndarray, classes: np.ndarray, split: str) -> np.ndarray:
+def _encode_labels(values: np.ndarray, classes: np.ndarray, split: str) -> np.ndarray:
     """Return the place of each value among the sorted classes, int64."""
     labels = np.searchsorted(classes, values).clip(max=len(classes) - 1)
     unknown = values[classes[labels] != values]
@@ -323,13 +310,10 @@ def encode_labels(values: np.ndarray, classes: np.ndarray, split: str) -> np.nda
     return labels.astype(np.int64)
 
 
-datasets = lazy_import("datasets")
-
-_COLUMNS = "file_name,label"
-_TABLE = f"a metadata.csv beside the images, with the columns {_COLUMNS}"
+# --- a local folder of image files: the classes that its folders name, and what it lacks
 
 
-def is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> bool:
+def _is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> bool:
     """Whether the splits are image files of a folder, whose class folders would be their labels."""
     return Path(dataset).expanduser().is_dir() and all(
         set(table.features) <= {"image", "label"}
@@ -339,16 +323,13 @@ def is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> boo
     )
 
 
-def read_class_folders(
+def _read_class_folders(
     dataset: str, tables: dict[str, datasets.Dataset], train: str
 ) -> dict[str, datasets.Dataset]:
     """Return the splits of a folder of images; some splits may have no class folders.
 
     `datasets` gives no split a label where one lies less deep than the others, as the unlabelled
     ``test/`` of a competition does. The splits as deep as `train` are then read by themselves.
-
-    Raises:
-        SettingError: If the training images do not lie in two class folders or more.
     """
     path = Path(dataset).expanduser()
     depth = {name: len(_files(table.select([0]))[0].parts) for name, table in tables.items()}
@@ -358,9 +339,12 @@ def read_class_folders(
         found = datasets.load_dataset(str(path), data_files={n: patterns[n] for n in labelled})
         tables = tables | {name: table.with_format(None) for name, table in found.items()}
     if "label" not in tables[train].features or None in tables[train].unique("label"):
+        folders = sorted({file.parent for file in _files(tables[train])})
         raise SettingError(
-            f"dataset must have a folder of images for each of two classes or more, or {_TABLE}; "
-            f"got {_place(_files(tables[train]))}{hint_on_tables(dataset)}"
+            "dataset must have a folder of images for each of two classes or more, or a "
+            f"metadata.csv beside the images, with the columns {_COLUMNS}; got training images in "
+            f"{' and '.join(map(str, dict.fromkeys((folders[0], folders[-1]))))}"
+            f"{_hint_on_tables(dataset)}"
         )
     for name in labelled:
         folder = _files(tables[name].select([0]))[0].parent.parent
@@ -372,7 +356,7 @@ def read_class_folders(
     return tables
 
 
-def check_metadata(files: Iterable[Path]) -> None:
+def _check_metadata(files: Iterable[Path]) -> None:
     """Raise ``SettingError`` for a metadata.csv whose first row names no image beside it."""
     for file in files:
         if file.name != "metadata.csv":
@@ -387,16 +371,10 @@ def check_metadata(files: Iterable[Path]) -> None:
             )
 
 
-def warn_of_rows(
+def _warn_of_rows(
     files: Mapping[str, Iterable[str]], rows: Mapping[str, int], endings: Sequence[str]
 ) -> None:
-    """Warn of images that no metadata.csv names, which `datasets` leaves out.
-
-    Args:
-        files: Those of each split.
-        rows: How many rows `datasets` has found for each split.
-        endings: Those of images.
-    """
+    """Warn of images that no metadata.csv names: `datasets` leaves them out of a split's rows."""
     for split, count in rows.items():
         images = sum(file.lower().endswith(tuple(endings)) for file in files[split])
         if images > count:
@@ -408,7 +386,7 @@ def warn_of_rows(
             )
 
 
-def hint_on_tables(dataset: str) -> str:
+def _hint_on_tables(dataset: str) -> str:
     """Return which CSV file of a local folder was not read as labels, and how it would be."""
     folder = Path(dataset).expanduser()
     files = sorted(folder.rglob("*")) if folder.is_dir() else []
@@ -440,10 +418,3 @@ def _files(table: datasets.Dataset) -> list[Path]:
     return [
         Path(row["path"]) for row in rows[:]["image"] if row and row["path"] and not row["bytes"]
     ]
-
-
-def _place(files: list[Path]) -> str:
-    folders = sorted({file.parent for file in files})
-    if len(folders) == 1:
-        return f"all training images in {folders[0]}"
-    return f"training images in {folders[0]} and {folders[-1]}"

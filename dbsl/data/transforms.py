@@ -1,12 +1,7 @@
-"""Images at a stage's resolution: resize, augment, normalise, a batch at a time on the device.
+"""Images at a stage's resolution: cut, resize, augment, normalise.
 
 Whatever is random about a sample is a function of (seed, epoch, sample number). A sample therefore
 looks the same whichever worker trains on it and whichever batch it stands in.
-
-Which part of a large image is used, and how it is cut out of the file: what loaders run.
-
-A crop is resized straight from the image, without a copy of it in between, and a JPEG that is at
-least twice as large as needed is decoded at a half, a quarter or an eighth of its size.
 """
 
 from __future__ import annotations
@@ -23,15 +18,20 @@ from PIL import Image, ImageOps
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import sample_uniforms, stream_seed
-from dbsl.config.settings import Augment, Interpolation
-from dbsl.data.augment import Erasing, GlobalStreams, Pipeline, image_seeds
+from dbsl.config.settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
+from dbsl.data.augment import GlobalStreams, check_blur, erase, image_seeds, timm_transform
 
 # Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.
 _BY_TORCH = ("bilinear", "bicubic")
 
+EVAL_CROP = 0.875  # side of the centre crop over the resized shorter side, as for ImageNet
 _ROTATION = 0.05  # largest rotation of "paper", in turns: 18 degrees
 _ZOOM = 0.25  # largest change of scale of "paper"
-EVAL_CROP = 0.875  # side of the centre crop over the resized shorter side, as for ImageNet
+AREA = (0.08, 1.0)  # random crop over image: torchvision's defaults, and timm's
+RATIO = (3 / 4, 4 / 3)  # width over height
+TRIES = 10
+DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
+_ORIENTATION = 0x0112  # the EXIF tag
 
 
 @dataclass(frozen=True)
@@ -52,31 +52,20 @@ class Transform:
     Evaluation uses "none". "paper" is the augmentation of the ImageNet runs of dual-batch
     learning (arXiv:2509.26092): rotation within 18 degrees, zoom within 25 % with the aspect kept,
     bilinear, borders filled by reflection.
-
-    Attributes:
-        resolution: Side R of the images that come out, in pixels.
-        augment: A row of the table above.
-        mirror: Whether a mirrored image keeps its meaning, so that it may be flipped.
-        mean: Subtracted from each channel scaled to [0, 1].
-        std: Then divides it.
-        seed: The run's seed.
-        crop_pct: Side of the centre crop of "none" over the image's shorter side; None: 1 of small
-            images, `EVAL_CROP` of others.
-        interpolation: How "none" resizes.
-        pipeline: The pipeline of "timm".
-        erasing: Erases parts of the images that come out, but for "none"; None: does not.
     """
 
-    resolution: int
+    resolution: int  # side R of the images that come out, pixels
     augment: Augment
-    mirror: bool
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mirror: bool  # whether a mirrored image keeps its meaning, so that it may be flipped
+    mean: tuple[float, float, float]  # of channels in [0, 1]: subtracted
+    std: tuple[float, float, float]  # then divides
     seed: int
+    # side of the centre crop of "none" over the image's shorter side; None: 1 of small images,
+    # `EVAL_CROP` of others
     crop_pct: float | None = None
-    interpolation: Interpolation = "bilinear"
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    erasing: Erasing | None = None
+    interpolation: Interpolation = "bilinear"  # of "none"
+    pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)  # of "timm"
+    erasing: EraseKwargs | None = None  # not for "none"
 
     def __post_init__(self) -> None:
         if self.resolution < 1:
@@ -84,7 +73,7 @@ class Transform:
         if self.augment not in get_args(Augment):
             raise SettingError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
         if self.augment == "timm":
-            self.pipeline.check_resolution(self.resolution)
+            check_blur(self.pipeline, self.resolution)
 
     def __call__(
         self, images: torch.Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
@@ -102,7 +91,9 @@ class Transform:
         if self.augment == "none":
             return self._normalise(self._resize(images if prepared else self._centre(images)))
         images = self._augmented(images, samples, epoch, prepared)
-        return self.erasing(images, samples, self.seed, epoch) if self.erasing else images
+        if self.erasing is None:
+            return images
+        return erase(images, self.erasing, samples, self.seed, epoch)
 
     def _augmented(
         self, images: torch.Tensor, samples: np.ndarray, epoch: int, prepared: bool
@@ -120,10 +111,7 @@ class Transform:
     def boxes(self, sizes: np.ndarray, samples: np.ndarray, epoch: int) -> np.ndarray:
         """Return which part of each large image is used: left, top, right, bottom, [B, 4].
 
-        Args:
-            sizes: Width and height of each image, [B, 2].
-            samples: Sample numbers in the training set, int64 [B].
-            epoch: Epoch that the augmentation is drawn for.
+        `sizes` are width and height, [B, 2].
         """
         if self.augment == "crop":
             stream = stream_seed(self.seed, "crop", epoch)
@@ -143,7 +131,8 @@ class Transform:
         (seed,) = image_seeds(self.seed, "timm", epoch, np.array([sample]))
         with GlobalStreams() as streams:
             streams.seed(seed)
-            return self.pipeline(image, self.resolution, self.mean, self.mirror)
+            transform = timm_transform(self.pipeline, self.resolution, self.mean, self.mirror)
+            return transform(image).permute(1, 2, 0).numpy()
 
     @property
     def resampling(self) -> Image.Resampling:
@@ -247,23 +236,12 @@ def _warp(
     return warped.contiguous(memory_format=torch.channels_last)
 
 
-AREA = (0.08, 1.0)  # random crop over image: torchvision's defaults, and timm's
-RATIO = (3 / 4, 4 / 3)  # width over height
-TRIES = 10
-DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
-
-_ORIENTATION = 0x0112  # the EXIF tag
-
-
 def random_boxes(sizes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     """Return a random crop of each image: left, top, right, bottom, int64 [B, 4].
 
     Area and logarithm of the aspect ratio are uniform, as with torchvision's RandomResizedCrop; an
-    image in which ten tries do not fit gives its central part of the nearest allowed ratio.
-
-    Args:
-        sizes: Width and height of each image, int [B, 2].
-        uniforms: In [0, 1), float64 [B, DRAWS].
+    image in which ten tries do not fit gives its central part of the nearest allowed ratio. `sizes`
+    are width and height, int [B, 2]; `uniforms` lie in [0, 1), float64 [B, DRAWS].
     """
     width, height = (side[:, None] for side in np.asarray(sizes, dtype=np.int64).T)
     area, ratio, right, down = np.moveaxis(uniforms.reshape(-1, TRIES, 4), 2, 0)
@@ -280,6 +258,14 @@ def random_boxes(sizes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     none = ~fits.any(1)
     boxes[none] = _central_boxes(np.asarray(sizes)[none])
     return boxes
+
+
+def _central_boxes(sizes: np.ndarray) -> np.ndarray:
+    width, height = np.asarray(sizes, dtype=np.int64).T
+    wide = np.minimum(width, np.rint(height * RATIO[1]).astype(np.int64))
+    tall = np.minimum(height, np.rint(width / RATIO[0]).astype(np.int64))
+    left, top = (width - wide) // 2, (height - tall) // 2
+    return np.stack([left, top, left + wide, top + tall], axis=1)
 
 
 def centre_boxes(sizes: np.ndarray, share: float) -> np.ndarray:
@@ -310,12 +296,8 @@ def cut(
 ) -> Image.Image:
     """Return a part of an image as RGB, [side, side], resized with antialiasing.
 
-    Args:
-        image: The image, which may be not decoded yet.
-        box: Left, top, right, bottom in its pixels.
-        side: Pixels.
-        mirror: Whether left and right change places.
-        resampling: How pixels are computed.
+    It is resized straight from the image, without a copy in between. A JPEG that is not decoded yet
+    and at least twice as large as needed is decoded at a half, a quarter or an eighth of its size.
     """
     before, spare = image.size, min(box[2] - box[0], box[3] - box[1]) / side
     if spare >= 2 and hasattr(image, "draft"):
@@ -327,11 +309,3 @@ def cut(
         image = image.convert("RGB")
     image = image.resize((side, side), resampling, box=tuple(map(float, box)))
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
-
-
-def _central_boxes(sizes: np.ndarray) -> np.ndarray:
-    width, height = np.asarray(sizes, dtype=np.int64).T
-    wide = np.minimum(width, np.rint(height * RATIO[1]).astype(np.int64))
-    tall = np.minimum(height, np.rint(width / RATIO[0]).astype(np.int64))
-    left, top = (width - wide) // 2, (height - tall) // 2
-    return np.stack([left, top, left + wide, top + tall], axis=1)

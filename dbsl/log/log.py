@@ -26,7 +26,7 @@ from accelerate import Accelerator
 
 from dbsl.base.errors import DivergedError, SaveError
 from dbsl.base.files import write_text
-from dbsl.base.words import duration, plural, px, short_loss
+from dbsl.base.words import duration, plural, px, short_loss, steadier
 from dbsl.config.settings import RunConfig
 from dbsl.extras.charts import Charts, tracker_ids
 from dbsl.extras.noise import NoiseAverage, noise_summary
@@ -61,7 +61,17 @@ from dbsl.log.rows import (
     worker_rows,
 )
 from dbsl.plan.stages import Stage, stage_at
-from dbsl.plan.types import Plan, Restart, RoundReport, StepLine, plan_from_plain, report_from_plain
+from dbsl.plan.types import (
+    BAD_LOSS,
+    BAD_WEIGHTS,
+    NO_FAULT,
+    Plan,
+    Restart,
+    RoundReport,
+    StepLine,
+    plan_from_plain,
+    report_from_plain,
+)
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.folder import check_metrics
 
@@ -251,19 +261,44 @@ class DivergenceWarning:
 
     Of a training loss, which may be anybody's function, it knows whether it is finite, rises and
     falls. An evaluation's cross-entropy is held against that of guessing. `say` takes the line.
+    `precision` is that of forward passes, and `weights` are the names of the model's tensors.
     """
 
-    def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        classes: int,
+        say: Callable[[str], object],
+        *,
+        precision: str = "no",
+        weights: Sequence[str] = (),
+    ) -> None:
         self._config, self._classes, self._say = config, classes, say
+        self._precision, self._weights = precision, weights
         self.first: float | None = None  # training loss of the run's first epoch
         self._said = self._said_none_learnt = False
         self._before = math.nan  # training loss of the epoch before
         self._epochs = self._steps = 0  # since the warm-up, or an evaluation better than guessing
 
-    def look(self, loss: float, epoch: int) -> None:
-        """Take the training loss of a round."""
-        if not math.isfinite(loss):
-            self._diverges(epoch, "is not finite")
+    def look(self, report: RoundReport) -> None:
+        """Take a round; each that is refused is told."""
+        if report.fault == NO_FAULT:  # not refused, or another report of the joint steps says why
+            return
+        config, of_loss = self._config, report.fault == BAD_LOSS
+        self._said |= of_loss
+        joint = config.sync == "step" and not of_loss
+        whose = "all workers" if joint else f"worker {report.worker}"
+        what = "its loss is not finite"
+        if not of_loss:
+            number = report.fault - BAD_WEIGHTS - 1
+            name = "a weight on its way to rank 0" if number < 0 else self._weights[number]
+            gradient = "the gradient of " if config.push == "gradients" else ""
+            what = f"{gradient}{name} is not finite, though its loss is"
+        remedy = steadier(config.lr, config.optimizer, self._precision, finite_loss=not of_loss)
+        self._say(
+            f"warning: round {report.round + 1} of epoch {report.epoch + 1} of {whose} is refused: "
+            f"{what}; {remedy}"
+        )
 
     def look_at_epoch(
         self, epoch: int, loss: float, found: Evaluation | None, *, steps: int, batch_size: int
@@ -311,9 +346,9 @@ def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> N
         return
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     if why := no_result(summary):
-        raise DivergedError(
-            f"{why}: the run in {folder} diverged; lower lr ({config.lr:g} with {config.optimizer})"
-        )
+        precision = str(accelerator.mixed_precision)
+        remedy = steadier(config.lr, config.optimizer, precision, finite_loss=False)
+        raise DivergedError(f"{why}: the run in {folder} diverged; {remedy}")
 
 
 def no_result(summary: Mapping[str, Any]) -> str | None:
@@ -512,7 +547,7 @@ class RunLog:
             self.step(line)
         self.meter.hear(report)
         if self._divergence is not None:
-            self._divergence.look(report.loss, report.epoch)
+            self._divergence.look(report)
         report = replace(report, logged=0, lines=())
         if not self._pushes:
             self._sink.write(

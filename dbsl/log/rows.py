@@ -85,6 +85,7 @@ def round_row(report: RoundReport) -> dict[str, Any]:
     row = asdict(report)
     seldom = ("refused", "micro_batch", "micro_square", "gradient_batch", "gradient_square")
     seldom += ("logged", "lines")
+    del row["fault"]  # said in words
     figures = row.pop("figures")
     return {name: value for name, value in row.items() if value or name not in seldom} | figures
 

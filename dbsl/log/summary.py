@@ -10,15 +10,16 @@ import torch
 from tqdm import tqdm
 
 from dbsl.base.machine import lazy_import
+from dbsl.cluster.weights import names_of
 from dbsl.config.complete import RESOLVED
+from dbsl.config.hooks import Extra
 from dbsl.extras.charts import start_trackers
-from dbsl.extras.hub import CARD, write_card
 from dbsl.log.lines import print_run
-from dbsl.log.log import DivergenceWarning, RunLog, epochs_done, no_result
+from dbsl.log.log import DivergenceWarning, RunLog, epochs_done
 from dbsl.log.rows import read_metrics
 from dbsl.model import has_batch_norm
 from dbsl.plan.types import Restart
-from dbsl.profile.cache import device_name
+from dbsl.profile.timing import device_name
 from dbsl.run.session import Session
 
 timm = lazy_import("timm")
@@ -67,7 +68,11 @@ def start_log(
         and not config.sync_batch_norm
         and has_batch_norm(run.model),
         bce=getattr(config, "bce_loss", False),
-        divergence=DivergenceWarning(config, run.data.num_classes, tqdm.write),
+        divergence=DivergenceWarning(
+            *(config, run.data.num_classes, tqdm.write),
+            precision=str(accelerator.mixed_precision),
+            weights=names_of(run.model),
+        ),
         state=state,
         restart=restart,
     )
@@ -115,12 +120,7 @@ def sum_up(session: Session) -> None:
             **_mishaps(session),
         }
         log.summary(values)
-        if no_result(values) is None:
-            plans = {s.resolution: run.plans[s.resolution] for s in run.stages}
-            of_timm = run.model.created_with is not None
-            write_card(folder, config, plans, values, of_timm=of_timm)
-        else:  # nor one of before the run was made longer
-            (folder / CARD).unlink(missing_ok=True)
+        session.run.extras.each(Extra.end, folder)
     log.close()
 
 

@@ -177,6 +177,9 @@ class StepLine(NamedTuple):
     figures: Mapping[str, float] = {}  # the loss function's own, as the loss
 
 
+NO_FAULT, BAD_LOSS, BAD_WEIGHTS = 0, 1, 2  # of a report that is refused
+
+
 @dataclass(frozen=True)
 class RoundReport:
     """A worker's report of a round, beside its weights; the server adds the staleness."""
@@ -199,6 +202,9 @@ class RoundReport:
     compute_time_s: float = 0.0
     wait_time_s: float = 0.0
     refused: bool = False  # loss or weights were not finite: the round was not merged
+    # What was not finite: NO_FAULT, BAD_LOSS, BAD_WEIGHTS, or that and 1 more than the number of
+    # the first such tensor, of parameters and then of buffers.
+    fault: int = NO_FAULT
     # Squared norms of the gradients of a batch and of a part of it, at the round's first step; a
     # batch of 0 where they were not measured (see dbsl.extras.noise).
     micro_batch: int = 0

@@ -1,7 +1,4 @@
-"""What a step's time depends on: the device, the model, and how it is trained.
-
-Profiles kept between runs, each with what it was measured on, so that none is used elsewhere.
-"""
+"""Step profiles kept between runs, each with what it was measured on: none is used elsewhere."""
 
 from __future__ import annotations
 
@@ -10,111 +7,27 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
-from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.words import px
-from dbsl.config.settings import ClipMode
-from dbsl.loss import LossOf
-from dbsl.optimizer import BuildOptimizer
 from dbsl.profile.memory import MemoryModel, PeakMemory, confirm_batch
 from dbsl.profile.timing import (
-    Example,
+    Setup,
     StepProfile,
+    StepSpec,
     TrainingStep,
     batch_sizes_to_measure,
     profile_memory,
     profile_steps,
 )
-
-timm = lazy_import("timm")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that a step's time depends on, but its resolution and its batch size.
-
-    Of a loss function it has the text, not that of what it calls.
-    """
-
-    device: str  # name of the device
-    model: str
-    parameters: int
-    trained: int  # parameters that are not frozen
-    num_classes: int
-    precision: str
-    optimizer: str
-    momentum: bool  # whether the optimizer has momentum
-    weight_decay: bool  # whether the optimizer decays weights
-    compile: bool
-    cpu_threads: int
-    local_processes: int  # processes that run on the machine at the same time
-    torch: str
-    timm: str
-    clip: ClipMode | None = None  # how gradients are clipped
-    micro_batch: int | None = None  # samples that are computed at once
-    loss: str | None = None  # digest of the loss function's text; None: cross-entropy
-
-    @staticmethod
-    def of(
-        name: str,
-        model: nn.Module,
-        num_classes: int,
-        accelerator: Accelerator,
-        *,
-        optimizer: str = "sgd",
-        momentum: float = 0.9,
-        weight_decay: float = 5e-4,
-        compiled: bool = False,
-        clip: ClipMode | None = None,
-        micro_batch: int | None = None,
-        loss: str | None = None,
-    ) -> Setup:
-        """Return the setup of this process."""
-        return Setup(
-            device=device_name(accelerator.device),
-            model=name,
-            parameters=sum(p.numel() for p in model.parameters()),
-            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            num_classes=num_classes,
-            precision=str(accelerator.mixed_precision),
-            optimizer=optimizer,
-            momentum=momentum > 0,
-            weight_decay=weight_decay > 0,
-            compile=compiled,
-            cpu_threads=torch.get_num_threads(),
-            local_processes=local_processes(),
-            torch=torch.__version__,
-            timm=timm.__version__,
-            clip=clip,
-            micro_batch=micro_batch,
-            loss=loss,
-        )
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a device's hardware."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine() or "cpu"
-
 
 logger = logging.getLogger(__name__)
 
@@ -129,58 +42,45 @@ class Profiler:
     Every process gets profiles of its own device. They measure together or not at all, since one
     alone would find the machine idle.
 
+    A profile file of another device or setup is refused.
+
     Args:
-        setup: The profiles must be measured in this setup.
-        model: The model, on its device.
-        accelerator: Device, precision, processes.
+        spec: The step that is measured; profiles of another setup are not used.
         seconds: About how long measuring may take for each resolution.
         rough: Whether times need not be good: three batch sizes are measured, and nothing is kept.
         refresh: Measure even what the cache has.
         file: Take the profiles from this file instead.
-        loss_of: Mean loss of the model on images and labels; unset: cross-entropy.
-        optimizer_settings: What the optimizer takes beside its name, momentum and weight decay.
-            The setup's name of the model tells setups apart that differ in them.
-        build_optimizer: Builds the optimizer; unset: timm's of the setup's name.
-        example: Batch of a size at a resolution, on the device; unset: random images.
-        reserve: Bytes that a run needs beside one worker's training, from those of an optimizer's
+        reserve: Bytes that a run needs besides one worker's training, from those of an optimizer's
             state.
-
-    Raises:
-        SettingError: If the file is of another device or setup, or is no profile.
     """
 
     def __init__(
         self,
-        setup: Setup,
-        model: nn.Module,
-        accelerator: Accelerator,
+        spec: StepSpec,
         *,
         seconds: float,
         rough: bool = False,
         refresh: bool = False,
         file: Path | None = None,
-        loss_of: LossOf | None = None,
-        optimizer_settings: Mapping[str, Any] | None = None,
-        build_optimizer: BuildOptimizer | None = None,
-        example: Example | None = None,
         reserve: Callable[[float], float] = lambda state_bytes: 0.0,
     ) -> None:
-        self.setup = setup
+        self.spec = spec
         self.file = file
-        self.path = file or cache_file(setup)
-        self._model = model
-        self._accelerator = accelerator
+        self._accelerator = spec.accelerator
         self._seconds = seconds
         self._rough = rough
-        self._loss_of = loss_of
-        self._optimizer_settings = optimizer_settings
-        self._build_optimizer = build_optimizer
-        self._example = example
-        self._reserve = reserve
         self._refresh = refresh
+        self._reserve = reserve
         self._others: dict[int | None, Profiler] = {None: self}
-        self._known = {} if refresh and not file else _read(self.path, setup, strict=bool(file))
         self._announced = False
+        self._open()
+
+    def _open(self) -> None:
+        """Find what is kept of the setup."""
+        self.path = self.file or cache_file(self.spec.setup)
+        fresh = self._refresh and not self.file
+        strict = bool(self.file)
+        self._known = {} if fresh else _read(self.path, self.spec.setup, strict=strict)
 
     @property
     def again(self) -> str:
@@ -193,12 +93,9 @@ class Profiler:
     def in_micro_batches(self, most: int | None) -> Profiler:
         """Return a profiler of steps in micro-batches of at most so many samples; None: whole."""
         if most not in self._others:
-            other = copy.copy(self)
-            other.setup = replace(self.setup, micro_batch=most)
-            other.path = self.file or cache_file(other.setup)
-            fresh = self._refresh and not self.file
-            other._known = {} if fresh else _read(other.path, other.setup, strict=bool(self.file))
-            self._others[most] = other
+            other = self._others[most] = copy.copy(self)
+            other.spec = replace(self.spec, setup=replace(self.spec.setup, micro_batch=most))
+            other._open()
         return self._others[most]
 
     def largest_batch(
@@ -212,23 +109,17 @@ class Profiler:
     ) -> int:
         """Return the largest batch whose training step fits into memory, at most `at_most`.
 
-        On a CUDA device one step with it confirms the prediction.
-
-        Args:
-            resolution: Image side, pixels.
-            limit_bytes: Bytes that a step may use; None: what is free.
-            at_most: Samples.
-            what: What is looked for, in the line that says what was found.
-            why_most: Why it is not above `at_most`, in that line.
+        On a CUDA device one step with it confirms the prediction. A line says `what` was found, and
+        `why_most`, where `at_most` bounds it.
         """
         known = self._known.get(resolution)
         if self._all(known is not None and known.memory is not None):
             memory = known.memory
         else:
             self._accelerator.print(
-                f"measuring memory of {self.setup.model}{px(resolution, ' at ')}"
+                f"measuring memory of {self.spec.setup.model}{px(resolution, ' at ')}"
             )
-            step, largest = self._step(resolution), _MEMORY_UP_TO
+            step, largest = TrainingStep(self.spec, resolution), _MEMORY_UP_TO
             if self._accelerator.device.type == "cuda":
                 # It costs seconds there. A line to tens of thousands of samples needs a long base.
                 largest = confirm_batch(step, max(largest, min(_CUDA_MEMORY_UP_TO, at_most)))
@@ -241,7 +132,7 @@ class Profiler:
         memory = self._adapted(memory)
         batch = min(memory.largest_batch(limit_bytes), at_most)
         if self._accelerator.device.type == "cuda":
-            batch = confirm_batch(self._step(resolution), batch)
+            batch = confirm_batch(TrainingStep(self.spec, resolution), batch)
         self._accelerator.print(
             f"{what}{px(resolution, ' at ')}: {batch} ({memory.describe()}"
             f"{f'; {why_most}' if batch == at_most else ''})"
@@ -271,45 +162,23 @@ class Profiler:
                 self._announced = True
             return replace(known, memory=known.memory and self._adapted(known.memory))
         self._accelerator.print(
-            f"measuring steps of {self.setup.model}{px(resolution, ' at ')}, "
+            f"measuring steps of {self.spec.setup.model}{px(resolution, ' at ')}, "
             f"{self._seconds:g} s at most"
         )
         sizes = batch_sizes_to_measure(large_batch_size)
         if self._rough:
             sizes = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
-        profile = profile_steps(
-            self._step(resolution),
-            sizes,
-            seconds=self._seconds,
-            held_out=held_out,
-        )
+        step = TrainingStep(self.spec, resolution)
+        profile = profile_steps(step, sizes, seconds=self._seconds, held_out=held_out)
         if covers and known.largest_error < profile.largest_error:
             profile = known
         self._known[resolution] = profile
         if not self._rough:
             try:
-                write_profiles(self.path, self.setup, self._known)
+                write_profiles(self.path, self.spec.setup, self._known)
             except OSError as error:
                 logger.warning("step times are not kept for the next run (%s)", error)
         return replace(profile, memory=profile.memory and self._adapted(profile.memory))
-
-    def _step(self, resolution: int) -> TrainingStep:
-        return TrainingStep(
-            self._model,
-            resolution,
-            self.setup.num_classes,
-            self._accelerator,
-            loss_of=self._loss_of,
-            optimizer=self.setup.optimizer,
-            momentum=self.setup.momentum,
-            weight_decay=self.setup.weight_decay,
-            optimizer_settings=self._optimizer_settings,
-            build=self._build_optimizer,
-            compiled=self.setup.compile,
-            clip=self.setup.clip,
-            micro_batch=self.setup.micro_batch,
-            example=self._example,
-        )
 
     def _adapted(self, memory: MemoryModel) -> MemoryModel:
         """Return a memory model, kept or new, for what this run holds and what is free now."""

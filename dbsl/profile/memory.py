@@ -47,7 +47,7 @@ class MemoryModel:
     sample_bytes: float  # q: activations of a sample
     capacity_bytes: float  # bytes that the process may use
     margin: float  # share of the capacity that is left free
-    reserve_bytes: float  # for what a run holds beside one worker's training
+    reserve_bytes: float  # for what a run holds besides one worker's training
     source: str  # the quantity that was measured
     state_bytes: float = 0.0  # optimizer state of one model; a part of p
 
@@ -56,11 +56,7 @@ class MemoryModel:
         return replace(self, capacity_bytes=capacity_bytes, reserve_bytes=reserve_bytes)
 
     def largest_batch(self, limit_bytes: float | None = None) -> int:
-        """Return the largest batch that fits into the capacity, or into a lower limit.
-
-        Raises:
-            SettingError: If not even one sample fits.
-        """
+        """Return the largest batch that fits into the capacity, or into a lower limit."""
         capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
         room = capacity * (1 - self.margin) - self.reserve_bytes - self.fixed_bytes
         batch = int(room // self.sample_bytes)
@@ -83,10 +79,8 @@ class MemoryModel:
     def describe(self, limit_bytes: float | None = None) -> str:
         """Return the line and what it admits, in memory or in a lower limit."""
         capacity = min(self.capacity_bytes, limit_bytes or self.capacity_bytes)
-        try:
-            fits = f"batches up to {self.largest_batch(limit_bytes)} fit"
-        except SettingError:
-            fits = "no batch fits"
+        most = self.fits(limit_bytes)
+        fits = f"batches up to {most} fit" if most else "no batch fits"
         return (
             f"memory {self.sample_bytes / 2**20:.3g} MiB * x + {self.fixed_bytes / 2**20:.4g} MiB, "
             f"{fits} into {capacity / GIB:.1f} GiB with {self.margin:.0%} left free "
@@ -196,9 +190,6 @@ def confirm_batch(step: Callable[[int], object], batch: int) -> int:
     """Return the largest batch, from `batch` down in steps of 5 %, with which a step runs.
 
     For devices whose allocator reports what it lacks; host memory would be overcommitted.
-
-    Raises:
-        SettingError: If not even one sample fits.
     """
     while True:
         try:

@@ -1,24 +1,21 @@
-"""The line of step times, with a floor where they show one, fitted to measured steps; pure.
+"""How long a training step takes: measured, and fitted by a line, with a floor where there is one.
 
-Know the machine: how long a training step takes, how much memory it needs, for any batch size.
-
-Two lines are fitted to measured steps: time ``t = a*x + b`` (eq. 2) and memory ``M = p + x*q``
-(eq. 9). Where a line alone is clearly wrong, as on a fast GPU that waits for its host in small
-steps, time has a floor as well: ``t = max(f, a*x + b)``. Warm-up is left out, the device
-synchronised, and the fit minimises relative errors. From the shell::
-
-    python -m dbsl.profile --model resnet18 --resolutions 24,32 --large-batch-size 128
+Step time is ``t = a*x + b`` (eq. 2). Where a line alone is clearly wrong, as on a fast GPU that
+waits for its host in small steps, it has a floor as well: ``t = max(f, a*x + b)``. Warm-up is left
+out, the device synchronised, and the fit minimises relative errors.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +25,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.errors import SettingError
+from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.words import px
 from dbsl.cluster.weights import compile_in_place
 from dbsl.cluster.wire import wait_for_all
@@ -40,64 +38,87 @@ from dbsl.plan.sampler import Part, micro_parts
 from dbsl.plan.types import TimeModel
 from dbsl.profile.memory import MemoryModel, PeakMemory, fit_memory, without_trials
 
+timm = lazy_import("timm")
+
 TOLERANCE = 0.10  # relative error of a prediction up to which the line is said to hold
 _SIZES_FOR_A_FLOOR = 4  # a line and a floor are three numbers
-
-
-def fit_time_model(
-    batch_sizes: Sequence[int], times_s: Sequence[float], errors: Sequence[float] = ()
-) -> TimeModel:
-    """Fit step time against batch size by least squares on the *relative* error (weights 1/t).
-
-    A line whose intercept comes out below zero is no model of a step; the slope alone is then
-    fitted, through the origin.
-
-    Noise is not to make a floor. There is one only where the line alone is off by more than
-    `TOLERANCE` and by more than four standard errors, and a floor below at least two of four or
-    more sizes brings the largest error below a third of the line's.
-
-    Args:
-        batch_sizes: Samples per step, ascending.
-        times_s: Seconds of a step with each.
-        errors: Standard errors of the times, relative to them.
-
-    Raises:
-        SettingError: If a time is not a finite number above 0.
-    """
-    x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
-    if not (np.isfinite(t) & (t > 0)).all():
-        raise SettingError(f"step times must be finite and above 0 s, got {list(times_s)}")
-
-    def off(model: TimeModel) -> float:
-        return max(abs(model.time(size, 1) / time_s - 1) for size, time_s in zip(x, t, strict=True))
-
-    line = _fit_line(x, t)
-    if len(x) < _SIZES_FOR_A_FLOOR or off(line) <= max(TOLERANCE, 4 * max(errors, default=0.0)):
-        return line
-    fits = []
-    for flat in range(2, len(x)):
-        floor = float((1 / t[:flat]).sum() / (1 / t[:flat] ** 2).sum())
-        fits.append(replace(_fit_line(x[flat:], t[flat:]), floor=floor))
-    best = min(fits, key=off)
-    return best if off(best) < off(line) / 3 else line
-
-
-def _fit_line(x: np.ndarray, t: np.ndarray) -> TimeModel:
-    """Return the line alone."""
-    slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
-    if intercept <= 0 or slope <= 0:
-        ratio = x / t
-        slope, intercept = float(ratio.sum() / (ratio**2).sum()), 0.0
-    return TimeModel(float(slope), float(intercept))
-
-
-Example = Callable[[int, int], Batch]  # by batch size and resolution
-
 _LR = 1e-8  # while measuring: some optimizers refuse 0
 # Largest relative error of a fitted line above which predictions from it are not to be trusted. R2
 # would not do: it is low as well where steps take one time whatever their batch.
 BAD_FIT = 0.20
 NO_OPTIMIZER = "none"  # for workers that push gradients: the server takes the step
+
+Example = Callable[[int, int], Batch]  # by batch size and resolution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything that a step's time depends on, but its resolution and its batch size.
+
+    Of a loss function it has the text, not that of what it calls.
+    """
+
+    device: str  # name of the device
+    model: str
+    parameters: int
+    trained: int  # parameters that are not frozen
+    num_classes: int
+    precision: str
+    optimizer: str = "sgd"  # or `NO_OPTIMIZER`
+    momentum: bool = True  # whether the optimizer has momentum
+    weight_decay: bool = True  # whether the optimizer decays weights
+    compile: bool = False
+    cpu_threads: int
+    local_processes: int  # processes that run on the machine at the same time
+    torch: str
+    timm: str
+    clip: ClipMode | None = None  # how gradients are clipped
+    micro_batch: int | None = None  # samples that are computed at once
+    loss: str | None = None  # digest of the loss function's text; None: cross-entropy
+
+    @staticmethod
+    def of(name: str, model: nn.Module, num_classes: int, accelerator: Accelerator) -> Setup:
+        """Return the setup of this process, its step that of SGD."""
+        return Setup(
+            device=device_name(accelerator.device),
+            model=name,
+            parameters=sum(p.numel() for p in model.parameters()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            num_classes=num_classes,
+            precision=str(accelerator.mixed_precision),
+            cpu_threads=torch.get_num_threads(),
+            local_processes=local_processes(),
+            torch=torch.__version__,
+            timm=timm.__version__,
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device's hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine() or "cpu"
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """A training step at any resolution and batch size: its setup, and what no file can hold."""
+
+    setup: Setup
+    model: nn.Module  # on its device
+    accelerator: Accelerator
+    loss_of: LossOf | None = None  # unset: cross-entropy
+    example: Example | None = None  # batch on the device; unset: random images
+    # what the optimizer takes besides its name, momentum and weight decay; the setup's name of the
+    # model tells setups apart that differ in them
+    optimizer_settings: Mapping[str, Any] = field(default_factory=dict)
+    build_optimizer: BuildOptimizer | None = None  # unset: timm's of the setup's name
 
 
 @dataclass(frozen=True)
@@ -113,7 +134,7 @@ class StepProfile:
     r_squared: float  # goodness of the fitted line
     largest_error: float  # largest relative error of the line against the measured times
     holds_from: int | None  # smallest measured batch from which on the line is within TOLERANCE
-    held_out_sizes: tuple[int, ...] = ()  # measured beside, and left out of the fit
+    held_out_sizes: tuple[int, ...] = ()  # measured too, and left out of the fit
     held_out_times_s: tuple[float, ...] = ()
     memory: MemoryModel | None = None
     floor: float = 0.0  # f, the least that a step takes, seconds
@@ -160,68 +181,34 @@ class StepProfile:
 
 
 class TrainingStep:
-    """A training step with synthetic images on a copy of a model, for any batch size.
+    """A training step on a copy of a model, for any batch size.
 
     Parameters that are frozen in the model are frozen in the copy.
-
-    Args:
-        model: The model, on its device.
-        resolution: Side of the images, pixels.
-        num_classes: Labels lie in [0, num_classes).
-        accelerator: Device and precision.
-        loss_of: Mean loss of a model on images and labels; unset: cross-entropy.
-        optimizer: Name of the optimizer, or `NO_OPTIMIZER`.
-        momentum: Whether it has momentum.
-        weight_decay: Whether it has weight decay.
-        optimizer_settings: What else it takes, as `build_optimizer` does.
-        build: Builds it; unset: timm's of that name.
-        compiled: Whether `compile` compiles the copy.
-        micro_batch: Samples at most that are computed at once; None: all.
-        clip: How gradients are clipped; None: they are not.
-        example: Batch of a size at a resolution, on the device; unset: random images.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        resolution: int,
-        num_classes: int,
-        accelerator: Accelerator,
-        *,
-        loss_of: LossOf | None = None,
-        optimizer: str = "sgd",
-        momentum: bool = True,
-        weight_decay: bool = True,
-        optimizer_settings: Mapping[str, Any] | None = None,
-        build: BuildOptimizer | None = None,
-        compiled: bool = False,
-        micro_batch: int | None = None,
-        clip: ClipMode | None = None,
-        example: Example | None = None,
-    ) -> None:
-        self.micro_batch = micro_batch
-        self.accelerator = accelerator
-        self._example = example or self._images_of
+    def __init__(self, spec: StepSpec, resolution: int) -> None:
+        self._setup = setup = spec.setup
+        self.micro_batch = setup.micro_batch
+        self.accelerator = spec.accelerator
         self.resolution = resolution
-        self.num_classes = num_classes
-        self._model = copy.deepcopy(model)
+        self._example = spec.example or self._images_of
+        self._loss_of = spec.loss_of or self._cross_entropy
+        self._model = copy.deepcopy(spec.model)
         set_training(self._model)
-        self._compiled = compiled
-        self._loss_of = loss_of or self._cross_entropy
         self._optimizer: torch.optim.Optimizer | None = None
-        if optimizer != NO_OPTIMIZER:
-            build = build or partial(
+        if setup.optimizer != NO_OPTIMIZER:
+            build = spec.build_optimizer or partial(
                 build_optimizer,
-                optimizer,
+                setup.optimizer,
                 lr=_LR,
-                momentum=0.9 * momentum,
-                weight_decay=1e-4 * weight_decay,
-                **optimizer_settings or {},
+                momentum=0.9 * setup.momentum,
+                weight_decay=1e-4 * setup.weight_decay,
+                **spec.optimizer_settings,
             )
             self._optimizer = build(self._model)
             for group in self._optimizer.param_groups:
                 group["lr"] = _LR
-        self._clip = make_clip(self._model, clip and 1.0, clip or "norm")
+        self._clip = make_clip(self._model, setup.clip and 1.0, setup.clip or "norm")
         self._images: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None
 
@@ -244,7 +231,7 @@ class TrainingStep:
 
     def compile(self) -> None:
         """Compile the copy, if it is to be."""
-        if self._compiled:
+        if self._setup.compile:
             sums = self.micro_batch is not None
             compile_in_place(self._model, self.accelerator.device, sums=sums)
 
@@ -262,7 +249,7 @@ class TrainingStep:
             return F.cross_entropy(model(images), labels)
 
     def _images_of(self, size: int, resolution: int) -> Batch:
-        return image_batch(size, resolution, self.num_classes, self.accelerator.device)
+        return image_batch(size, resolution, self._setup.num_classes, self.accelerator.device)
 
 
 def profile_steps(
@@ -275,17 +262,12 @@ def profile_steps(
     """Measure training steps on this device, and fit time and memory to them.
 
     Weights and data stay untouched, and what the data path costs is not in it. All processes
-    measure at once, as they will train.
-
-    Args:
-        step: The training step.
-        batch_sizes: Batch sizes to measure, and to fit the lines to.
-        seconds: About when to stop repeating.
-        held_out: Batch sizes to measure beside, and to leave out of the fit.
+    measure at once, as they will train. It stops repeating after about `seconds`. Batch sizes that
+    are `held_out` are measured, too, but left out of the fit.
     """
     wait_for_all()
     sizes = sorted(set(batch_sizes))
-    beside = sorted(set(held_out) - set(sizes))
+    others = sorted(set(held_out) - set(sizes))
     began = time.perf_counter()
     # With micro-batches it does not grow with the batch.
     memory = profile_memory(step, sizes) if step.micro_batch is None else None
@@ -293,10 +275,10 @@ def profile_steps(
     # which would make a graph.
     step.compile()
     left = seconds - (time.perf_counter() - began)
-    times, errors = measure_step_times(step, [*sizes, *beside], seconds=left)
+    times, errors = measure_step_times(step, [*sizes, *others], seconds=left)
     count = len(sizes)
     profile = fit_profile(step.resolution, sizes, times[:count], errors[:count], memory)
-    return replace(profile, held_out_sizes=tuple(beside), held_out_times_s=tuple(times[count:]))
+    return replace(profile, held_out_sizes=tuple(others), held_out_times_s=tuple(times[count:]))
 
 
 def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryModel | None:
@@ -311,36 +293,6 @@ def profile_memory(step: TrainingStep, batch_sizes: Sequence[int]) -> MemoryMode
         step(sizes[0])  # the optimizer's state exists from now on
         used = [peaks.of(lambda size=size: step(size)) for size in sizes]  # ascending, for the host
     return fit_memory(sizes, used, peaks, step.state_bytes)
-
-
-def fit_profile(
-    resolution: int,
-    batch_sizes: Sequence[int],
-    times_s: Sequence[float],
-    errors: Sequence[float],
-    memory: MemoryModel | None = None,
-) -> StepProfile:
-    """Fit the line of step times, with a floor where they show one; say how well it holds."""
-    line = fit_time_model(batch_sizes, times_s, errors)
-    t = np.asarray(times_s, dtype=np.float64)
-    predicted = np.array([line.time(x, 1) for x in batch_sizes])
-    off = np.abs(predicted / t - 1)
-    spread = float(((t - t.mean()) ** 2).sum())
-    bad = np.flatnonzero(off > TOLERANCE)
-    first = int(bad[-1]) + 1 if len(bad) else 0
-    return StepProfile(
-        resolution=resolution,
-        batch_sizes=tuple(batch_sizes),
-        times_s=tuple(times_s),
-        errors=tuple(errors),
-        slope=line.slope,
-        intercept=line.intercept,
-        r_squared=1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0,
-        largest_error=float(off.max()),
-        holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
-        memory=memory,
-        floor=line.floor,
-    )
 
 
 def batch_sizes_to_measure(large_batch_size: int, points: int = 5) -> list[int]:
@@ -383,8 +335,8 @@ def measure_step_times(
     block_s = max(0.25 * (timer() - second), 1e-3)
     samples: list[list[float]] = [[] for _ in timers]
     for turn in itertools.count(1):
-        for own, taken in zip(timers, samples, strict=True):
-            taken += own.blocked_autorange(min_run_time=block_s).times  # waits for the device
+        for each, taken in zip(timers, samples, strict=True):
+            taken += each.blocked_autorange(min_run_time=block_s).times  # waits for the device
         if turn == 1:
             continue
         errors = [_median_error(taken) for taken in samples]
@@ -396,3 +348,72 @@ def _median_error(times_s: Sequence[float]) -> float:
     """Return the standard error of the median over the median, for roughly normal noise."""
     spread = statistics.stdev(times_s) * 1.2533 / len(times_s) ** 0.5
     return spread / statistics.median(times_s)
+
+
+def fit_profile(
+    resolution: int,
+    batch_sizes: Sequence[int],
+    times_s: Sequence[float],
+    errors: Sequence[float],
+    memory: MemoryModel | None = None,
+) -> StepProfile:
+    """Fit the line of step times, with a floor where they show one; say how well it holds."""
+    line = fit_time_model(batch_sizes, times_s, errors)
+    t = np.asarray(times_s, dtype=np.float64)
+    predicted = np.array([line.time(x, 1) for x in batch_sizes])
+    off = np.abs(predicted / t - 1)
+    spread = float(((t - t.mean()) ** 2).sum())
+    bad = np.flatnonzero(off > TOLERANCE)
+    first = int(bad[-1]) + 1 if len(bad) else 0
+    return StepProfile(
+        resolution=resolution,
+        batch_sizes=tuple(batch_sizes),
+        times_s=tuple(times_s),
+        errors=tuple(errors),
+        slope=line.slope,
+        intercept=line.intercept,
+        r_squared=1.0 - float(((t - predicted) ** 2).sum()) / spread if spread > 0 else 1.0,
+        largest_error=float(off.max()),
+        holds_from=int(batch_sizes[first]) if first < len(batch_sizes) else None,
+        memory=memory,
+        floor=line.floor,
+    )
+
+
+def fit_time_model(
+    batch_sizes: Sequence[int], times_s: Sequence[float], errors: Sequence[float] = ()
+) -> TimeModel:
+    """Fit step time against batch size by least squares on the *relative* error (weights 1/t).
+
+    A line whose intercept comes out below zero is no model of a step; the slope alone is then
+    fitted, through the origin.
+
+    Noise is not to make a floor. There is one only where the line alone is off by more than
+    `TOLERANCE` and by more than four standard errors, and a floor below at least two of four or
+    more sizes brings the largest error below a third of the line's.
+
+    `batch_sizes` ascend; `errors` are standard errors of the times, relative to them.
+    """
+    x, t = np.asarray(batch_sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+
+    def off(model: TimeModel) -> float:
+        return max(abs(model.time(size, 1) / time_s - 1) for size, time_s in zip(x, t, strict=True))
+
+    line = _fit_line(x, t)
+    if len(x) < _SIZES_FOR_A_FLOOR or off(line) <= max(TOLERANCE, 4 * max(errors, default=0.0)):
+        return line
+    fits = []
+    for flat in range(2, len(x)):
+        floor = float((1 / t[:flat]).sum() / (1 / t[:flat] ** 2).sum())
+        fits.append(replace(_fit_line(x[flat:], t[flat:]), floor=floor))
+    best = min(fits, key=off)
+    return best if off(best) < off(line) / 3 else line
+
+
+def _fit_line(x: np.ndarray, t: np.ndarray) -> TimeModel:
+    """Return the line alone."""
+    slope, intercept = np.polyfit(x, t, 1, w=1 / t) if len(x) > 1 else (t[0] / x[0], 0.0)
+    if intercept <= 0 or slope <= 0:
+        ratio = x / t
+        slope, intercept = float(ratio.sum() / (ratio**2).sum()), 0.0
+    return TimeModel(float(slope), float(intercept))

@@ -216,7 +216,7 @@ def _others_expected() -> str | None:
     if tasks != "1" and os.environ.get("SLURM_PROCID", "0") == "0":
         return (
             f"Slurm has {tasks} tasks, and each that runs train.py trains alone, since RANK and "
-            "WORLD_SIZE are unset; scripts/slurm.sbatch sets them"
+            "WORLD_SIZE are unset; examples/clusters/slurm.sbatch sets them"
         )
     return None
 

@@ -16,7 +16,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import RunConfig
-from dbsl.data.dataset import load_configured
+from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.model import check_patches, check_sides, load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
@@ -158,7 +158,7 @@ def further_sources(
             changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
             with accelerator.local_main_process_first():
                 named = replace(config, **changes)
-                given = load_configured(named, config.seed, accelerator.device)
+                given = load_data(named, config.seed, accelerator.device)
         sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
     return sources
 
@@ -196,7 +196,7 @@ def prepare_evaluation(
         data = own.data.on(accelerator.device)
     else:
         with first_on_node(accelerator):  # one decodes, the others read its cache
-            data = load_configured(config, config.seed, accelerator.device)
+            data = load_data(config, config.seed, accelerator.device)
     if own.model is not None:
         side = (config.resolutions or data.resolutions)[-1]
         sized = replace(config, resolutions=(side,))
@@ -212,7 +212,7 @@ def prepare_evaluation(
                 f"{data.num_classes}"
             )
         _check_names(model, data, name, accelerator)
-        data = data.normalised_as(statistics).normalised_by(config.mean, config.std)
+        data = data.normalised_as(statistics)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
         check_sides(name, model, data, (side,))
     also = further_sources(own, replace(config, resolutions=(side,)), data, accelerator)

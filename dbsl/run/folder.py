@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
@@ -21,6 +22,7 @@ from dbsl.base.launcher import remember
 from dbsl.base.words import px
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import RESOLVED
+from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.plan.types import Plan
 from dbsl.run.code import Code, write_code
@@ -85,7 +87,12 @@ class RunFolder:
             return
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
-        settings = {name: v for name, v in asdict(given).items() if name not in _NOT_KEPT}
+        extras = defaults_of_extras()  # left out: a run that uses none reads back without them
+        settings = {
+            name: value
+            for name, value in asdict(given).items()
+            if name not in _NOT_KEPT and (name not in extras or value != extras[name])
+        }
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
 
     def write_code(self, code: Code) -> None:
@@ -171,6 +178,12 @@ def default_folder(config: Any) -> Path:
     dataset = Path(config.dataset).stem or "data"
     model = Path(config.model.rpartition(":")[2]).name  # local-dir:runs/first is named first
     return Path(f"runs/{dataset}-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run by its config.yaml, with what it found out."""
+    given = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    return given | given.pop(RESOLVED, {})
 
 
 def check_metrics(path: Path, keep_bytes: int) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
+from dbsl.config.hooks import Extras
 from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
-from dbsl.data.dataset import Data, load_configured
+from dbsl.data.dataset import Data, load_data
 from dbsl.data.sources import TrainingData
 from dbsl.extras.average import WeightAverage
 from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
@@ -118,6 +119,7 @@ def prepare(
     accelerator: Accelerator,
     loss_function: LossFunction,
     own: Own = _NOTHING_OWN,
+    extras: Extras | None = None,
 ) -> Run:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
@@ -127,6 +129,7 @@ def prepare(
         loss_function: As for `open_session`. It is called once for the names of its figures, and
             is a part of the steps that are measured.
         own: Data and a model that are not those that the settings name.
+        extras: The run's; None: those that the settings ask for.
     """
 
     def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
@@ -142,7 +145,7 @@ def prepare(
     model = _build_model(config, data, own, accelerator)
     also = further_sources(own, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
-        data = data.normalised_as(model.input_statistics).normalised_by(config.mean, config.std)
+        data = data.normalised_as(model.input_statistics)
     least = least_batch(model, data.example(1, config.resolutions[0])[0])
     check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
@@ -199,6 +202,7 @@ def prepare(
         nodes=nodes,
         figures=figures,
         also=also,
+        extras=Extras.of(config) if extras is None else extras,
     )
     check_room(run)
     return run
@@ -335,7 +339,7 @@ def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
     if config.resolutions == (NO_SIDE,):
         raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
     with first_on_node(accelerator):  # one process decodes, the others read its cache
-        return load_configured(config, config.seed, accelerator.device)
+        return load_data(config, config.seed, accelerator.device)
 
 
 def make_planner(

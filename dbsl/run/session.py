@@ -28,7 +28,17 @@ from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.stages import Stage, resets_momentum
-from dbsl.plan.types import CurrentPlan, EpochEnd, Plan, Round, RoundReport, StepLine
+from dbsl.plan.types import (
+    BAD_LOSS,
+    BAD_WEIGHTS,
+    NO_FAULT,
+    CurrentPlan,
+    EpochEnd,
+    Plan,
+    Round,
+    RoundReport,
+    StepLine,
+)
 from dbsl.run.connect import Stepper
 from dbsl.run.evaluation import evaluation_images
 from dbsl.run.stopping import Stopping, Stopwatch
@@ -97,13 +107,15 @@ def make_reports(
     clock: ComputeClock,
     figures: Sequence[str] = (),
     refused: bool = False,
+    faults: Mapping[int, int] | None = None,
     noise: Mapping[str, Any] | None = None,
     lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
     `samples` and `sums`, of the loss and the figures over the samples, lack a worker without any.
-    The noise goes with the first worker. `lines_of` gives the lines that the main process lacks.
+    `faults` are those of a refused round. The noise goes with the first worker. `lines_of` gives
+    the lines that the main process lacks.
     """
     nothing = [0.0] * (1 + len(figures))
     reports = []
@@ -126,6 +138,7 @@ def make_reports(
                 learning_rate=learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=refused,
+                fault=(faults or {}).get(worker, NO_FAULT),
                 logged=len(lines),
                 lines=lines,
                 figures=dict(zip(figures, means, strict=True)),
@@ -388,6 +401,16 @@ class Work:
         for worker in self._turn.workers:
             self._session.stepper.forget(worker)
 
+    def _faults(self, sums: Mapping[int, Sequence[float]]) -> dict[int, int]:
+        """Return what was not finite, by worker: losses, or else the weights of all of them."""
+        cluster = self._session.cluster
+        found = {worker: BAD_LOSS for worker, own in sums.items() if not math.isfinite(own[0])}
+        if found:
+            return found
+        number = cluster.weights.first_not_finite(cluster.outgoing)
+        tensor = 0 if number is None else 1 + number
+        return {self._turn.workers[0]: BAD_WEIGHTS + tensor}
+
     def reports(self) -> list[Any]:
         """Return what the round came to, worker by worker; it waits for the device, once."""
         session, progress = self._session, self._session.progress
@@ -404,6 +427,7 @@ class Work:
             clock=session.stepper.clock,
             figures=session.run.figures,
             refused=not finite,
+            faults={} if finite else self._faults(sums),
             noise=noise,
             lines_of=session.meter.take_lines,
         )

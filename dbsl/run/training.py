@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dbsl.config.hooks import Extras
 from dbsl.config.settings import RunConfig
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
@@ -49,6 +50,7 @@ class Run:
     nodes: tuple[int, ...] = (0,)  # the node of each process, from 0
     figures: tuple[str, ...] = ()  # names of what the loss function gives besides the loss
     also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name
+    extras: Extras = field(default_factory=Extras)  # what its settings ask for of dbsl/extras
 
     @property
     def rounds(self) -> int:

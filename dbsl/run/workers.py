@@ -22,9 +22,9 @@ from dbsl.loss import LossOf, digest_of
 from dbsl.optimizer import BuildOptimizer
 from dbsl.plan.machines import Workers
 from dbsl.plan.types import TimeModel
-from dbsl.profile.cache import Profiler, Setup
+from dbsl.profile.cache import Profiler
 from dbsl.profile.memory import GIB, is_short_of_memory
-from dbsl.profile.timing import BAD_FIT, NO_OPTIMIZER, StepProfile
+from dbsl.profile.timing import BAD_FIT, NO_OPTIMIZER, Setup, StepProfile, StepSpec
 
 STEPS_A_ROUND = 10  # a worker takes as many at least with the batch that `auto` chooses
 _SMALLEST_AUTO = 16  # samples: below them fewer steps do
@@ -183,33 +183,25 @@ def make_profiler(
     build_optimizer: BuildOptimizer | None = None,
 ) -> Profiler:
     """Return the profiler of this process's workers, for the step that they will take."""
-    setup = Setup.of(
-        _profiled_name(config, model, data),
-        model,
-        data.num_classes,
-        accelerator,
+    setup = replace(
+        Setup.of(_profiled_name(config, model, data), model, data.num_classes, accelerator),
         optimizer=_optimizer_of_worker(config),
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        compiled=config.compile,
+        momentum=config.momentum > 0,
+        weight_decay=config.weight_decay > 0,
+        compile=config.compile,
         # The server clips what is pushed, and a worker's step does not.
         clip=config.clip_mode if config.clip_grad and config.push == "weights" else None,
         loss=digest_of(loss_of),
     )
     rough = config.profile_seconds is None and config.workers == 1 and not config.small_workers
     seconds = config.profile_seconds or (_SECONDS_OF_ONE if rough else _SECONDS)
+    settings = config.optimizer_settings
     return Profiler(
-        setup,
-        model,
-        accelerator,
+        StepSpec(setup, model, accelerator, loss_of, data.example, settings, build_optimizer),
         seconds=seconds / len(config.resolutions),
         rough=rough,
         refresh=config.profile_refresh,
         file=Path(config.profile) if config.profile else None,
-        loss_of=loss_of,
-        optimizer_settings=config.optimizer_settings,
-        build_optimizer=build_optimizer,
-        example=data.example,
         reserve=partial(_reserve_bytes, config, model, accelerator.num_processes),
     )
 

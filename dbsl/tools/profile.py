@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,9 +16,9 @@ from dbsl.config.fields import in_range, parse_flags
 from dbsl.config.settings import ClipMode, Precision, check_resolutions
 from dbsl.model import build_model
 from dbsl.optimizer import check_optimizer
-from dbsl.profile.cache import Profiler, Setup, write_profiles
+from dbsl.profile.cache import Profiler, write_profiles
 from dbsl.profile.memory import GIB
-from dbsl.profile.timing import NO_OPTIMIZER
+from dbsl.profile.timing import NO_OPTIMIZER, Setup, StepSpec
 from dbsl.run.accelerator import start_accelerator
 
 _TIMEOUT_S = 1800.0  # for other processes
@@ -76,22 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = build_model(
             arguments.model, arguments.num_classes, final_resolution=arguments.resolutions[-1]
         ).to(accelerator.device, memory_format=torch.channels_last)
-        setup = Setup.of(
-            arguments.model,
-            model,
-            arguments.num_classes,
-            accelerator,
+        setup = replace(
+            Setup.of(arguments.model, model, arguments.num_classes, accelerator),
             optimizer=arguments.optimizer,
-            momentum=arguments.momentum,
-            weight_decay=arguments.weight_decay,
-            compiled=arguments.compile,
+            momentum=arguments.momentum > 0,
+            weight_decay=arguments.weight_decay > 0,
+            compile=arguments.compile,
             clip=arguments.clip_mode,
             micro_batch=arguments.micro_batch_size,
         )
         profiler = Profiler(
-            setup,
-            model,
-            accelerator,
+            StepSpec(setup, model, accelerator),
             seconds=arguments.profile_seconds / len(arguments.resolutions),
             refresh=arguments.profile_refresh,
         )

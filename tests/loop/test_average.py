@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dbsl.cluster.weights import FlatWeights
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
@@ -126,7 +127,7 @@ def test_averaged_weights_are_evaluated_beside_the_raw_and_change_no_bit_of_them
 
 def statistics_are_of_the_weights(model, settings):
     """Whether the first batch norm's running mean is that of what its convolution gives."""
-    data = load_data("digits", train_samples=settings["train_samples"])
+    data = load_data(ImageConfig("digits", train_samples=settings["train_samples"]))
     transform = Transform(16, "none", data.mirror, data.mean, data.std, 0)
     images, _ = next(data.train.batches([np.arange(len(data.train))], transform))
     norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))

@@ -15,8 +15,9 @@ from tests.helpers import ROOT, slow
 
 CONFIGS = sorted(
     path.relative_to(ROOT)
-    for folder in ("configs", "examples")
+    for folder in ("configs", "examples", "experiments/configs")
     for path in (ROOT / folder).rglob("*.yaml")
+    if path.parent.name != "clusters"  # jobs of schedulers
 )
 
 
@@ -33,7 +34,7 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def in_short_set(path):
-    return path.parts[0] == "examples" or str(path.with_suffix("")).partition("/")[2] in TRAINED
+    return path.parts[0] == "examples" or "/".join(path.with_suffix("").parts[-2:]) in TRAINED
 
 
 def shrunk(config, tmp_path):
@@ -74,9 +75,11 @@ def shrunk(config, tmp_path):
 
 
 def test_there_are_configs_of_every_table():
-    folders = {path.parts[1] for path in CONFIGS if path.parts[0] == "configs"}
-    tables = {"mini", "beyond", "beyond_imagenette", "vit", "cifar100", "imagenet"}
-    assert tables | {"cifar100_conference", "base"} <= folders
+    folders = {path.parent.as_posix() for path in CONFIGS}
+    run = {"gap", "mini", "beyond", "beyond_imagenette", "causes", "digits", "vit", "base"}
+    published = {"cifar100", "cifar100_conference", "imagenet", "recipes", "base"}
+    assert {f"experiments/configs/{name}" for name in run} <= folders
+    assert {f"configs/{name}" for name in published} <= folders
     assert sum(path.parts[0] == "examples" for path in CONFIGS) >= 4
     assert sum(map(in_short_set, CONFIGS)) >= len(TRAINED) + 4
 

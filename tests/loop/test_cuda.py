@@ -19,7 +19,8 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeClock, JointSteps
 from dbsl.cluster.weights import FlatWeights, make_ready, uncompiled
 from dbsl.cluster.wire import Transfer
-from dbsl.data.augment import Erasing
+from dbsl.config.settings import EraseKwargs
+from dbsl.data.augment import erase
 from dbsl.data.sources import image_batch
 from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.sampler import Part, Step
@@ -224,15 +225,15 @@ def test_peak_memory_is_that_of_the_allocator_and_is_given_back():
 def test_erasing_on_the_gpu_never_waits_and_is_that_of_the_cpu(mode):
     images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
     images = images.contiguous(memory_format=torch.channels_last)
-    erasing, there = Erasing(0.5, mode, 2), images.to(CUDA)
-    erasing(there, *drawn)  # the first call sets kernels and memory up
+    kwargs, there = EraseKwargs(0.5, mode, 2), images.to(CUDA)
+    erase(there, kwargs, *drawn)  # the first call sets kernels and memory up
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = erasing(there, *drawn)
+        found = erase(there, kwargs, *drawn)
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    assert torch.equal(found.cpu(), erasing(images.clone(), *drawn))
+    assert torch.equal(found.cpu(), erase(images.clone(), kwargs, *drawn))
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import fuzz
 from dbsl.base.errors import SaveError, SyncError, one_line_errors
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import checkpoints_in
 from dbsl.cluster.launch import _interface_to
 from dbsl.plan.machines import check_global_batch
+from experiments.benchmarks import fuzz
 from tests.loop.test_resume import MODES, ROUNDS, run
 
 
@@ -40,19 +40,34 @@ def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_pa
         assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
 
 
-def test_one_bad_round_among_good_ones_does_not_stop_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("bsp", "round 1 of epoch 1 of worker 0 is refused: conv1.0.weight is not finite, though"),
+        ("step", "round 1 of epoch 1 of all workers is refused: conv1.0.weight is not finite"),
+        ("gradients", "of worker 0 is refused: the gradient of conv1.0.weight is not finite"),
+    ],
+)
+def test_one_bad_round_among_good_ones_is_told_at_once_and_does_not_stop_the_run(
+    tmp_path, monkeypatch, capsys, mode, said
+):
     after_step, count = Checkpointer.after_step, iter(range(10**6))
 
-    def poisoned(self, **options):
-        if next(count) == 5:
-            self._cluster.weights.vector[0] = float("nan")
-        after_step(self, **options)
+    def poisoned(self, *, round_over):
+        if round_over and next(count) == 0:
+            self._cluster.outgoing[0] = float("nan")
+        after_step(self, round_over=round_over)
 
     monkeypatch.setattr(Checkpointer, "after_step", poisoned)
-    run(tmp_path / "run", **ROUNDS)
+    run(tmp_path / "run", **MODES[mode])
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["refused_rounds"] == 1
     assert np.isfinite(summary["final_loss"])
+    lines = capsys.readouterr().out.splitlines()
+    told = [n for n, line in enumerate(lines) if " is refused: " in line]
+    assert len(told) == 1
+    assert said in lines[told[0]]
+    assert not any(line.startswith("epoch 1/") for line in lines[: told[0]])
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_good_ones(

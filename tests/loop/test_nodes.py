@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.demos.slow_link import ADDRESSES, link
 from dbsl.config.parse import parse_config
 from dbsl.run.training import Run
+from experiments.benchmarks.demos.slow_link import ADDRESSES, link
 from tests.helpers import (
     ROOT,
     TINY,

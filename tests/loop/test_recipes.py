@@ -15,7 +15,7 @@ from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.config.parse import parse_config
 from tests.helpers import ROOT, fingerprint, slow
 
-with open(ROOT / "results/timm_options.csv", encoding="utf-8", newline="") as file:
+with open(ROOT / "experiments/results/timm_options.csv", encoding="utf-8", newline="") as file:
     OPTIONS = list(csv.DictReader(file))
 HERE = {row["option"]: row["here"] for row in OPTIONS}
 

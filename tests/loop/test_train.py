@@ -14,7 +14,7 @@ import train
 from dbsl.base.errors import one_line_errors
 from dbsl.config.fields import read_source
 from dbsl.config.parse import COMMON, config_to_yaml, parse_config
-from dbsl.config.settings import check_effects
+from dbsl.config.settings import ImageConfig, check_effects
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
@@ -122,7 +122,7 @@ def test_what_a_run_waits_for_before_its_first_batch_is_start_up_and_no_training
 def test_saved_model_reads_back_and_evaluates_to_the_summary(tmp_path):
     run(tmp_path / "run", epochs=2, lr_milestones=())
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    data = load_data("digits", train_samples=60, eval_samples=40)
+    data = load_data(ImageConfig("digits", train_samples=60, eval_samples=40))
     model = load_model(tmp_path / "run")
     transform = Transform(32, "none", data.mirror, data.mean, data.std, 0)
     correct = 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, load_model, save_model
@@ -17,7 +18,7 @@ from dbsl.tools import predict
 def run_folder(tmp_path_factory):
     """The model of a run on digits, untrained."""
     folder = tmp_path_factory.mktemp("run")
-    data = load_data("digits")
+    data = load_data(ImageConfig("digits"))
     save_model(build_model("test_resnet", 10, final_resolution=16), folder, 16, data)
     return folder
 
@@ -39,7 +40,7 @@ def test_each_image_gets_the_classes_that_the_model_finds_likeliest(
     assert predict.main([str(run_folder), str(photographs), "--top", "3", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["file"].rpartition("/")[2] for row in rows] == ["a.png", "b.png"]
-    data = load_data("digits")
+    data = load_data(ImageConfig("digits"))
     pixels = torch.from_numpy(np.asarray(Image.open(photographs / "deeper/a.png")).copy())
     transform = Transform(16, "none", False, data.mean, data.std, 0)
     with torch.no_grad():

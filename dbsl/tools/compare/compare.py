@@ -67,7 +67,7 @@ class CompareConfig:  # every field is a flag, its comment the help
 
     def __post_init__(self) -> None:
         in_range("seeds", self.seeds, 1)
-        in_range("first_seed", self.first_seed, 0)
+        in_range("first_seed", self.first_seed, 0, 2**63 - self.seeds)
         in_range("jobs", self.jobs, 1)
         if self.target is not None:
             in_range("target", self.target, 0, 1, open_low=True)

@@ -35,7 +35,7 @@ from dbsl.base.seeds import stream_seed
 from dbsl.config.fields import Within, check_bounds, in_range, parse_flags
 from dbsl.config.parse import config_to_yaml
 from dbsl.config.settings import ImageConfig, MachineConfig, check_images
-from dbsl.data.dataset import load_configured
+from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
 from dbsl.optimizer import check_optimizer
 from dbsl.plan.sampler import evaluation_batch_size
@@ -350,7 +350,7 @@ def _in_processes(
 
 
 def _load(config: StudyConfig, accelerator: Any) -> Images:
-    data = load_configured(config, config.seed, accelerator.device)
+    data = load_data(config, config.seed, accelerator.device)
     for size in config.batch_sizes:
         in_range("batch_sizes", size, 1, len(data.train))
     resolution = config.resolution or default_resolutions(data.image_side)[-1]

@@ -38,6 +38,15 @@ def test_not_a_number_is_within_no_bounds():
         check_bounds(Settings(share=math.nan))
 
 
+def test_whole_numbers_are_held_against_their_bounds_exactly():
+    seed = Within(0, 2**63 - 1)
+    seed.check("seed", 2**63 - 1)
+    seed.check("seed", 1_700_000_000_123_456_789)  # of date +%s%N
+    message = r"^seed must be in \[0, 9223372036854775807\], got 9223372036854775808$"
+    with pytest.raises(SettingError, match=message):
+        seed.check("seed", 2**63)
+
+
 def test_a_list_with_bounds_has_a_number_at_least():
     with pytest.raises(SettingError, match=r"^sizes must have a value, got none$"):
         check_bounds(Settings(sizes=()))

@@ -13,11 +13,12 @@ from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from benchmarks import operators
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
+from experiments.benchmarks import operators
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.
@@ -156,7 +157,7 @@ def test_each_step_line_waits_once_more(tmp_path, monkeypatch):
 
 
 def test_the_operators_of_a_batch_do_not_depend_on_its_size():
-    data = load_data("digits")
+    data = load_data(ImageConfig("digits"))
     for augment, most in (("none", 16), ("crop", 28), ("paper", 38)):
         transform = Transform(16, augment, True, data.mean, data.std, 0)
         found = set()

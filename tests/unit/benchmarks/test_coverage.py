@@ -2,8 +2,8 @@
 
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks.coverage.cases import cases
-from benchmarks.coverage.check import check_drawn
+from experiments.benchmarks.coverage.cases import cases
+from experiments.benchmarks.coverage.check import check_drawn
 from tests.helpers import slow
 
 

@@ -6,16 +6,16 @@ import subprocess
 import pytest
 from scipy.stats import t as student
 
-from benchmarks.demos.hybrid import verdicts
-from benchmarks.demos.slow_link import ADDRESSES, link
-from benchmarks.demos.table import Table, mean_and_interval
+from experiments.benchmarks.demos.hybrid import verdicts
+from experiments.benchmarks.demos.slow_link import ADDRESSES, link
+from experiments.benchmarks.demos.table import Table, mean_and_interval
 
 
 def test_a_demonstration_goes_on_where_its_table_ends(tmp_path, capsys):
     path = tmp_path / "uneven.csv"
-    first = Table(path, ("arm", "turn"), "benchmarks.demos.uneven")
+    first = Table(path, ("arm", "turn"), "experiments.benchmarks.demos.uneven")
     first.add("control", 0, {"epoch_s": 2.0, "accuracy": 0.5})
-    again = Table(path, ("arm", "turn"), "benchmarks.demos.uneven")
+    again = Table(path, ("arm", "turn"), "experiments.benchmarks.demos.uneven")
     assert again.has("control", 0)
     assert not again.has("control", 1)
     again.add("ours", 0, {"epoch_s": 1.0, "accuracy": 0.6})
@@ -26,7 +26,7 @@ def test_a_demonstration_goes_on_where_its_table_ends(tmp_path, capsys):
 
 
 def test_ratios_are_within_turns_and_have_intervals(tmp_path, capsys):
-    table = Table(tmp_path / "uneven.csv", ("arm", "turn"), "benchmarks.demos.uneven")
+    table = Table(tmp_path / "uneven.csv", ("arm", "turn"), "experiments.benchmarks.demos.uneven")
     for turn, (control, ours) in enumerate([(2.0, 1.0), (4.0, 1.0)]):
         table.add("control", turn, {"epoch_s": control, "accuracy": 0.5})
         table.add("ours", turn, {"epoch_s": ours, "accuracy": 0.5})

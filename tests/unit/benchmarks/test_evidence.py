@@ -4,25 +4,25 @@ from statistics import fmean
 
 import pytest
 
-from plots.demos import demos_figure
-from plots.evidence import (
+from experiments.plots.demos import demos_figure
+from experiments.plots.evidence import (
     MAIN_ARMS,
     plans_figure,
     small_workers_figure,
     time_figure,
     with_ddp,
 )
-from plots.rows import read
+from experiments.plots.rows import read
 from tests.helpers import ROOT
 
-RESULTS = ROOT / "results"
+RESULTS = ROOT / "experiments/results"
 
 
 @pytest.mark.parametrize("name", ["mini", "beyond", "beyond_imagenette", "vit"])
 def test_every_arm_has_a_row_of_three_seeds(name):
     files = [path for path in (RESULTS / name).glob("**/arms.csv") if "tuning" not in str(path)]
     rows = {row["arm"]: row for path in files for row in read(path)}
-    arms = {path.stem for path in (ROOT / "configs" / name).glob("*.yaml")}
+    arms = {path.stem for path in (ROOT / "experiments/configs" / name).glob("*.yaml")}
     assert arms <= rows.keys()
     assert {row["seeds"] for row in rows.values()} == {"3"}
     assert all(row[field] for row in rows.values() for field in ("command", "device", "torch"))

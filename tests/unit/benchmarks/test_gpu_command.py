@@ -16,20 +16,21 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import pack as packing
-from benchmarks.gpu import speed
-from benchmarks.gpu.child import Settings
-from benchmarks.gpu.data import images_in
-from benchmarks.gpu.lines import bisect, search
-from benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
-from benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
-from benchmarks.gpu.stages import all_stages
-from benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
-from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from dbsl.config.parse import parse_config
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
+from experiments.benchmarks.gpu import __main__ as command
+from experiments.benchmarks.gpu import pack as packing
+from experiments.benchmarks.gpu import speed
+from experiments.benchmarks.gpu.child import Settings
+from experiments.benchmarks.gpu.data import images_in
+from experiments.benchmarks.gpu.lines import bisect, search
+from experiments.benchmarks.gpu.runner import RESULTS, Stage, append, read_results, run_stages
+from experiments.benchmarks.gpu.runs import MODES, common_flags, dual_batch_flags, equal_batch_flags
+from experiments.benchmarks.gpu.stages import all_stages
+from experiments.benchmarks.gpu.table import BEGIN, END, ROWS, table, write_table
+from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from tests.helpers import ROOT
 from train import Config
 
@@ -67,7 +68,7 @@ def starts_another(settings, file):
 RUNNER = """
 import json, sys
 from pathlib import Path
-from benchmarks.gpu.runner import Stage, run_stages
+from experiments.benchmarks.gpu.runner import Stage, run_stages
 stages, out, done = json.loads(sys.argv[1])
 run_stages([Stage(**stage) for stage in stages], Path(out), done=[Path(d) for d in done])
 """
@@ -332,8 +333,9 @@ def parquet(tmp_path):
 READ = """
 import json, sys, zlib
 import numpy as np, torch
-from benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
+from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from dbsl.config.parse import parse_config
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from train import Config
@@ -341,7 +343,7 @@ import datasets
 assert "standin" in datasets.__file__, datasets.__file__
 found = []
 for dataset in json.loads(sys.argv[1]):
-    data = load_data(dataset)
+    data = load_data(ImageConfig(dataset))
     raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
     for source in (data.train, data.evaluation):
         images, labels = next(source.batches([np.arange(len(source))], raw))
@@ -353,7 +355,7 @@ print(json.dumps(found))
 
 
 def read_with_the_library(dataset):
-    found, data = [], load_data(str(dataset))
+    found, data = [], load_data(ImageConfig(str(dataset)))
     raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
     for source in (data.train, data.evaluation):
         images, labels = next(source.batches([np.arange(len(source))], raw))
@@ -473,19 +475,23 @@ def test_the_table_says_not_yet_until_a_gpu_has_run_a_stage(tmp_path):
 def test_the_table_of_the_page_is_that_of_the_results():
     text = (ROOT / "docs/gpu.md").read_text()
     found = text.split(BEGIN)[1].split(END)[0].strip()
-    assert found == table(sorted((ROOT / "results/gpu").glob("*.jsonl")))
+    assert found == table(sorted((ROOT / "experiments/results/gpu").glob("*.jsonl")))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_dry_run_of_all_stages_ends_with_every_stage_once(tmp_path):
     flags = ["--dry", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", *flags], cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.benchmarks.gpu", *flags], cwd=ROOT
+    )
     first = tmp_path / "out" / RESULTS
     wait_until(lambda: first.exists() and len(read_results([first])) > 1, 300)
     process.kill()  # in the middle of the third, most likely
     process.wait()
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *flags], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "experiments.benchmarks.gpu", *flags], cwd=ROOT, check=True
+    )
     lines = read_results([first])
     assert sorted(line["stage"] for line in lines) == sorted(s.name for s in all_stages() if s.dry)
     assert {line["status"] for line in lines} == {"ok"}

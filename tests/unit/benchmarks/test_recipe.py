@@ -1,6 +1,6 @@
 """The benchmark of settings by stage: which rate an arm is compared at."""
 
-from benchmarks.recipe import best_rate
+from experiments.benchmarks.recipe import best_rate
 
 
 def row(arm, lr, turn, accuracy, workload="cifar100"):

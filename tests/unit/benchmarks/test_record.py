@@ -2,7 +2,7 @@
 
 import csv
 
-from benchmarks.record import record
+from experiments.benchmarks.record import record
 
 
 def rows_of(path):
@@ -24,5 +24,5 @@ def test_rows_that_are_measured_anew_stand_where_those_of_before_stood(tmp_path,
 def test_without_a_rule_nothing_of_before_stays(tmp_path):
     path = tmp_path / "table.csv"
     for part in "ab":
-        record(path, [{"part": part}], "python -m benchmarks.x")
+        record(path, [{"part": part}], "python -m experiments.benchmarks.x")
     assert [row["part"] for row in rows_of(path)] == ["b"]

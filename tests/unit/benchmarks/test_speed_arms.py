@@ -1,4 +1,4 @@
-"""The arms of benchmarks.speed compute, and are timed, on the device that train.py would have."""
+"""The arms of benchmarks/speed compute, and are timed, on the device that train.py would have."""
 
 import io
 import json
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.speed import arms, steps
-from benchmarks.speed.arms import Pace, Settings
+from experiments.benchmarks.speed import arms, steps
+from experiments.benchmarks.speed.arms import Pace, Settings
 
 SETTINGS = Settings("digits", "test_resnet", 16, 4, "no")
 
@@ -38,7 +38,7 @@ def test_data_and_model_of_an_arm_are_on_the_device(monkeypatch, arm):
     class Enough(Exception):
         pass
 
-    def load(dataset, *, device="cpu"):
+    def load(config, *, device="cpu"):
         found["data"] = device
         return SimpleNamespace(num_classes=10, mirror=False, mean=(0.0,) * 3, std=(1.0,) * 3)
 

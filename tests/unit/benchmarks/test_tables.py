@@ -5,10 +5,10 @@ import re
 import pytest
 from scipy.stats import ttest_1samp
 
-from plots import gap_tables, tables
-from plots.accuracy_tables import BEYOND
-from plots.rows import RESULTS, ROOT, read
-from plots.tables import MARKED, TABLES, main, pages, with_tables
+from experiments.plots import gap_tables, tables
+from experiments.plots.accuracy_tables import BEYOND
+from experiments.plots.rows import RESULTS, ROOT, read
+from experiments.plots.tables import MARKED, TABLES, main, pages, with_tables
 
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
 DOCS = [name for name in PAGES if name.startswith("docs/")]
@@ -26,7 +26,7 @@ def test_a_figure_changed_by_hand_fails_the_check_and_is_written_back(
     wrong = re.sub(r"(all_large.*?baseline \| )4", r"\g<1>94", PAGES["README.md"])
     (page := tmp_path / "README.md").write_text(wrong)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match=r"error: run python -m plots\.tables"):
+    with pytest.raises(SystemExit, match=r"error: run python -m experiments.plots\.tables"):
         main(["--check"])
     assert capsys.readouterr().out == "README.md: table summary differs from its CSV file\n"
     assert wrong != PAGES["README.md"]

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or absent, damaged ones found out, nothing outside the folder."""
 
+import hashlib
 import json
 import os
 
@@ -26,6 +27,7 @@ from dbsl.checkpoint.disk import (
 
 CONFIG = {"resolutions": [16, 32], "lr": 0.1}
 OF_DATA = {"classes": 10, "samples": 100}
+COUNTS = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
 
 
 def write(run_folder, sequence, *, ranks=1, late_ranks=()):
@@ -57,11 +59,20 @@ def test_every_process_reads_its_own_shard_back(tmp_path):
 def test_tensors_of_a_checkpoint_are_aligned_as_those_of_a_run(tmp_path):
     tree, tensors = pack([torch.arange(float(size)) for size in (1, 3, 5, 7)])
     files = write_shard(tmp_path, 0, tree, tensors)
-    options = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
-    write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **options, **OF_DATA))
+    write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
     read = read_shard(tmp_path, read_manifest(tmp_path), 0)
     assert [len(tensor) for tensor in read] == [1, 3, 5, 7]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
+
+
+@pytest.mark.parametrize(
+    "tree", [{"__tensor__": "9"}, {"__tuple__": 3}, {"__pairs__": [[1]]}, {"__pairs__": [[[], 1]]}]
+)
+def test_a_signed_shard_that_was_never_packed_is_refused_in_one_line(tmp_path, tree):
+    files = write_shard(tmp_path, 0, tree, {})
+    write_manifest(tmp_path, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
+    with pytest.raises(CheckpointError, match=r"^.* does not fit this run \(\w+Error: .*\)$"):
+        read_shard(tmp_path, read_manifest(tmp_path), 0)
 
 
 def test_without_its_manifest_a_checkpoint_does_not_count(tmp_path):
@@ -117,8 +128,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path):
     folder = tmp_path / "checkpoints/evil"
     folder.mkdir(parents=True)
     files = {"../../secret.json": {"bytes": 1, "sha256": "0"}}
-    counts = {"sequence": 1, "epoch": 0, "processes": 1, "workers": 1}
-    write_manifest(folder, Manifest(files=files, config=CONFIG, **counts, **OF_DATA))
+    write_manifest(folder, Manifest(files=files, config=CONFIG, **COUNTS, **OF_DATA))
     with pytest.raises(CheckpointError, match=r"must hold a checkpoint's files only, got '\.\./"):
         read_manifest(folder)
 
@@ -134,8 +144,6 @@ def test_a_format_of_the_future_is_named(tmp_path):
     folder = write(tmp_path, 1)
     content = json.loads((folder / "manifest.json").read_text())
     content["manifest"]["format"] = 99
-    import hashlib
-
     body = json.dumps(content["manifest"], indent=2)
     content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))

@@ -10,9 +10,16 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.config.settings import DataConfig, RunConfig, check_images
-from dbsl.data.augment import EraseMode, Erasing, GlobalStreams, Pipeline, _built
-from dbsl.data.dataset import load_configured
+from dbsl.config.settings import (
+    AugmentKwargs,
+    DataConfig,
+    EraseKwargs,
+    EraseMode,
+    RunConfig,
+    check_images,
+)
+from dbsl.data.augment import GlobalStreams, erase, erase_here, image_seeds, timm_transform
+from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform
 
@@ -41,7 +48,7 @@ def read(source, transform, *batches, epoch=0):
 
 
 def load(settings, **more):
-    return load_configured(DataConfig(**settings | more), 0, torch.device("cpu"))
+    return load_data(DataConfig(**settings | more))
 
 
 @pytest.mark.parametrize("aa", [RAND, "augmix-m5-w3", "original", "3a"])
@@ -79,29 +86,19 @@ def test_the_images_are_those_of_timms_own_pipeline(photos):
     pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
     for number, image in enumerate(images):
         # Anything may have been drawn before: the seed of the sample is what counts.
-        seen = {}
-        own = replace(transform, pipeline=Recorder(transform.pipeline, theirs, seen))
-        own.augmented(Image.fromarray(pixels[number]), number, 0)
-        assert np.array_equal(seen["theirs"], image.round().byte().numpy())
-
-
-class Recorder:
-    """Puts timm's own transform in the pipeline's place."""
-
-    def __init__(self, pipeline, theirs, seen):
-        self.check_resolution, self.theirs, self.seen = pipeline.check_resolution, theirs, seen
-
-    def __call__(self, image, resolution, mean, mirror):
-        self.seen["theirs"] = self.theirs(image).permute(1, 2, 0).numpy()
+        with GlobalStreams() as streams:
+            streams.seed(image_seeds(3, "timm", 0, np.array([number]))[0])
+            expected = theirs(Image.fromarray(pixels[number])).permute(1, 2, 0)
+        assert torch.equal(expected, image.round().byte())
 
 
 def test_other_random_numbers_are_left_as_they_were():
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
     expected = random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-    Erasing(1.0, "pixel")(torch.zeros(4, 3, 16, 16), np.arange(4), 0, 0)
+    erase(torch.zeros(4, 3, 16, 16), EraseKwargs(1.0, "pixel"), np.arange(4), 0, 0)
     image = Image.new("RGB", (20, 20))
-    Transform(16, "timm", True, *GREY, 0, pipeline=Pipeline(aa=RAND)).augmented(image, 0, 0)
+    Transform(16, "timm", True, *GREY, 0, pipeline=AugmentKwargs(aa=RAND)).augmented(image, 0, 0)
     with GlobalStreams() as streams:
         streams.seed(3)
         torch.rand(1)
@@ -159,7 +156,7 @@ def test_a_device_erases_all_images_of_a_batch_at_once():
     for batch in (4, 40):
         images = torch.empty(batch, 3, 16, 16, device="meta")
         with OnDevice() as device:
-            Erasing(1.0, "pixel", 2)(images, np.arange(batch), 0, 0)
+            erase(images, EraseKwargs(1.0, "pixel", 2), np.arange(batch), 0, 0)
         counts.append(device.count)
     assert counts[0] == counts[1] <= 4
 
@@ -167,11 +164,11 @@ def test_a_device_erases_all_images_of_a_batch_at_once():
 @pytest.mark.parametrize("mode", get_args(EraseMode))
 def test_what_a_device_gets_is_what_the_cpu_erases_in_place(mode):
     images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
-    erasing = Erasing(0.5, mode, 2)
-    canvas = erasing._erased(torch.full_like(images, torch.nan), *drawn)
+    kwargs = EraseKwargs(0.5, mode, 2)
+    canvas = erase_here(torch.full_like(images, torch.nan), kwargs, *drawn)
     expected = torch.where(canvas.isnan(), images, canvas)
     assert not torch.equal(expected, images)
-    assert torch.equal(erasing(images, *drawn), expected)
+    assert torch.equal(erase(images, kwargs, *drawn), expected)
 
 
 def test_evaluation_crops_and_resizes_as_asked(photos):
@@ -245,7 +242,7 @@ def test_one_of_timms_settings_chooses_its_pipeline():
     assert DataConfig(augment_kwargs=("hflip=0.5",)).augmentation == "timm"
     check_images(DataConfig(augment="timm"))
     with pytest.raises(ValueError, match="gaussian_blur_prob must be 0 below 12 px"):
-        Transform(8, "timm", True, *GREY, 0, pipeline=Pipeline(gaussian_blur_prob=0.1))
+        Transform(8, "timm", True, *GREY, 0, pipeline=AugmentKwargs(gaussian_blur_prob=0.1))
 
 
 def test_copies_of_an_image_are_augmented_each_on_its_own(photos):
@@ -263,7 +260,7 @@ def test_copies_of_an_image_are_augmented_each_on_its_own(photos):
 
 @pytest.mark.parametrize("policy", ["rand-m10-inc1", "original", "augmix-m10"])
 def test_an_operation_may_keep_no_bit_of_an_image(policy):
-    built = _built(Pipeline(aa=policy), 16, (0.5,) * 3, True)
+    built = timm_transform(AugmentKwargs(aa=policy), 16, (0.5,) * 3, True)
     (step,) = [s for s in built.transforms if hasattr(s, "ops") or hasattr(s, "policy")]
     policies = getattr(step, "policy", [getattr(step, "ops", [])])
     functions = {op.aug_fn for own in policies for op in own if "Posterize" in op.name}

@@ -23,8 +23,9 @@ from PIL import Image
 
 import dbsl.data.dataset
 from dbsl.base.errors import SettingError
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data, stratified_subset
-from dbsl.data.images import ImageLoader, PixelStore
+from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
 from dbsl.data.transforms import Transform
 from dbsl.plan.sampler import EpochSampler
 from tests.helpers import ROOT
@@ -40,6 +41,12 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     yield folder / "dbsl"
     shutil.rmtree(folder, ignore_errors=True)  # pytest keeps the rest for a look
+
+
+def load(dataset, seed=0, max_store_bytes=2**31, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dbsl.data.dataset, "STORE_BYTES", max_store_bytes)
+        return load_data(ImageConfig(str(dataset), **{"max_bad_images": 0} | settings), seed)
 
 
 def plain(resolution, augment="none"):
@@ -132,7 +139,7 @@ def test_stratified_subset_takes_each_member_of_a_class_at_times():
 
 
 def test_load_data_digits_holds_out_a_fifth():
-    data = load_data("digits")
+    data = load("digits")
     assert (len(data.train), len(data.evaluation)) == (1437, 360)
     assert data.eval_split == "a fifth of train"
     assert data.class_names == tuple("0123456789")
@@ -148,7 +155,7 @@ def test_load_data_digits_holds_out_a_fifth():
 
 
 def test_load_data_held_out_images_are_disjoint_from_train(numbered):
-    data = load_data(numbered)
+    data = load(numbered)
     (train, train_labels), (held_out, eval_labels) = map(read_all, (data.train, data.evaluation))
     assert sorted(train + held_out) == [3 * number for number in range(60)]
     assert len(held_out) == 12
@@ -158,7 +165,7 @@ def test_load_data_held_out_images_are_disjoint_from_train(numbered):
 
 
 def test_load_data_subset_of_train_leaves_the_held_out_images_alone(numbered):
-    whole, part = load_data(numbered), load_data(numbered, train_samples=9, eval_samples=4)
+    whole, part = load(numbered), load(numbered, train_samples=9, eval_samples=4)
     assert (len(part.train), len(part.evaluation)) == (9, 4)
     assert set(read_all(part.train)[0]) < set(read_all(whole.train)[0])
     assert set(read_all(part.evaluation)[0]) < set(read_all(whole.evaluation)[0])
@@ -169,18 +176,18 @@ def test_load_data_holdout_evaluates_on_training_images_that_are_not_trained_on(
     table = make_table([flat_image(3 * n) for n in range(20)], [n % 2 for n in range(20)])
     test = make_table([flat_image(255)] * 2, [0, 1])
     folder = save(tmp_path / "set", train=table, test=test)
-    data = load_data(folder, holdout=0.25, train_samples=8)
+    data = load(folder, holdout=0.25, train_samples=8)
     train, held_out = (read_all(split)[0] for split in (data.train, data.evaluation))
     assert (len(train), len(held_out), data.eval_split) == (8, 5, "0.25 of train, held out")
     assert len({*train, *held_out}) == 13
     assert 255 not in held_out
     with pytest.raises(ValueError, match=r"train_samples must be in \[1, 15\], got 16"):
-        load_data(folder, holdout=0.25, train_samples=16)
+        load(folder, holdout=0.25, train_samples=16)
 
 
 def test_load_data_same_seed_takes_same_samples_other_seed_others(numbered):
     first, again, other = (
-        read_all(load_data(numbered, train_samples=12, seed=seed).train) for seed in (0, 0, 1)
+        read_all(load(numbered, train_samples=12, seed=seed).train) for seed in (0, 0, 1)
     )
     assert first == again
     assert first != other
@@ -190,8 +197,8 @@ def test_load_data_same_seed_takes_same_samples_other_seed_others(numbered):
 @pytest.mark.parametrize("value", [0, -1, 5000])
 def test_load_data_impossible_sample_count_names_bound_and_value(numbered, setting, most, value):
     with pytest.raises(ValueError, match=rf"^{setting} must be in \[1, {most}\], got {value}$"):
-        load_data(numbered, **{setting: value})
-    assert len(load_data(numbered, **{setting: most}).train) == 48
+        load(numbered, **{setting: value})
+    assert len(load(numbered, **{setting: most}).train) == 48
 
 
 def test_load_data_first_evaluation_split_wins(tmp_path):
@@ -199,7 +206,7 @@ def test_load_data_first_evaluation_split_wins(tmp_path):
         name: make_table([flat_image(value)] * 2, [0, 0])
         for name, value in (("test", 1), ("extra", 2), ("train", 3), ("valid", 4))
     }
-    data = load_data(save(tmp_path / "set", **tables))
+    data = load(save(tmp_path / "set", **tables))
     assert data.eval_split == "valid"
     assert read_all(data.train)[0] == [3, 3]
     assert read_all(data.evaluation)[0] == [4, 4]
@@ -207,20 +214,20 @@ def test_load_data_first_evaluation_split_wins(tmp_path):
 
 def test_load_data_one_split_of_any_name_is_train(tmp_path):
     table = make_table([flat_image(0)] * 10, [0, 1] * 5)
-    data = load_data(save(tmp_path / "set", test=table))
+    data = load(save(tmp_path / "set", test=table))
     assert (len(data.train), len(data.evaluation)) == (8, 2)
 
 
 def test_load_data_several_splits_without_train_are_an_error(tmp_path):
     table = make_table([flat_image(0)], [0])
     with pytest.raises(ValueError, match=r"split 'train' or only one, got \['one', 'two'\]"):
-        load_data(save(tmp_path / "set", one=table, two=table))
+        load(save(tmp_path / "set", one=table, two=table))
 
 
 def test_load_data_single_image_cannot_be_split(tmp_path):
     path = save(tmp_path / "set", train=make_table([flat_image(0)], [0]))
     with pytest.raises(ValueError, match="must have 2 images or more to hold some out, got 1"):
-        load_data(path)
+        load(path)
 
 
 # --- columns and labels
@@ -285,7 +292,7 @@ def test_load_data_plain_labels_are_numbered_in_order(tmp_path, kind, train, tes
         return make_table([flat_image(0)] * len(labels), [0] * len(labels), **more)
 
     path = save(tmp_path / "set", train=table(train), test=table(test))
-    data = load_data(path, label_column="class")
+    data = load(path, label_column="class")
     assert data.class_names == names
     assert data.train.labels.tolist() == [1, 0, 1]
     assert data.evaluation.labels.tolist() == [0]
@@ -298,7 +305,7 @@ def test_load_data_label_unknown_to_train_is_an_error(tmp_path):
 
     path = save(tmp_path / "set", train=table("cat", "dog"), test=table("emu"))
     with pytest.raises(ValueError, match=r"split 'test' must be among the 2 classes .* got 'emu'"):
-        load_data(path, label_column="kind")
+        load(path, label_column="kind")
 
 
 def write_parquet(folder, **tables):
@@ -321,7 +328,7 @@ def test_classes_in_another_order_in_the_test_split_are_matched_by_name(tmp_path
     }
     path = (save if stored == "saved" else write_parquet)(tmp_path / "set", **tables)
     more = {"cache_gib": 1.0, "loader_workers": 0} if stored == "streamed" else {}
-    data = load_data(str(path), **more)
+    data = load(path, **more)
     assert data.class_names == ("dark", "light")
     assert data.evaluation.labels.tolist() == [1, 1, 0]
 
@@ -332,7 +339,7 @@ def test_other_classes_in_the_test_split_are_an_error(tmp_path, stored):
     path = (save if stored == "saved" else write_parquet)(tmp_path / "set", **tables)
     more = {"cache_gib": 1.0, "loader_workers": 0} if stored == "streamed" else {}
     with pytest.raises(SettingError, match=r"label_column must be of one type .* in split 'test'"):
-        load_data(str(path), **more)
+        load(path, **more)
 
 
 @pytest.mark.parametrize("cache_gib", [None, 1.0])
@@ -340,20 +347,20 @@ def test_classes_in_another_order_in_a_file_of_a_split_are_an_error(tmp_path, ca
     one, other = (of_classes(names, [0, 1]) for names in (["a", "b"], ["b", "a"]))
     path = write_parquet(tmp_path / "set", train_00000_of_00002=one, train_00001_of_00002=other)
     with pytest.raises(SettingError, match=r"same order, got others in column 'label' of .*00001"):
-        load_data(str(path), cache_gib=cache_gib)
+        load(path, cache_gib=cache_gib)
 
 
 @pytest.mark.parametrize("cache_gib", [None, 1.0])
 def test_a_single_class_is_refused_as_a_single_class_folder_is(tmp_path, cache_gib):
     path = write_parquet(tmp_path / "set", train=of_classes(["cat"], [0] * 4))
     with pytest.raises(SettingError, match="must have two classes or more, got 'cat' alone"):
-        load_data(str(path), cache_gib=cache_gib)
+        load(path, cache_gib=cache_gib)
 
 
 def test_classes_that_are_not_evaluated_are_named_in_one_line(tmp_path, caplog):
     names = list("abcde")
     tables = {"train": of_classes(names, list(range(5))), "validation": of_classes(names, [0, 1])}
-    load_data(save(tmp_path / "set", **tables))
+    load(save(tmp_path / "set", **tables))
     assert [record.message for record in caplog.records] == [
         "classes without an evaluation image: c, d, e"
     ]
@@ -382,7 +389,7 @@ def write_plain(folder, labels, nulls=(), missing=()):
 @pytest.mark.parametrize("cache_gib", [None, 1.0])
 def test_images_without_the_types_of_datasets_are_read(tmp_path, cache_gib):
     path = write_plain(tmp_path / "set", [5, 7] * 10)
-    data = load_data(path, cache_gib=cache_gib, loader_workers=0)
+    data = load(path, cache_gib=cache_gib, loader_workers=0)
     assert data.class_names == ("5", "7")
     values, labels = read_all(data.train)
     assert labels == [value // 3 % 2 for value in values]
@@ -399,14 +406,14 @@ def test_images_without_the_types_of_datasets_are_read(tmp_path, cache_gib):
 def test_no_column_of_labels_is_told_in_one_line(tmp_path, labels, columns, cache_gib):
     path = write_plain(tmp_path / "set", labels)
     with pytest.raises(SettingError, match=f"whole numbers or text, got columns {columns}$"):
-        load_data(path, cache_gib=cache_gib)
+        load(path, cache_gib=cache_gib)
 
 
 @pytest.mark.parametrize("how", ["stored", "loaded", "streamed"])
 def test_rows_without_an_image_are_left_out(tmp_path, caplog, how):
     path = write_plain(tmp_path / "set", [0, 1] * 10, nulls=[0], missing=[3])
     more = {"stored": {}, "loaded": {"max_store_bytes": 0}, "streamed": {"cache_gib": 1.0}}[how]
-    data = load_data(path, max_bad_images=2, loader_workers=0, **more)
+    data = load(path, max_bad_images=2, loader_workers=0, **more)
     for source in (data.train, data.evaluation):
         read(source, [np.arange(len(source))], plain(8))
     assert sorted(data.train.bad | data.evaluation.bad) == [0, 3]
@@ -423,12 +430,12 @@ def test_load_data_split_without_labels_is_left_out(tmp_path, caplog, missing):
     test = datasets.Dataset.from_dict(
         {"image": [flat_image(0)] * 2, "label": [0, missing]}, features=train.features
     )
-    data = load_data(save(tmp_path / "set", train=train, test=test))
+    data = load(save(tmp_path / "set", train=train, test=test))
     assert data.eval_split == "a fifth of train"
     assert "split 'test'" in caplog.text
     path = save(tmp_path / "other", train=test, test=train)
     with pytest.raises(ValueError, match=r"label_column must have a label .* in split 'train'"):
-        load_data(path)
+        load(path)
 
 
 # --- where datasets come from
@@ -446,9 +453,9 @@ def test_load_data_missing_folder_asks_no_hub(monkeypatch):
         "a/",
     ):
         with pytest.raises(ValueError, match=r"^dataset must be .*, got '.*' \(the folder does no"):
-            load_data(name)
+            load(name)
     with pytest.raises(ValueError, match=r"got 'nothing.parquet' \(the file does not exist\)$"):
-        load_data("nothing.parquet")
+        load("nothing.parquet")
 
 
 def test_a_file_that_is_no_data_set_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
@@ -457,12 +464,12 @@ def test_a_file_that_is_no_data_set_is_not_taken_for_a_hub_id(tmp_path, monkeypa
     file.write_bytes(b"no table")
     why = r"'digits', a folder, .* \(it is a file whose name does not end in .parquet\)$"
     with pytest.raises(ValueError, match=why):
-        load_data(str(file))
+        load(file)
 
 
 def test_load_data_hub_out_of_reach_is_told_in_one_line():
     with pytest.raises(ValueError, match=r"^dataset must be .* \(there is no such folder, ") as e:
-        load_data("nobody/nothing")
+        load("nobody/nothing")
     assert "\n" not in str(e.value)
 
 
@@ -475,17 +482,17 @@ def test_the_hub_is_asked_once_and_not_again_if_it_does_not_answer(monkeypatch, 
         if not answers:
             raise OSError("no route")
 
-    def load(name):
+    def load_dataset(name):
         inside.append((huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
         raise FileNotFoundError("it does not exist on the Hub")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: SimpleNamespace(head=head))
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     why = "does not exist on the Hub" if answers else "the hub cannot be reached"
     with pytest.raises(ValueError, match=why):
-        load_data("nobody/nothing")
+        load("nobody/nothing")
     assert len(asked) == 1
     assert asked[0] <= 5
     assert inside == [(not answers, not answers)]
@@ -512,7 +519,7 @@ CLASSES = [f"train/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(5)]
 @pytest.mark.parametrize("test", ["test/1.jpg", "test/unknown/1.jpg"])
 @pytest.mark.parametrize("val", [[], ["val/cat/1.jpg", "val/cat/2.jpg"]])
 def test_an_unlabelled_test_folder_is_left_out(tmp_path, caplog, val, test):
-    data = load_data(make_files(tmp_path / "set", [*CLASSES, *val, test]))
+    data = load(make_files(tmp_path / "set", [*CLASSES, *val, test]))
     assert data.class_names[:2] == ("cat", "dog")
     assert (len(data.train), len(data.evaluation)) == ((10, 2) if val else (8, 2))
     assert data.eval_split == ("validation" if val else "a fifth of train")
@@ -526,9 +533,9 @@ ROWS = "with the first line file_name,label and rows such as 1.jpg,cat$"
 @pytest.mark.parametrize(
     ("files", "cause"),
     [
-        (["train/cat/1.jpg", "train/cat/2.jpg"], "got all training images in .*/train/cat$"),
-        (["cat/1.jpg", "cat/2.jpg"], "got all training images in .*/cat$"),
-        (["1.jpg", "2.jpg"], "got all training images in .*/set$"),
+        (["train/cat/1.jpg", "train/cat/2.jpg"], "got training images in .*/train/cat$"),
+        (["cat/1.jpg", "cat/2.jpg"], "got training images in .*/cat$"),
+        (["1.jpg", "2.jpg"], "got training images in .*/set$"),
         (["1.jpg", "2.jpg", "labels.csv"], f"{UNREAD}labels.csv {MOVE}set/metadata.csv, {ROWS}"),
         (
             ["train/1.jpg", "test/1.jpg", "train.csv"],
@@ -554,7 +561,7 @@ ROWS = "with the first line file_name,label and rows such as 1.jpg,cat$"
 )
 def test_a_folder_without_labels_says_what_it_lacks(tmp_path, files, cause):
     with pytest.raises(ValueError, match=rf"^dataset must have .*{cause}"):
-        load_data(make_files(tmp_path / "set", files))
+        load(make_files(tmp_path / "set", files))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of `datasets`
@@ -564,10 +571,10 @@ def test_labels_of_metadata_are_read_and_fractions_are_refused(tmp_path, labels)
     rows = "".join(f"{n}.jpg,{labels[n % 2]}\n" for n in range(10))
     (tmp_path / "set/metadata.csv").write_text("file_name,label\n" + rows)
     if labels == ("0", "1"):
-        assert load_data(path).class_names == labels
+        assert load(path).class_names == labels
     else:
         with pytest.raises(ValueError, match=r"whole numbers or text, got .*'label' \(float64\)$"):
-            load_data(path)
+            load(path)
     gc.collect()  # of a file that `datasets` leaves open
 
 
@@ -583,7 +590,7 @@ def test_images_without_a_row_in_a_csv_are_counted_and_left_out(tmp_path, caplog
     write_metadata(tmp_path / "set/train")
     for _ in range(2):  # the second time from the cache of `datasets`
         caplog.clear()
-        data = load_data(path, holdout=holdout)
+        data = load(path, holdout=holdout)
         assert (len(data.train), len(data.evaluation)) == (6, 2)
         assert [record.message for record in caplog.records] == [
             "images of split 'train' without a row in a metadata.csv are left out: 2 of 10",
@@ -600,7 +607,7 @@ def test_the_csv_that_the_page_on_data_makes_is_read(tmp_path, monkeypatch):
     page = (ROOT / "docs/data.md").read_text()
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"### Labels in a CSV.*?```python\n(.*?)```", page, re.DOTALL)[1])
-    data = load_data(path)
+    data = load(path)
     assert data.class_names == ("rose", "tulip")
     assert len(data.train) + len(data.evaluation) == 10
     gc.collect()
@@ -619,21 +626,21 @@ def test_a_csv_that_names_no_file_is_told_the_line_to_write(tmp_path, first_line
     write_metadata(tmp_path / "set", first_line, name)
     line = r"/metadata.csv must begin with the line file_name,label and name a file in each row"
     with pytest.raises(SettingError, match=rf"{line}, such as 1.jpg,cat; got {got}\)$"):
-        load_data(path)
+        load(path)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_an_empty_class_folder_is_said(tmp_path, caplog, split):
     path = make_files(tmp_path / "set", [*CLASSES, "val/cat/1.jpg", "val/dog/1.jpg"])
     (tmp_path / "set" / split / "emu").mkdir()
-    assert load_data(path).class_names == ("cat", "dog")
+    assert load(path).class_names == ("cat", "dog")
     assert f"class folders of {tmp_path}/set/{split} without an image: emu" in caplog.text
 
 
 def test_a_bad_image_is_named_by_its_file(tmp_path, caplog):
     path = make_files(tmp_path / "set", CLASSES)
     (tmp_path / "set/train/dog/3.jpg").write_bytes(b"no image")
-    source = load_data(path, max_store_bytes=0, loader_workers=0, max_bad_images=1).train
+    source = load(path, max_store_bytes=0, loader_workers=0, max_bad_images=1).train
     list(source.batches([np.arange(8)], plain(8)))
     assert f"{tmp_path}/set/train/dog/3.jpg, cannot be decoded (cannot identify" in caplog.text
     assert "BytesIO" not in caplog.text
@@ -646,7 +653,7 @@ def test_load_data_broken_files_are_told_in_one_line(tmp_path, capfd):
     (shards / "train-1.parquet").write_bytes(b"")
     for name, file in (("broken.parquet", "broken"), ("empty", ""), ("set", "train-1")):
         with pytest.raises(SettingError, match=rf"^dataset must be 'digits', .*{file}") as error:
-            load_data(str(tmp_path / name))
+            load(str(tmp_path / name))
         assert "\n" not in str(error.value)
     assert capfd.readouterr().err == ""  # where `datasets` has its own say
 
@@ -656,14 +663,14 @@ def test_load_data_reads_parquet_file_and_folder_alike(tmp_path, numbered):
     folder.mkdir(parents=True)
     file = folder / "train-00000-of-00001.parquet"
     datasets.load_from_disk(numbered)["train"].to_parquet(file)
-    expected = read_all(load_data(numbered).train)
-    assert read_all(load_data(str(file)).train) == expected
-    assert read_all(load_data(str(folder.parent)).train) == expected
+    expected = read_all(load(numbered).train)
+    assert read_all(load(file).train) == expected
+    assert read_all(load(folder.parent).train) == expected
 
 
 def test_load_data_reads_one_table_saved_to_disk(tmp_path):
     make_table([flat_image(0)] * 10, [0, 1] * 5).save_to_disk(tmp_path / "table")
-    assert len(load_data(str(tmp_path / "table")).train) == 8
+    assert len(load(str(tmp_path / "table")).train) == 8
 
 
 def test_load_data_reads_a_folder_of_uneven_png_files(tmp_path):
@@ -673,7 +680,7 @@ def test_load_data_reads_a_folder_of_uneven_png_files(tmp_path):
             folder.mkdir(parents=True)
             for number in range(count):
                 flat_image(50 + label, (10 + number, 20)).save(folder / f"{number}.png")
-    data = load_data(str(tmp_path / "set"), loader_workers=0)
+    data = load(str(tmp_path / "set"), loader_workers=0)
     assert isinstance(data.train, ImageLoader)
     assert data.class_names == ("ant", "bee")
     assert data.eval_split == "validation"
@@ -692,7 +699,7 @@ def shared(name):
 
 
 def test_load_data_reads_cifar100():
-    data = load_data(shared("cifar100"), train_samples=300, eval_samples=100)
+    data = load(shared("cifar100"), train_samples=300, eval_samples=100)
     assert isinstance(data.train, PixelStore)
     assert (data.image_column, data.label_column) == ("img", "fine_label")
     assert (data.num_classes, data.image_side, data.eval_split) == (100, 32, "test")
@@ -702,7 +709,7 @@ def test_load_data_reads_cifar100():
 
 
 def test_load_data_reads_imagenette():
-    data = load_data(shared("imagenette224"), train_samples=20, eval_samples=10, loader_workers=0)
+    data = load(shared("imagenette224"), train_samples=20, eval_samples=10, loader_workers=0)
     assert isinstance(data.train, ImageLoader)
     assert (data.num_classes, data.image_side, data.eval_split) == (10, 224, "validation")
     images, labels = read(data.evaluation, [np.arange(4), np.arange(4, 10)], plain(64))
@@ -716,7 +723,7 @@ def test_load_data_reads_imagenette():
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_load_data_images_of_other_modes_become_rgb(tmp_path, mode):
     image = flat_image(255).convert(mode) if mode in "P1" else flat_image(255, mode=mode)
-    data = load_data(save(tmp_path / "set", train=make_table([image] * 10, [0, 1] * 5)))
+    data = load(save(tmp_path / "set", train=make_table([image] * 10, [0, 1] * 5)))
     images, _ = read(data.train, [np.arange(8)], plain(8))
     assert images.shape == (8, 3, 8, 8)
     assert (images == 255).all()
@@ -727,14 +734,14 @@ def test_pixel_store_statistics_are_those_of_its_pixels(tmp_path):
     pixels[..., 2] = 77  # a channel without contrast must not be divided by zero
     images = [Image.fromarray(image) for image in pixels]
     table = make_table(images, [0] * 10)
-    data = load_data(save(tmp_path / "set", train=table, test=table))
+    data = load(save(tmp_path / "set", train=table, test=table))
     np.testing.assert_allclose(data.mean, pixels.mean((0, 1, 2)) / 255, rtol=1e-12)
     np.testing.assert_allclose(data.std[:2], pixels.std((0, 1, 2))[:2] / 255, rtol=1e-12)
     assert data.std[2] == 1e-3
 
 
 def test_pixel_store_serves_batches_of_any_sizes_and_read_only_indices(numbered):
-    data = load_data(numbered)
+    data = load(numbered)
     steps = EpochSampler([10, 38]).steps(1, 0, 0, 9)  # views of a read-only permutation
     batches = [step.parts[0].indices for step in steps]
     sizes = [len(images) for images, _ in data.train.batches(batches, plain(8, "crop"))]
@@ -747,31 +754,31 @@ def test_pixel_store_serves_batches_of_any_sizes_and_read_only_indices(numbered)
 
 def count_decodes(monkeypatch):
     calls = []
-    decode = datasets.Image.decode_example
+    open_ = ImageSplit._open
 
-    def counted(self, value, *args):
+    def counted(self, value):
         calls.append(1)
-        return decode(self, value, *args)
+        return open_(self, value)
 
-    monkeypatch.setattr(datasets.Image, "decode_example", counted)
+    monkeypatch.setattr(ImageSplit, "_open", counted)
     return calls
 
 
 def test_cache_spares_the_second_load_decoding(numbered, cache, monkeypatch):
     calls = count_decodes(monkeypatch)
-    first = load_data(numbered)
+    first = load(numbered)
     decoded, probed = len(calls), 60  # all of them, and those whose size was looked at before
     assert decoded == 60 + probed
-    second = load_data(numbered)
+    second = load(numbered)
     assert len(calls) == decoded + probed
     assert read_all(second.train) == read_all(first.train)
     assert len(list(cache.iterdir())) == 2  # a file per split, nothing temporary
-    assert read_all(load_data(numbered, seed=1).train) != read_all(first.train)
+    assert read_all(load(numbered, seed=1).train) != read_all(first.train)
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "garbage", "header", "shape", "type"])
 def test_cache_that_is_damaged_is_made_anew(numbered, cache, damage):
-    expected = read_all(load_data(numbered).train)
+    expected = read_all(load(numbered).train)
     files = {path: path.read_bytes() for path in cache.iterdir()}
     for path, content in files.items():
         if damage in ("shape", "type"):
@@ -785,14 +792,14 @@ def test_cache_that_is_damaged_is_made_anew(numbered, cache, damage):
             "header": content.replace(b"'shape': (", b"'shape': (("),
         }
         path.write_bytes(broken[damage])
-    assert read_all(load_data(numbered).train) == expected
+    assert read_all(load(numbered).train) == expected
     assert {path: path.read_bytes() for path in cache.iterdir()} == files
 
 
 def test_cache_that_cannot_be_written_costs_a_warning_only(numbered, cache, caplog):
     cache.parent.mkdir()
     cache.write_text("a file where the folder should be")
-    assert len(load_data(numbered).train) == 48
+    assert len(load(numbered).train) == 48
     assert "decoded images are not cached" in caplog.text
 
 
@@ -802,7 +809,7 @@ def test_cache_of_a_folder_saved_anew_is_not_used(tmp_path):
         table = make_table([flat_image(value)] * 10, [0, 1] * 5)
         shutil.rmtree(path, ignore_errors=True)
         table._fingerprint = "0123456789abcdef"  # as of one generator whose data has changed
-        data = load_data(save(path, train=table))
+        data = load(save(path, train=table))
         assert set(read_all(data.train)[0]) == {value}
 
 
@@ -813,7 +820,7 @@ def test_load_data_one_other_size_among_many_needs_the_loader(tmp_path):
     images = [flat_image(number) for number in range(200)]
     images[102] = flat_image(102, (8, 9))  # not among the 64 that are looked at first
     table = make_table(images, [0, 1] * 100)
-    data = load_data(save(tmp_path / "set", train=table, test=table), loader_workers=0)
+    data = load(save(tmp_path / "set", train=table, test=table), loader_workers=0)
     assert isinstance(data.train, ImageLoader)
     assert isinstance(data.evaluation, ImageLoader)
     assert read_all(data.train)[0] == list(range(200))
@@ -824,14 +831,14 @@ def test_load_data_one_other_size_among_many_needs_the_loader(tmp_path):
 )
 def test_load_data_source_depends_on_the_size(tmp_path, size, source):
     path = save(tmp_path / "set", train=make_table([flat_image(9, size)] * 5, [0] * 5))
-    data = load_data(path, loader_workers=0)
+    data = load(path, loader_workers=0)
     assert isinstance(data.train, source)
     assert data.image_side == (size[0] if size[0] == size[1] else None)
 
 
 def test_sources_agree_on_samples_and_labels(numbered):
-    store = load_data(numbered, max_store_bytes=60 * 8 * 8 * 3)
-    loader = load_data(numbered, max_store_bytes=60 * 8 * 8 * 3 - 1, loader_workers=0)
+    store = load(numbered, max_store_bytes=60 * 8 * 8 * 3)
+    loader = load(numbered, max_store_bytes=60 * 8 * 8 * 3 - 1, loader_workers=0)
     assert isinstance(store.train, PixelStore)
     assert isinstance(loader.train, ImageLoader)
     assert loader.image_side == 8
@@ -847,8 +854,8 @@ def test_image_loader_same_bits_for_any_number_of_processes(uneven):
     transform = plain(24, "crop")
     batches = [np.array([3, 8, 1]), np.arange(10, 24), np.array([0]), np.array([2])]
     rng_state, children = torch.get_rng_state(), set(multiprocessing.active_children())
-    alone = load_data(uneven, loader_workers=0).train
-    helped = load_data(uneven, loader_workers=2).train
+    alone = load(uneven, loader_workers=0).train
+    helped = load(uneven, loader_workers=2).train
     for epoch in (0, 1):
         images, labels = read(alone, batches, transform, epoch)
         assert labels.tolist() == [n % 2 for batch in batches for n in batch]
@@ -862,7 +869,7 @@ def test_image_loader_same_bits_for_any_number_of_processes(uneven):
 
 
 def test_loader_processes_that_are_started_are_there_before_the_first_batch(uneven):
-    helped = load_data(uneven, loader_workers=2).train
+    helped = load(uneven, loader_workers=2).train
     children = set(multiprocessing.active_children())
     helped.start()
     started = set(multiprocessing.active_children()) - children
@@ -873,7 +880,7 @@ def test_loader_processes_that_are_started_are_there_before_the_first_batch(unev
 
 
 def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven):
-    helped = load_data(uneven, loader_workers=2).train
+    helped = load(uneven, loader_workers=2).train
     batches = helped.batches(np.arange(24).reshape(6, 4), plain(8))  # they are starting
     loaders = helped._loader._iterator._workers
     server = multiprocessing.forkserver._forkserver._forkserver_pid
@@ -889,7 +896,7 @@ def test_signals_that_ask_all_processes_to_stop_leave_loaders_to_the_run(uneven)
 
 @pytest.mark.parametrize("augment", ["crop", "paper"])
 def test_image_loader_augments_by_seed_epoch_and_sample_alone(uneven, augment):
-    source = load_data(uneven, loader_workers=0).train
+    source = load(uneven, loader_workers=0).train
     images, _ = read(source, [np.arange(24)], plain(24, augment))
     assert images.shape == (24, 3, 24, 24)
     parts, _ = read(source, [np.array([7]), np.array([20, 7, 3])], plain(24, augment))
@@ -899,15 +906,15 @@ def test_image_loader_augments_by_seed_epoch_and_sample_alone(uneven, augment):
 
 
 def test_image_loader_crop_stays_inside_the_image(numbered):
-    source = load_data(numbered, max_store_bytes=0, loader_workers=0).train
+    source = load(numbered, max_store_bytes=0, loader_workers=0).train
     images, _ = read(source, [np.arange(48)], plain(8, "crop"))
     assert images.flatten(1).std(1).max() == 0  # zero padding would show
-    images, _ = read(load_data(numbered).train, [np.arange(48)], plain(8, "crop"))
+    images, _ = read(load(numbered).train, [np.arange(48)], plain(8, "crop"))
     assert images.flatten(1).std(1).max() > 0
 
 
 def test_image_loader_new_call_ends_the_one_under_way(uneven):
-    source = load_data(uneven, loader_workers=0).train
+    source = load(uneven, loader_workers=0).train
     batches = np.arange(24).reshape(6, 4)
     earlier = source.batches(batches, plain(8))
     next(earlier)
@@ -924,7 +931,7 @@ def test_image_loader_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog, load
     for row in (2, 3, 11):
         rows[row] = {"bytes": rows[row]["bytes"][:60], "path": None}
     path = save(tmp_path / "set", train=make_table(rows, list(range(28))), test=good)
-    source = load_data(path, loader_workers=loader_workers, max_bad_images=2).train
+    source = load(path, loader_workers=loader_workers, max_bad_images=2).train
     first, second = list(source.batches([np.array([0, 2, 1]), np.array([3, 4])], plain(8)))
     assert first[1].tolist() == [0, 1]
     assert first[0].shape == (2, 3, 8, 8)
@@ -939,7 +946,7 @@ def test_image_loader_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog, load
         r"'.*' cannot be decoded \(.*\)\)$",
     ):
         list(source.batches([np.array([10, 11])], plain(8)))
-    source = load_data(path, loader_workers=loader_workers, max_bad_images=9).train
+    source = load(path, loader_workers=loader_workers, max_bad_images=9).train
     with pytest.raises(ValueError, match="a batch must have an image that can be decoded, got 2 b"):
         list(source.batches([np.array([2, 3])], plain(8)))
 
@@ -950,7 +957,7 @@ def test_a_store_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog):
     for row in (2, 11):
         rows[row] = {"bytes": b"no image", "path": None}
     path = save(tmp_path / "set", train=make_table(rows, list(range(28))), test=table)
-    data = load_data(path, max_bad_images=2)
+    data = load(path, max_bad_images=2)
     assert sorted(data.train.bad) == [2, 11]
     assert data.train.labels.tolist() == [k for k in range(28) if k not in (2, 11)]
     ((images, labels),) = data.train.batches([np.array([2])], plain(8))
@@ -958,7 +965,7 @@ def test_a_store_leaves_bad_images_out_up_to_a_limit(tmp_path, caplog):
     ((expected, _),) = data.evaluation.batches([np.array([3])], plain(8))
     assert torch.equal(images, expected)
     with pytest.raises(ValueError, match=r"max_bad_images must be at least .* got 1 and 2 such"):
-        load_data(path, max_bad_images=1)
+        load(path, max_bad_images=1)
 
 
 @pytest.mark.parametrize(
@@ -978,10 +985,10 @@ def test_a_table_cannot_name_files_outside_of_its_folder(tmp_path, path):
         make_table(rows, [0] * 20).data.table, tmp_path / "set/train.parquet"
     )
     if path == "inside.png":
-        assert len(load_data(str(tmp_path / "set/train.parquet")).train) == 16
+        assert len(load(str(tmp_path / "set/train.parquet")).train) == 16
         return
     with pytest.raises(ValueError, match=r"path must lie inside the dataset's folder, got"):
-        load_data(str(tmp_path / "set/train.parquet"))
+        load(str(tmp_path / "set/train.parquet"))
 
 
 def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
@@ -994,17 +1001,18 @@ def test_a_saved_dataset_cannot_name_files_outside_of_its_folder(tmp_path):
     content["_data_files"][0]["filename"] = f"../../other/train/{name}"
     state.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="its data files must lie inside the folder"):
-        load_data(str(tmp_path / "set"))
+        load(str(tmp_path / "set"))
 
 
 SCRIPT = """
 import json, multiprocessing, sys, time
 import numpy as np
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 
 if __name__ == "__main__":
-    source = load_data(sys.argv[1], loader_workers=2).train
+    source = load_data(ImageConfig(sys.argv[1], loader_workers=2)).train
     transform = Transform(8, "crop", True, (0.5,) * 3, (0.5,) * 3, 0)
     next(source.batches([np.arange(4)] * 3, transform))
     print(json.dumps([child.pid for child in multiprocessing.active_children()]), flush=True)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dbsl.base.errors import ReadError
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming import groups as group_cache
@@ -47,10 +48,9 @@ def shards(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("shards"))
 
 
-def load(dataset, gib=1.0, block=16, **settings):
-    return load_data(
-        str(dataset), cache_gib=gib, shuffle_block=block, **{"loader_workers": 0, **settings}
-    )
+def load(dataset, gib=1.0, block=16, seed=0, **settings):
+    settings = {"cache_gib": gib, "shuffle_block": block, "loader_workers": 0} | settings
+    return load_data(ImageConfig(str(dataset), **settings), seed)
 
 
 def plain(augment="none"):
@@ -85,7 +85,7 @@ def on_disk(cache):
 
 
 def test_images_are_those_that_are_read_without_a_cache(shards):
-    streamed, stored = load(shards), load_data(str(shards))
+    streamed, stored = load(shards), load_data(ImageConfig(str(shards)))
     for name, count in (("train", TRAIN), ("evaluation", EVALUATION)):
         ours, theirs = getattr(streamed, name), getattr(stored, name)
         np.testing.assert_array_equal(ours.labels, theirs.labels)

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.coverage.cases import Case, Stop
-from benchmarks.coverage.check import check
-from benchmarks.coverage.player import play
-from benchmarks.coverage.prepare import prepare
 from dbsl.cluster import served as through_server
 from dbsl.cluster.protocol import Change
 from dbsl.cluster.served import ServedCluster
 from dbsl.cluster.wire import CPU, SharedPlans, encode_plan
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import CurrentPlan, Round, TimeModel
+from experiments.benchmarks.coverage.cases import Case, Stop
+from experiments.benchmarks.coverage.check import check
+from experiments.benchmarks.coverage.player import play
+from experiments.benchmarks.coverage.prepare import prepare
 
 
 def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=(), **options):

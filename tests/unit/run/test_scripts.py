@@ -1,4 +1,4 @@
-"""What scripts/ does for Slurm, Kubernetes and SkyPilot, without any of them."""
+"""What examples/clusters does for Slurm, Kubernetes and SkyPilot, without any of them."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def sbatch(monkeypatch, nodes, tasks_per_node, statuses):
         "SLURM_JOB_ID": 47,
     }.items():
         monkeypatch.setenv(name, str(value))
-    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "--output-dir", "runs/a b"]
+    command = ["bash", str(ROOT / "examples/clusters/slurm.sbatch"), "--output-dir", "runs/a b"]
     return subprocess.run(command, capture_output=True).returncode
 
 
@@ -101,14 +101,14 @@ def test_the_slurm_job_is_queued_again_only_if_it_was_stopped(
 
 
 def test_the_slurm_job_is_warned_by_the_signal_that_train_py_saves_at():
-    text = (ROOT / "scripts/slurm.sbatch").read_text()
+    text = (ROOT / "examples/clusters/slurm.sbatch").read_text()
     assert "#SBATCH --signal=TERM@" in text
     assert "#SBATCH --requeue" in text
     assert "\ntrap " not in text  # scancel must end the script, too: it is not to be queued again
 
 
 def test_the_kubernetes_job_runs_train_py_with_as_many_pods_as_processes():
-    service, job = yaml.safe_load_all((ROOT / "scripts/kubernetes.yaml").read_text())
+    service, job = yaml.safe_load_all((ROOT / "examples/clusters/kubernetes.yaml").read_text())
     spec = job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -134,7 +134,7 @@ def test_the_kubernetes_job_runs_train_py_with_as_many_pods_as_processes():
 def test_the_skypilot_task_ends_with_the_status_of_train_py(
     stand_ins, monkeypatch, statuses, status
 ):
-    task = yaml.safe_load((ROOT / "scripts/skypilot.yaml").read_text())
+    task = yaml.safe_load((ROOT / "examples/clusters/skypilot.yaml").read_text())
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     for name, value in {
         **{"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"},

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 
 import train
 from dbsl.base.errors import one_line_errors
+from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model
@@ -225,7 +226,7 @@ def test_trial_is_train_pys_run_with_one_worker(tmp_path, accelerator, momentum)
             seed=3,
         )
     )
-    data = load_data("digits", train_samples=70, eval_samples=40, seed=3)
+    data = load_data(ImageConfig("digits", train_samples=70, eval_samples=40), 3)
     transform = Transform(16, "crop", data.mirror, data.mean, data.std, 3)
     images = Images(data, "test_resnet", transform, 0.0, 0.0, 64, accelerator)
     given = {"learning_rate": 0.05, "momentum": momentum, "weight_decay": 5e-4}

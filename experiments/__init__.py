@@ -1,0 +1,1 @@
+"""What was measured: settings, measuring programs, results, and the scripts that show them."""

@@ -1,0 +1,237 @@
+"""A case, played in the simulated cluster to its end, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dbsl.base.errors import SyncError
+from dbsl.checkpoint.disk import pack, unpack
+from dbsl.checkpoint.restart import plan_restart, with_lost_workers
+from dbsl.cluster.protocol import leave_out
+from dbsl.plan.types import CurrentPlan, EpochEnd, JoinedWorker, Restart, Round
+from dbsl.run.connect import connect
+from dbsl.run.session import make_reports
+from dbsl.run.training import Run
+from experiments.benchmarks.coverage.cases import Case
+from experiments.benchmarks.coverage.prepare import prepare
+
+_ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), prepare_optimizer=lambda o: o)
+
+
+@dataclass
+class Played:
+    """What came of a case."""
+
+    turns: int = 0
+    changes: int = 0  # new plans, by measured times
+    stops: int = 0
+    resized: int = 0  # stops that another number of workers went on from
+    lost_workers: int = 0
+    joined_workers: int = 0
+    lost: int = 0  # samples that the planner counted
+    expected: int = 0
+    trained: int = 0
+    twice: int = 0
+    ahead: int = 0  # rounds, the most that a worker that began one was before the slowest
+    pushed: float = 0.0  # samples in the server's weights, where gradients are pushed
+    whole: bool = True  # epochs that nobody had begun when the last worker was lost
+    idle: int = 0  # workers without a sample in an epoch that they joined for
+    ended: bool = False  # those that were left could not carry the plan
+    epochs: list[int] = field(default_factory=list)  # that ended, in order
+
+
+def play(case: Case) -> Played:
+    """Play a case to its end.
+
+    Raises:
+        NoSuchRunError: If it cannot begin.
+    """
+    return _Player(case).play()
+
+
+class NoSuchRunError(ValueError):
+    """A case's settings do not go together: no run begins with them."""
+
+
+class _Player:
+    """Plays a case: what train.py's loop does, with counts in place of training."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self.played = case, Played()
+        try:
+            self._connect(prepare(case))
+            if case.absent:
+                leave_out(self._cluster.server, self._run.planner, case.absent)
+        except ValueError as error:
+            raise NoSuchRunError(str(error)) from error
+        self._cluster.changes = list(case.changes)
+        epochs = self._run.config.epochs
+        self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
+        self._untouched = 0  # epoch that nobody had begun when the last worker was lost
+        self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
+        self._stops = list(case.stops)
+        self._collected: list[tuple[int, Round, np.ndarray]] = []  # the last pushes, by version
+
+    def play(self) -> Played:
+        """Play to the end."""
+        while self._goes_on():
+            pass
+        self._hear()
+        return self._result()
+
+    def _connect(self, run: Run) -> None:
+        self._run = run
+        self._cluster, self._stepper = connect(run, _ACCELERATOR)
+
+    def _goes_on(self) -> bool:
+        """Play until the run is stopped, and resume it; False: it is over."""
+        for turn in self._turns():
+            self._hear()
+            if isinstance(turn, EpochEnd):
+                self._cluster.load(turn)
+                self.played.epochs.append(turn.epoch)
+                continue
+            segment = self._cluster.plan(turn)
+            if self._stops and self._stops[0].turn <= self.played.turns:
+                self._stop(self._stops.pop(0).workers)  # inside the round, whose plan is known
+                return True
+            self._train(turn, segment)
+        return False
+
+    def _turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield the cluster's turns; where no plan is left after a loss, the run ends."""
+        try:
+            yield from self._cluster.turns()
+        except SyncError:
+            self.played.ended = True
+
+    def _train(self, turn: Round, segment: CurrentPlan) -> None:
+        """Count the samples of a turn as trained on, and push."""
+        run, cluster, played = self._run, self._cluster, self.played
+        server, version = cluster.server, cluster.server and cluster.server.version
+        played.turns += 1
+        steps = run.sampler.steps(segment, turn)
+        own = dict.fromkeys(turn.workers, 0)
+        for part in (part for step in steps for part in step.parts):
+            own[part.worker] += len(part.indices)
+            self._joined.discard((part.worker, turn.epoch))
+            np.add.at(self._counts[turn.epoch], part.indices, 1)
+            self._collected.append((version, turn, part.indices))
+        if server is not None:
+            lead = server.clocks[turn.workers[0]] - server.slowest()
+            played.ahead = max(played.ahead, lead)
+        cluster.pull(turn)
+        cluster.outgoing.fill_(-float(sum(own.values())))  # descent adds it to the weight
+        cluster.push(
+            make_reports(
+                turn,
+                segment.plan,
+                len(steps),
+                own,
+                resolution=run.stage_at(turn.epoch).resolution,
+                learning_rate=1.0,
+                sums={},
+                clock=self._stepper.clock,
+            )
+        )
+        deque(cluster.reports(), maxlen=0)  # as the log does
+        if server is not None and server.version != version:
+            self._collected.clear()
+
+    def _hear(self) -> None:
+        """Count who was lost and has joined."""
+        server, played, joined = self._cluster.server, self.played, self._joined
+        for change in self._cluster.membership():
+            if isinstance(change, JoinedWorker):
+                played.joined_workers += 1
+                joined.add((change.worker, change.epoch))
+                continue
+            played.lost, played.lost_workers = played.lost + change.samples, played.lost_workers + 1
+            epoch = max(server.clocks) // server.rounds_per_epoch + 1
+            ledger = self._run.planner.ledger  # with epochs that other workers had begun, perhaps
+            epoch = max(epoch, *(e + 1 for e in ledger.segments if ledger.left_by_others(e)), 0)
+            self._untouched = max(self._untouched, epoch)
+            self._joined = joined = {pair for pair in joined if pair[0] != change.worker}
+
+    def _stop(self, workers: int | None) -> None:
+        """Stop the run, and resume it, with another number of workers if that can be."""
+        played, cluster = self.played, self._cluster
+        played.stops += 1
+        played.changes += self._run.planner.changes
+        state = {"cluster": cluster.state_dict(), "planner": self._run.planner.state_dict()}
+        state |= {"model": {"weights": cluster.weights.vector}, "progress": None}
+        tree, tensors = pack(state)
+        state = unpack(json.loads(json.dumps(tree)), tensors)
+        resized = self._resized(workers, state)
+        if resized is None:
+            self._resume(state)
+        else:
+            self._restart(*resized)
+        self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
+        self._run.planner.changes = 0
+
+    @property
+    def _workers(self) -> int:
+        return self._case.options["workers"]
+
+    def _resized(self, workers: int | None, state: Any) -> tuple[Case, Run, Restart] | None:
+        """Return how the run goes on with so many workers; None: it does with those it has."""
+        if workers in (None, self._workers):
+            return None
+        case, before = self._case.with_workers(workers), self._run.config
+        try:
+            run = prepare(case)
+        except ValueError:  # there is no plan for them
+            return None
+        try:
+            samples = len(run.data.train)
+            return case, run, plan_restart(state, {}, run, asdict(before), samples)
+        except ValueError as error:
+            if "workers must stay" not in str(error):
+                raise
+        return None
+
+    def _resume(self, state: Any) -> None:
+        """Go on with the same workers, lost ones back."""
+        self._connect(prepare(self._case))
+        if self._cluster.server is not None:
+            there, inside = state["cluster"]["server"]["active"], state["cluster"]["queue"]
+            state["cluster"]["queue"] = [(time_s, w) for time_s, w in inside if w in there]
+            state = with_lost_workers(state, self._run, self._run.config.epochs)
+        self._run.planner.load_state_dict(state["planner"])
+        self._cluster.load_state_dict(state["cluster"])
+
+    def _restart(self, case: Case, run: Run, start: Restart) -> None:
+        """Go on with other workers; what a barrier had collected is trained on again."""
+        self.played.resized += 1
+        for version, turn, indices in self._collected:
+            if self._cluster.server is not None and version == self._cluster.server.version:
+                np.subtract.at(self._counts[turn.epoch], indices, 1)
+        self._collected.clear()
+        self._joined.clear()
+        self._case = case
+        self._connect(run)
+        self._cluster.restart(start)
+        run.planner.restart(start)
+
+    def _result(self) -> Played:
+        run, played, counts = self._run, self.played, self._counts
+        epochs = range(run.config.epochs)
+        of_epoch = [run.plans[run.stage_at(epoch).resolution].samples for epoch in epochs]
+        played.idle = len(self._joined)
+        played.changes += run.planner.changes
+        played.expected, played.trained = sum(of_epoch), int(counts.sum())
+        played.twice = int((counts > 1).sum())
+        if first := self._untouched:
+            played.whole = counts.sum(1)[first:].tolist() == of_epoch[first:]
+        if run.config.push == "gradients":
+            played.pushed = float(self._cluster.server.snapshot()[0])  # the rest is padding
+        return played

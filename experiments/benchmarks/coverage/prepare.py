@@ -1,0 +1,87 @@
+"""A run to be played: planned as any other, without data and with a model of one number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from torch import nn
+
+from dbsl.optimizer import build_optimizer
+from dbsl.plan.follow import PlanMaker
+from dbsl.plan.machines import Workers
+from dbsl.plan.sampler import Blocks, TurnSampler
+from dbsl.plan.stages import make_stages
+from dbsl.plan.types import TimeModel
+from dbsl.run.prepare import make_planner, rounds_of_epoch
+from dbsl.run.training import Run
+from experiments.benchmarks.coverage.cases import Case
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Training data of which only the order counts."""
+
+    count: int
+    blocks: Blocks | None
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def prepare(case: Case) -> Run:
+    """Return what `dbsl.run.prepare.prepare` does, without data and with a model of one number.
+
+    Raises:
+        ValueError: If there is no such plan.
+    """
+    from train import Config
+
+    config = Config(
+        **case.options, optimizer="momentum", momentum=0.0, weight_decay=0.0, noise_scale=False
+    )
+    resolutions = config.resolutions
+    # Where all are equal, a batch and a share of a round for each is known to fit.
+    known = Workers(
+        models={
+            r: TimeModel.of(
+                [TimeModel(m.slope * r / 8, m.intercept) for m in case.models], len(case.models)
+            )
+            for r in resolutions
+        },
+        large_batch_sizes=dict.fromkeys(resolutions, case.large),
+        limits=dict.fromkeys(resolutions),
+        measured=True,
+    )
+    maker = PlanMaker(config, known, case.samples, case.least)
+    plans = {r: maker.first(r, lambda line: None) for r in resolutions}
+    rounds = rounds_of_epoch(plans, config)
+    sampler = TurnSampler(config, case.samples, rounds, case.least, case.blocks)
+    stages = make_stages(
+        config.epochs,
+        resolutions,
+        schedule="cyclic",
+        dropout=(0.0,),
+        learning_rate=1.0,
+        milestones=(),
+        gamma=1.0,
+    )
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return Run(
+        config=config,
+        data=SimpleNamespace(train=_Samples(case.samples, case.blocks)),
+        stages=tuple(stages),
+        model=model,
+        plans=plans,
+        planner=make_planner(maker, known, plans, stages, sampler),
+        known=known,
+        sampler=sampler,
+        emulation=case.emulation,
+        transforms={},
+        noise=None,
+        mixing=None,
+        ema=None,
+        loss_of=None,
+        build_optimizer=lambda module: build_optimizer("momentum", module, 1.0, 0.0, 0.0),
+    )

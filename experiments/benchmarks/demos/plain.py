@@ -1,0 +1,136 @@
+"""The other arm: a training loop as Accelerate's documentation shows it.
+
+    python -m experiments.benchmarks.demos.plain '{"dataset": "...", "epochs": 10, ...}'
+
+Data-parallel by default. ``local_steps`` above 1 is Accelerate's LocalSGD instead: every process
+steps by itself and parameters are averaged after that many steps. Model, initial weights, images,
+augmentation, optimizer and learning rate are those of train.py. Besides how processes work
+together two things differ: train.py has glibc keep freed memory (`keep_freed_memory`), which makes
+its steps faster, and LocalSGD averages parameters alone, so that rank 0's own batch-norm statistics
+are evaluated. Rank 0 prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import set_seed
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from dbsl.config.settings import ImageConfig
+from dbsl.data.dataset import load_data
+from dbsl.model import build_model
+from dbsl.optimizer import build_optimizer
+from dbsl.plan.stages import learning_rate_at, make_stages
+from experiments.benchmarks.demos.arms import settled_after
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both arms train.
+
+    Attributes:
+        batch: Samples of a step of one process.
+        local_steps: Steps between averages, of LocalSGD; 1: data-parallel.
+    """
+
+    dataset: str
+    label_column: str
+    model: str
+    train_samples: int
+    eval_samples: int
+    epochs: int
+    batch: int
+    lr: float
+    seed: int
+    local_steps: int = 1
+
+
+def main() -> None:
+    """Train, and print seconds of training and the accuracy after the last epoch."""
+    settings = Settings(**json.loads(sys.argv[1]))
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    set_seed(settings.seed)
+    images = ImageConfig(
+        settings.dataset,
+        label_column=settings.label_column,
+        train_samples=settings.train_samples,
+        eval_samples=settings.eval_samples,
+    )
+    data = load_data(images, settings.seed)
+    side = data.image_side
+    model = build_model(settings.model, data.num_classes, final_resolution=side, seed=settings.seed)
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = build_optimizer("sgd", model, settings.lr, 0.9, 5e-4)
+    loader = DataLoader(range(len(data.train)), settings.batch, shuffle=True, drop_last=True)
+    stages = make_stages(settings.epochs, (side,))
+    steps = len(loader) // accelerator.num_processes * accelerator.num_processes  # an epoch's
+
+    def share_of_rate(step: int) -> float:
+        return learning_rate_at(
+            step / steps, stages=stages, base=1.0, schedule="cosine", warmup_epochs=1.0
+        )
+
+    scheduler = LambdaLR(optimizer, share_of_rate)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    transform = data.transform(side, "crop", settings.seed)
+    averaging = (
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=settings.local_steps)
+        if settings.local_steps > 1
+        else nullcontext()
+    )
+    accelerator.wait_for_everyone()
+    began, ends = time.perf_counter(), []
+    with averaging as local_sgd:
+        for epoch in range(settings.epochs):
+            model.train()
+            for samples in loader:
+                images, labels = next(data.train.batches([samples.numpy()], transform, epoch))
+                loss = F.cross_entropy(model(images), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                if local_sgd is not None:
+                    local_sgd.step()
+            ends.append(time.perf_counter())
+    accelerator.wait_for_everyone()
+    seconds = time.perf_counter() - began
+    if accelerator.is_main_process:
+        settled = settled_after(settings.epochs)
+        answer = {
+            "train_s": seconds,
+            "epoch_s": (ends[-1] - ends[settled - 1]) / (settings.epochs - settled),
+            "accuracy": _accuracy(accelerator.unwrap_model(model), data, settings),
+        }
+        print(json.dumps(answer), flush=True)
+    accelerator.end_training()
+
+
+@torch.no_grad()
+def _accuracy(model: torch.nn.Module, data, settings: Settings) -> float:
+    model.eval()
+    transform = data.transform(data.image_side, "none", settings.seed)
+    count = len(data.evaluation)
+    batches = [range(start, min(start + 256, count)) for start in range(0, count, 256)]
+    right = 0
+    for images, labels in data.evaluation.batches(map(_numbers, batches), transform):
+        right += int((model(images).argmax(1) == labels).sum())
+    return right / count
+
+
+def _numbers(batch: range):
+    return torch.tensor(batch).numpy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The table of docs/gpu.md: what has run on which GPU, and what has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmarks.gpu.runner import read_results
+from experiments.benchmarks.gpu.stages import all_stages
+
+BEGIN = "<!-- table: gpu -->"  # as experiments.plots.tables has them
+END = "<!-- end -->"
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: the stages whose names begin so, and what they found in a few words."""
+
+    prefix: str
+    what: str
+    found: Callable[[Sequence[Line]], str]
+
+
+def write_table(path: Path, files: Iterable[Path]) -> None:
+    """Write the table of all results into a page, between its markers."""
+    text = path.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{path} must have the lines {BEGIN!r} and {END!r}")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END, 1)[1]
+    path.write_text(f"{before}{BEGIN}\n{table(files)}\n{END}{after}", encoding="utf-8")
+
+
+def table(files: Iterable[Path]) -> str:
+    """Return the table in Markdown. Dry runs, and any on a CPU, are not in it."""
+    latest: dict[str, Line] = {}
+    for line in read_results(files):
+        on_gpu = not line.get("dry") and line.get("device") not in ("", "cpu", None)
+        better = line["status"] == "ok" or latest.get(line["stage"], {}).get("status") != "ok"
+        if on_gpu and better:
+            latest[line["stage"]] = line
+    names = [stage.name for stage in all_stages()]
+    rows = ["| What | Stages done | On | Found |", "| --- | --- | --- | --- |"]
+    for row in ROWS:
+        own = [name for name in names if name == row.prefix or name.startswith(f"{row.prefix}-")]
+        lines = [latest[name] for name in own if name in latest]
+        good = [line for line in lines if line["status"] == "ok"]
+        bad = [f"{line['stage']} {line['status']}" for line in lines if line["status"] != "ok"]
+        devices = sorted({f"{x['device']}, torch {x['torch']}, {x['commit'][:7]}" for x in lines})
+        found = [row.found(good)] if good else []
+        cells = (
+            f"{row.what} (`{row.prefix}`)",
+            f"{len(good)} of {len(own)}",
+            "; ".join(devices) or "not yet",
+            "; ".join(found + bad) or "not yet",
+        )
+        rows.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def _machine(lines: Sequence[Line]) -> str:
+    found = lines[-1]["figures"]
+    return f"CUDA {found['cuda']}, cuDNN {found['cudnn']}, {found['memory_gib']} GiB"
+
+
+def _modes(lines: Sequence[Line]) -> str:
+    finite = sum(line["figures"]["finite"] for line in lines)
+    return f"losses finite in {finite} of {len(lines)} modes"
+
+
+def _speed(lines: Sequence[Line]) -> str:
+    return _joined(
+        lines, "speed-", "{images_per_s:,.0f} images/s, {of_bare_step:.3f} of the bare step"
+    )
+
+
+def _kernels(lines: Sequence[Line]) -> str:
+    text = "{launches:g} launches, {graph_launches:g} graphs, {waits:g} waits, {step_ms:g} ms"
+    return _joined(lines, "kernels-", text)
+
+
+def _tests(lines: Sequence[Line]) -> str:
+    return f"{lines[-1]['figures'].get('passed', 0)} passed"
+
+
+def _resume(lines: Sequence[Line]) -> str:
+    said = {True: "same bits", False: "other bits"}
+    return "; ".join(
+        f"{line['stage'].removeprefix('resume-')} {said[line['figures']['same_bits']]}"
+        for line in lines
+    )
+
+
+def _lines(lines: Sequence[Line]) -> str:
+    text = "time within {largest_time_error:.1%}, memory within {largest_memory_error:.1%}"
+    return _joined(lines, "lines-", text)
+
+
+def _largest(lines: Sequence[Line]) -> str:
+    return _joined(lines, "largest-", "predicted {predicted}, runs {runs}")
+
+
+def _two(lines: Sequence[Line]) -> str:
+    return _joined(lines, "two-processes-", "losses within {largest_difference:.2%} of simulated")
+
+
+def _killed(lines: Sequence[Line]) -> str:
+    return _joined(lines, "killed-rank-", "named after {seconds:g} s")
+
+
+def _training(lines: Sequence[Line]) -> str:
+    accuracies: dict[str, list[float]] = {}
+    for line in lines:
+        name = line["stage"].partition("-")[2].rpartition("-seed")[0] or line["stage"]
+        if part := line["figures"].get("train_images"):
+            name += f" ({part} images)"
+        accuracies.setdefault(name, []).append(line["figures"]["final_accuracy"])
+    return "; ".join(
+        f"{name} {sum(values) / len(values):.2%} (n = {len(values)})"
+        for name, values in accuracies.items()
+    )
+
+
+def _joined(lines: Sequence[Line], prefix: str, text: str) -> str:
+    found = []
+    for line in lines:
+        name = line["stage"].removeprefix(prefix)
+        try:
+            found.append(f"{name}: {text.format(**line['figures'])}")
+        except (KeyError, TypeError, ValueError):  # a figure that could not be had
+            found.append(f"{name}: {line['figures'].get('note', 'without all figures')}")
+    return "; ".join(found)
+
+
+ROWS = (
+    Row("environment", "The machine", _machine),
+    Row("mode", "Two epochs in each of ten modes", _modes),
+    Row("speed", "train.py beside the bare step", _speed),
+    Row("kernels", "What a step asks of the device", _kernels),
+    Row("tests", "Tests marked gpu", _tests),
+    Row("resume", "Stopped and resumed against unbroken", _resume),
+    Row("lines", "Step-time and memory lines on held-out batch sizes", _lines),
+    Row("largest", "Largest batch, predicted and real", _largest),
+    Row("two-processes", "Two processes on one GPU, through gloo", _two),
+    Row("killed-rank", "One of two processes killed", _killed),
+    Row("tune", "Learning rate of all large, on held-out training images", _training),
+    Row("arm", "The paper's arms", _training),
+    Row("recipe", "cifar100_best and its control", _training),
+    Row("conference", "The conference paper's setting", _training),
+)

@@ -1,0 +1,290 @@
+"""Pictures of the results of configs/mini: plans, times, accuracy by n_S and by time.
+
+    python -m experiments.plots.evidence experiments/results/mini
+
+reads ``arms.csv``, ``arms_runs.csv`` and ``arms_curves.csv`` there and ``published.csv`` and
+``profile.csv`` beside the folder, and writes ``plans.png``, ``small_workers.png``, ``time.png`` and
+``pairs.csv``, the paired differences between arms other than the baseline.
+``python -m experiments.plots.tables`` writes the tables of these files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from dbsl.base.files import write_table
+from dbsl.plan.sampler import EpochSampler
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
+from dbsl.plan.types import Plan
+from dbsl.tools.compare.statistics import interval
+from experiments.plots.rows import Rows, read
+
+COLORS = [c for n, c in enumerate(matplotlib.color_sequences["tab10"]) if n != 7]  # not grey
+COLORS.append("black")
+RATIOS = ("1.05", "1.10")
+CONFERENCE = "COMPSAC 2022 CIFAR-100"
+JOURNAL = "arXiv 2509.26092 CIFAR-100"
+PAIRS = [  # other than with the baseline
+    ("dual_3_rounds_4", "all_large_rounds_4"),
+    ("hybrid_rounds_4", "all_large_rounds_4"),
+    ("conventional", "dual_3_rounds_4"),
+    ("dual_4_k105", "dual_1_k105"),
+    ("dual_4_k110", "dual_1_k110"),
+    *((f"dual_{count}_k110", f"dual_{count}_k105") for count in range(1, 5)),
+    ("factor_none", "dual_2_k110"),
+    ("factor_sqrt", "dual_2_k110"),
+    ("asp", "dual_3_k105"),
+]
+MAIN_ARMS = ("conventional", "small_alone", "all_large", "dual_3_k105", "cyclic", "hybrid")
+LEFT = ("cyclic", "hybrid", "hybrid_rounds_4")  # labels are on their left
+MAIN_ARMS += ("all_large_rounds_4", "dual_3_rounds_4", "hybrid_rounds_4", "ddp_128")
+
+
+def published_plan(small_workers: int, ratio: float) -> Plan:
+    """Return the plan of the conference's CIFAR-100 setting."""
+    model = TimeModel(0.00056607, 0.014041204118283607)
+    return plan_dual_batch(
+        50000, 4, small_workers, 500, model, PlanRules(time_ratio=ratio, rounding="truncate")
+    )
+
+
+def plans_figure(published: Rows, profile: Rows) -> Figure:
+    """Return plans beside the published ones, what the sampler gives, and times against the fit."""
+    figure = Figure(figsize=(12, 8), dpi=110, layout="constrained")
+    (batches, shares), (drawn, times) = figure.subplots(2, 2)
+    counts = range(1, 5)
+    for color, ratio in zip(COLORS, RATIOS, strict=False):
+        rows = [r for r in published if r["source"] == CONFERENCE and r["k"] == ratio]
+        plans = [published_plan(count, float(ratio)) for count in counts]
+        for axes, column, planned in (
+            (batches, "small_batch_size", [plan.small_batch_size for plan in plans]),
+            (shares, "small_samples", [plan.small_samples for plan in plans]),
+        ):
+            axes.plot(counts, planned, "-", color=color, label=f"this planner, k = {ratio}")
+            axes.plot(
+                [int(row["small_workers"]) for row in rows],
+                [int(row[column]) for row in rows],
+                "o",
+                color=color,
+                mfc="none",
+                ms=9,
+                label=f"published, k = {ratio}",
+            )
+    batches.set_ylabel("small batch B_S (samples)")
+    shares.set_ylabel("samples of a small worker d_S")
+    for axes in (batches, shares):
+        axes.set_xlabel("small workers n_S of 4")
+        axes.set_xticks(list(counts))
+        axes.legend(fontsize=8)
+    _draw_samples(drawn, [published_plan(count, 1.05) for count in counts])
+    for color, (side, precision) in zip(
+        COLORS, sorted({(r["resolution"], r["precision"]) for r in profile}), strict=False
+    ):
+        rows = [r for r in profile if (r["resolution"], r["precision"]) == (side, precision)]
+        times.plot(
+            [float(row["predicted_ms"]) for row in rows],
+            [float(row["measured_ms"]) for row in rows],
+            "o",
+            color=color,
+            mfc="none",
+            label=f"{side} px, {precision}",
+        )
+    ends = [min(times.get_xlim()), max(times.get_xlim())]
+    times.plot(ends, ends, "-", color="0.6", lw=1)
+    times.set_xlabel("predicted step time (ms), ResNet-18, two cores")
+    times.set_ylabel("measured (ms), batches the fit had not seen")
+    times.legend(fontsize=8)
+    return figure
+
+
+def small_workers_figure(published: Rows, arms: Rows) -> Figure:
+    """Return accuracy over the number of small workers: published, and measured here."""
+    figure = Figure(figsize=(11, 4.4), dpi=110, layout="constrained")
+    theirs, ours = figure.subplots(1, 2)
+    for color, (source, method, ratio) in zip(
+        COLORS,
+        [
+            (CONFERENCE, "dual batch", "1.05"),
+            (CONFERENCE, "dual batch", "1.10"),
+            (JOURNAL, "dual batch", "1.05"),
+            (JOURNAL, "hybrid", "1.05"),
+        ],
+        strict=False,
+    ):
+        rows = [
+            row
+            for row in published
+            if row["source"] == source
+            and (row["small_workers"] == "0" or row["k"] == ratio)
+            and row["method"] in (method, "all large")
+        ]
+        rows.sort(key=lambda row: int(row["small_workers"]))
+        theirs.plot(
+            [int(row["small_workers"]) for row in rows],
+            [float(row["accuracy"]) for row in rows],
+            "o-",
+            color=color,
+            label=f"{method}, k = {ratio}, {source.partition(' CIFAR')[0]}",
+        )
+    theirs.set_title("published: one run each", fontsize=10)
+    by_name = {row["arm"]: row for row in arms}
+    for color, ratio in zip(COLORS, RATIOS, strict=False):
+        names = ["all_large", *(f"dual_{n}_k{ratio.replace('.', '')}" for n in range(1, 5))]
+        points = [(n, by_name[name]) for n, name in enumerate(names) if name in by_name]
+        _with_interval(ours, [n for n, _ in points], [row for _, row in points], color, ratio)
+    if "hybrid" in by_name:
+        _with_interval(ours, [3], [by_name["hybrid"]], COLORS[3], "1.05, hybrid")
+    ours.set_title("measured here: last epoch, mean and 95 % interval", fontsize=10)
+    for axes in (theirs, ours):
+        axes.set_xlabel("small workers n_S of 4 (0: all large)")
+        axes.set_ylabel("accuracy (%)")
+        axes.set_xticks(range(5))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return figure
+
+
+def time_figure(arms: Rows, curves: Rows) -> Figure:
+    """Return accuracy over training time: along the run for main arms, at the end for all."""
+    figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
+    along, ends = figure.subplots(1, 2)
+    for color, name in zip(COLORS, MAIN_ARMS, strict=False):
+        own = [row for row in curves if row["arm"] == name]
+        seeds = sorted({row["seed"] for row in own})
+        if not seeds:
+            continue
+        values = np.array(
+            [
+                [(float(r["train_time_s"]), float(r["accuracy"])) for r in own if r["seed"] == seed]
+                for seed in seeds
+            ]
+        )  # [seeds, evaluations, 2]
+        mean = values.mean(0)
+        along.plot(*mean.T, "o-", ms=3, color=color, label=f"{name} (n = {len(seeds)})")
+        if len(seeds) > 1:
+            spread = values[..., 1].std(0, ddof=1)
+            along.fill_between(
+                mean[:, 0], mean[:, 1] - spread, mean[:, 1] + spread, color=color, alpha=0.15
+            )
+    for row in arms:
+        name = row["arm"]
+        color = COLORS[MAIN_ARMS.index(name)] if name in MAIN_ARMS else "0.75"
+        ends.errorbar(
+            float(row["train_time_s"]),
+            float(row["accuracy"]),
+            yerr=float(row["ci95"]),
+            fmt="o",
+            color=color,
+            capsize=3,
+        )
+        if name in MAIN_ARMS:
+            ends.annotate(
+                name,
+                (float(row["train_time_s"]), float(row["accuracy"])),
+                fontsize=8,
+                color=color,
+                xytext=(-5, 4) if name in LEFT else (5, 4),
+                ha="right" if name in LEFT else "left",
+                textcoords="offset points",
+            )
+    for axes, title in (
+        (along, "along the run: mean and sd over seeds"),
+        (ends, "at the end: mean and 95 % interval"),
+    ):
+        axes.set_xscale("log")
+        for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            axis(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+        axes.set_xlabel("training time of the workers side by side (s)")
+        axes.set_ylabel("accuracy (%)")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3, which="both")
+    ends.margins(x=0.2)
+    along.legend(fontsize=8)
+    return figure
+
+
+def _draw_samples(axes: Axes, plans: Sequence[Plan]) -> None:
+    """Draw how many samples of an epoch each worker is given by the sampler, in which steps."""
+    for place, plan in enumerate(plans, 1):
+        sampler = EpochSampler([worker.samples for worker in plan.workers], rounds=1, seed=0)
+        seen, left = np.zeros(plan.samples, dtype=np.int64), 0
+        for number, worker in enumerate(plan.workers):
+            steps = sampler.steps(number, 0, 0, worker.local_batch_size)
+            indices = np.concatenate([part.indices for step in steps for part in step.parts])
+            np.add.at(seen, indices, 1)
+            color = COLORS[1] if worker.small else COLORS[0]
+            axes.barh(place, len(indices), left=left, color=color, edgecolor="white")
+            text = f"{len(steps)} x {worker.local_batch_size}"
+            axes.text(left + len(indices) / 2, place, text, ha="center", va="center", fontsize=7)
+            left += len(indices)
+        assert (seen == 1).all()  # each sample once
+    axes.set_yticks(range(1, len(plans) + 1))
+    axes.invert_yaxis()
+    axes.set_ylabel("small workers n_S of 4, k = 1.05")
+    axes.set_xlabel("samples of an epoch, each given once; steps x batch, small workers in orange")
+
+
+def _with_interval(
+    axes: Axes, counts: Sequence[int], rows: Rows, color: object, ratio: str
+) -> None:
+    axes.errorbar(
+        counts,
+        [float(row["accuracy"]) for row in rows],
+        yerr=[float(row["ci95"]) for row in rows],
+        fmt="o-",
+        capsize=4,
+        color=color,
+        label=f"k = {ratio} (n = {rows[0]['seeds']} seeds)" if rows else None,
+    )
+
+
+def pair_rows(runs: Rows) -> list[dict[str, str]]:
+    """Return differences in accuracy between arms, paired by seed, from ``arms_runs.csv``."""
+    accuracy: dict[str, dict[str, float]] = {}
+    for row in runs:
+        accuracy.setdefault(row["arm"], {})[row["seed"]] = float(row["accuracy"])
+    rows = []
+    for arm, other in PAIRS:
+        if arm not in accuracy or other not in accuracy:
+            continue
+        seeds = sorted(accuracy[arm].keys() & accuracy[other].keys())
+        found = interval([accuracy[arm][seed] - accuracy[other][seed] for seed in seeds])
+        rows.append(
+            {
+                "arm": arm,
+                "over": other,
+                "difference": f"{found.mean:+.2f}",
+                "ci95": f"{found.half:.2f}",
+                "seeds": str(found.count),
+            }
+        )
+    return rows
+
+
+def with_ddp(folder: Path, name: str) -> Rows:
+    """Return the rows of a comparison, and those of data parallelism, which ran later."""
+    rows, later = read(folder / name), folder / "ddp" / name
+    arms = {row["arm"] for row in rows}
+    return rows + [row for row in read(later) if row["arm"] not in arms] if later.exists() else rows
+
+
+def main(folder: Path) -> None:
+    """Draw the pictures and write ``pairs.csv``."""
+    published, profile = (read(folder.parent / f"{name}.csv") for name in ("published", "profile"))
+    arms, curves = (with_ddp(folder, f"{name}.csv") for name in ("arms", "arms_curves"))
+    plans_figure(published, profile).savefig(folder / "plans.png")
+    small_workers_figure(published, arms).savefig(folder / "small_workers.png")
+    time_figure(arms, curves).savefig(folder / "time.png")
+    write_table(folder / "pairs.csv", pair_rows(read(folder / "arms_runs.csv")))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "experiments/results/mini"))

@@ -1,0 +1,187 @@
+"""Tables of configs/gap: its arms, and the hypotheses registered before they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from dbsl.tools.compare.statistics import Interval, holm, interval
+from experiments.plots.rows import RESULTS, Rows, read, with_interval
+
+ARMS = {  # those of experiments/configs/gap, and what they are
+    "all_large": "four workers, all on the large batch: the baseline",
+    "all_large-lr1.6": "the same at twice its learning rate",
+    "dual_1": "dual batch: one of four workers on small batches",
+    "dual_2": "dual batch: two of four",
+    "dual_3": "dual batch: three of four",
+    "dual_4": "all four on small batches",
+    "hybrid": "`dual_3`, resolutions cycling",
+    "cyclic": "the baseline, resolutions cycling",
+    "all_large_rounds_4": "the baseline, four merges an epoch",
+    "ddp_128": "data parallelism, 128 samples a step, no link cost",
+    "ddp_256": "256 samples a step",
+    "ddp_512": "512 samples a step",
+    "ddp_128_1gbps": "128 samples a step, on a link of 1 Gb/s",
+    "ddp_256_1gbps": "256 samples a step, on that link",
+    "ddp_512_1gbps": "512 samples a step, on that link",
+    "alone_32": "one worker, 32 samples a step",
+    "alone_128": "one worker, 128 samples a step",
+    "alone_250": "one worker, 250 samples a step",
+    "alone_512": "one worker, 512 samples a step",
+}
+SUMMARY = {  # README's rows
+    "all_large": "four workers on the large batch, the baseline",
+    "dual_3": "dual batch, three small workers",
+    "dual_4": "four small workers",
+    "hybrid": "`dual_3`, resolutions cycling",
+    "ddp_128": "plain data parallelism, no link cost",
+    "ddp_128_1gbps": "the same on a link of 1 Gb/s",
+}
+FIXED_RATE = RESULTS / "gap/fixed_rate/arms_runs.csv"
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """That one arm is better than another one by more than a margin.
+
+    Attributes:
+        name: As in experiments/configs/gap/README.md.
+        arm: The arm.
+        other: The arm that it is compared with.
+        margin: Points that the difference is tested against.
+        together: Whether Holm's correction takes it with the others.
+    """
+
+    name: str
+    arm: str
+    other: str
+    margin: float = 0.0
+    together: bool = True
+
+
+HYPOTHESES = (
+    Hypothesis("H1", "dual_3", "all_large"),
+    Hypothesis("H2", "dual_3", "dual_4"),
+    Hypothesis("H3", "dual_3", "ddp_128"),
+    Hypothesis("H3, 1 Gb/s", "dual_3", "ddp_128_1gbps", together=False),
+    Hypothesis("H4", "hybrid", "dual_3", margin=-1.0),
+)
+
+
+def tested(accuracy: Mapping[str, Mapping[int, float]]) -> list[tuple[Hypothesis, Interval, float]]:
+    """Return each hypothesis that two or more seeds tell of, its difference in points, and its p.
+
+    The interval is that of the difference; p is that it is the margin, by a two-sided t-test, after
+    Holm's correction where that takes it. The correction is for all registered hypotheses only
+    once all of them have runs.
+
+    Args:
+        accuracy: Of each arm and seed, in percent.
+    """
+    found = []
+    for each in HYPOTHESES:
+        one, other = accuracy.get(each.arm, {}), accuracy.get(each.other, {})
+        seeds = sorted(one.keys() & other.keys())
+        if len(seeds) < 2:
+            continue
+        differences = [one[seed] - other[seed] for seed in seeds]
+        p = interval([value - each.margin for value in differences]).p
+        found.append((each, interval(differences), p))
+    together = holm([p for each, _, p in found if each.together])
+    corrected = iter(together)
+    return [(each, i, next(corrected) if each.together else p) for each, i, p in found]
+
+
+def hypotheses(up: str) -> list[str]:
+    """Return what the registered runs say of each hypothesis."""
+    lines = [
+        f"| ([rows]({up}results/gap/arms_runs.csv)) | difference, points, 95 % | seeds "
+        "| p, corrected |",
+        "|---|---|---|---|",
+    ]
+    for each, found, p in tested(_accuracy(_runs())):
+        against = f" (against {each.margin:+g})" if each.margin else ""
+        alone = "" if each.together else " (not corrected)"
+        lines.append(
+            f"| {each.name}: `{each.arm}` minus `{each.other}` | {found.mean:+.1f} ± "
+            f"{found.half:.1f} | {found.count} | {_p(p)}{against}{alone} |"
+        )
+    return lines
+
+
+def gap(up: str) -> list[str]:
+    """Return the arms of experiments/configs/gap that have run."""
+    return _arms(up, ARMS)
+
+
+def summary(up: str) -> list[str]:
+    """Return README's rows."""
+    return _arms(up, SUMMARY)
+
+
+def fixed_rate(up: str) -> list[str]:
+    """Return the same arms at their own learning rate and at the conference paper's."""
+    tuned, published = _accuracy(_runs()), _accuracy(read(FIXED_RATE))
+    lines = [
+        f"| ([rows]({up}results/gap/fixed_rate/arms_runs.csv)) | at its own rate, % | at 0.1, % "
+        "| difference, points, 95 % | over the baseline at its own rate | over it, all at 0.1 |",
+        "|---|---|---|---|---|---|",
+    ]
+    baseline = "all_large"
+    for arm in ARMS:
+        if not (fixed := published.get(f"{arm}-lr0.1")):
+            continue
+        own = {seed: tuned[arm][seed] for seed in fixed}
+        gains = ["baseline", "baseline"]
+        if arm != baseline:
+            others = (tuned[baseline], published[f"{baseline}-lr0.1"])
+            gains = [_less(*pair) for pair in zip((own, fixed), others, strict=True)]
+        cells = [*(with_interval(list(each.values()), 1) for each in (own, fixed))]
+        cells += [_less(fixed, own), *gains]
+        lines.append(f"| [{arm}]({up}configs/gap/{arm}.yaml) | {' | '.join(cells)} |")
+    return lines
+
+
+def _less(one: Mapping[int, float], other: Mapping[int, float]) -> str:
+    """Return the mean difference of the seeds that both have, and its interval."""
+    return with_interval([one[seed] - other[seed] for seed in one.keys() & other.keys()], 1, "+")
+
+
+def _arms(up: str, names: Mapping[str, str]) -> list[str]:
+    runs = _runs()
+    accuracy, baseline = _accuracy(runs), _accuracy(runs).get("all_large", {})
+    lines = [
+        f"| ([rows]({up}results/gap/arms_runs.csv)) | accuracy, 95 % | over the baseline, 95 % "
+        "| seeds | training images right | epochs | workers' time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, text in names.items():
+        own = [row for row in runs if row["arm"] == arm]
+        if not own:
+            continue
+        gain = _less(accuracy[arm], baseline) if arm != "all_large" else ""
+        trained, time_s = (
+            fmean(float(row[name]) for row in own) for name in ("train_accuracy", "train_time_s")
+        )
+        lines.append(
+            f"| [{arm}]({up}configs/gap/{arm.partition('-')[0]}.yaml): {text} "
+            f"| {with_interval(list(accuracy[arm].values()), 1)} % | {gain} | {len(own)} "
+            f"| {trained:.1f} % | {own[0]['epochs']} | {time_s:.1f} s |"
+        )
+    return lines
+
+
+def _runs() -> Rows:
+    return read(RESULTS / "gap/arms_runs.csv")
+
+
+def _accuracy(runs: Rows) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for row in runs:
+        found.setdefault(row["arm"], {})[int(row["seed"])] = float(row["accuracy"])
+    return found
+
+
+def _p(p: float) -> str:
+    return "below 0.001" if p < 0.001 else f"{p:.3f}"

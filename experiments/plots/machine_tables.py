@@ -1,0 +1,383 @@
+"""Tables of time: uneven machines, slow links, speed; and what is there on GPUs and of timm."""
+
+from __future__ import annotations
+
+import statistics
+from decimal import Decimal
+
+from dbsl.extras.emulate import Link
+from experiments.benchmarks.demos import hybrid
+from experiments.plots.rows import RESULTS, fixed, read, with_interval
+
+PLAIN = "accelerate_ddp"
+DEMO_UNEVEN = {  # arms of experiments.benchmarks.demos.uneven
+    PLAIN: "plain DDP: the loop of Accelerate's documentation",
+    "equal": "`train.py --sync step`, equal parts",
+    "balanced": "`train.py --sync step --balance dynamic`",
+}
+DEMO_SLOW_LINK = {  # arms of experiments.benchmarks.demos.slow_link
+    PLAIN: "plain DDP",
+    "accelerate_local_sgd": "Accelerate's LocalSGD, 8 steps",
+    "rounds_1": "`train.py`, one merge an epoch",
+    "rounds_4": "`--rounds-per-epoch 4`",
+}
+DEMO_HYBRID = {  # arms of experiments.benchmarks.demos.hybrid
+    "ddp": "plain DDP",
+    "cyclic": "plain DDP, resolutions cycling",
+    "hybrid": "hybrid: one of two workers small, four merges an epoch, resolutions cycling",
+}
+DEMO_MODELS = {"test_resnet": "0.4 M parameters", "resnet10t": "4.9 M parameters"}
+STUDIES = {  # workloads of noise_scale.csv, in the table's order
+    "digits/test_efficientnet_gn/sgd": "digits, test_efficientnet_gn, SGD",
+    "digits/test_efficientnet_gn/nesterov": "digits, test_efficientnet_gn, Nesterov",
+    "cifar100/test_resnet/nesterov": "CIFAR-100, 20 coarse classes, test_resnet, Nesterov",
+}
+SPEED = {  # rows of speed.csv's training part
+    "train.py, 1 worker": "train.py, 1 worker",
+    "train.py, 4 workers": "train.py, 4 simulated workers",
+    "bare step": "bare step",
+    "plain loop": "plain Accelerate loop, no loader processes",
+    "plain loop, 2 loaders": "plain Accelerate loop, two loader processes",
+    "timm's script": "timm's script",
+}
+_ROUND_S = 10  # the rounds that a server is held against
+SPEED_COLUMNS = (("24", "float32"), ("32", "float32"), ("24", "bf16"), ("32", "bf16"))
+
+
+def demo_uneven(up: str) -> list[str]:
+    """Return two processes of which one shares its core: seconds of an epoch, accuracy."""
+    rows = read(RESULTS / "demos/uneven.csv")
+    control = {row["turn"]: float(row["epoch_s"]) for row in rows if row["arm"] == PLAIN}
+    lines = [
+        "| two processes, another program on the second one's core "
+        f"([CSV]({up}results/demos/uneven.csv)) | s/epoch | over plain DDP's | accuracy, % |",
+        "|---|---|---|---|",
+    ]
+    for arm, text in DEMO_UNEVEN.items():
+        own = [row for row in rows if row["arm"] == arm]
+        seconds = [float(row["epoch_s"]) for row in own]
+        ratios = [float(row["epoch_s"]) / control[row["turn"]] for row in own]
+        accuracies = [100 * float(row["accuracy"]) for row in own]
+        ratio = "1" if arm == PLAIN else with_interval(ratios, 2)
+        lines.append(
+            f"| {text} | {with_interval(seconds, 2)} | {ratio} | {with_interval(accuracies, 1)} |"
+        )
+    return lines
+
+
+def demo_slow_link(up: str) -> list[str]:
+    """Return two processes on a shaped link: seconds of training and accuracy, by its rate."""
+    rows = read(RESULTS / "demos/slow_link.csv")
+    cases = list(dict.fromkeys((row["model"], float(row["megabits"])) for row in rows))
+    lines = [
+        f"| s of training; accuracy, % ([CSV]({up}results/demos/slow_link.csv)) | "
+        + " | ".join(DEMO_SLOW_LINK.values())
+        + " |",
+        "|---|" + "---|" * len(DEMO_SLOW_LINK),
+    ]
+    for model, megabits in sorted(cases, key=lambda case: (case[0] != "test_resnet", -case[1])):
+        cells = [f"{DEMO_MODELS[model]}, {megabits:,.0f} Mb/s"]
+        for arm in DEMO_SLOW_LINK:
+            own = [
+                row
+                for row in rows
+                if (row["arm"], row["model"], float(row["megabits"])) == (arm, model, megabits)
+            ]
+            seconds = [float(row["train_s"]) for row in own]
+            accuracies = [100 * float(row["accuracy"]) for row in own]
+            cells.append(
+                f"{with_interval(seconds, 1)}; {with_interval(accuracies, 1)}" if own else ""
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def demo_hybrid(up: str) -> list[str]:
+    """Return two processes that cycle resolutions, with joint steps and in rounds."""
+    rows = read(RESULTS / "demos/hybrid.csv")
+    lines = [
+        f"| two processes on two cores ([CSV]({up}results/demos/hybrid.csv)) | s of training "
+        "| over plain DDP's | accuracy, % | less plain DDP's, points | at least, 95 % | turns |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        versus = hybrid.compare(rows, model)
+        for arm, text in DEMO_HYBRID.items():
+            own = [row for row in rows if (row["arm"], row["model"]) == (arm, model)]
+            seconds = with_interval([float(row["train_s"]) for row in own], 1)
+            accuracies = with_interval([100 * float(row["accuracy"]) for row in own], 1)
+            ratio, less, low = "1", "", ""
+            if arm in versus:
+                found = versus[arm]
+                ratio, less = with_interval(found.ratios, 2), with_interval(found.less, 1, "+")
+                low = f"{found.low:+.1f}"
+            lines.append(
+                f"| {model}, {text} | {seconds} | {ratio} | {accuracies} | {less} | {low} "
+                f"| {len(own)} |"
+            )
+    return lines
+
+
+def link_costs(up: str) -> list[str]:
+    """Return planned seconds of an epoch by the rate of the link."""
+    rows = read(RESULTS / "link_costs.csv")
+    links = ("no cost", "10 Gb/s", "1 Gb/s", "0.1 Gb/s")
+    return [
+        f"| s/epoch, four workers ([CSV]({up}results/link_costs.csv)) | {' | '.join(links)} |",
+        "|---|" + "---|" * len(links),
+        *(
+            f"| {row['model']}, {row['arm']} | {' | '.join(row[link] for link in links)} |"
+            for row in rows
+        ),
+    ]
+
+
+def server_scale(up: str) -> list[str]:
+    """Return what a push and a pull take as workers grow on one server."""
+    rows = read(RESULTS / "server_scale.csv")
+    models = {row["model"]: _in_millions(row) for row in rows}
+    head = "s each | all, a second | server's CPU, ms each | cores it kept busy"
+    lines = [
+        f"| workers ([CSV]({up}results/server_scale.csv)) | "
+        + " | ".join(f"{text}: {head}" for text in models.values())
+        + " |",
+        "|---|" + "---|" * 4 * len(models),
+    ]
+    for workers in dict.fromkeys(row["workers"] for row in rows):
+        cells = [workers]
+        for model in models:
+            (row,) = (r for r in rows if (r["model"], r["workers"]) == (model, workers))
+            cells += [f"{float(row['push_and_pull_s']):.2g}", f"{float(row['all_per_s']):.3g}"]
+            cells += [f"{1000 * float(row['server_cpu_s']):.2g}", row["server_cores"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def server_limits(up: str) -> list[str]:
+    """Return how many workers one server carries, by its processor and by its link."""
+    rows = read(RESULTS / "server_scale.csv")
+    lines = [
+        f"| model | MB each way | merge alone, ms | server's CPU, ms a push and pull, at most | "
+        f"workers, in rounds of {_ROUND_S} s: on one core | on 10 Gb/s | on 1 Gb/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        size = int(own[0]["bytes"]) / 2
+        merge_s = statistics.median(float(row["merge_s"]) for row in own)
+        cpu_s = max(float(row["server_cpu_s"]) for row in own)
+        cells = [_in_millions(own[0]), f"{size / 1e6:.1f}", f"{1000 * merge_s:.2g}"]
+        cells.append(f"{1000 * cpu_s:.2g}")
+        costs = (cpu_s, Link(10.0).message_s(size), Link(1.0).message_s(size))
+        cells += [f"{int(_ROUND_S / cost):,}" for cost in costs]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def link_check(up: str) -> list[str]:
+    """Return predicted over real seconds of an epoch on a shaped link."""
+    rows = read(RESULTS / "demos/link_check.csv")
+    rates = list(dict.fromkeys(row["megabits"] for row in rows))
+    ratios = {(row["sync"], row["megabits"]): row["predicted_over_real"] for row in rows}
+    return [
+        f"| predicted over real s/epoch ([CSV]({up}results/demos/link_check.csv)) | "
+        + " | ".join(f"{float(rate):,.0f} Mb/s" for rate in rates)
+        + " |",
+        "|---|" + "---|" * len(rates),
+        *(
+            f"| {sync} | {' | '.join(fixed(ratios[sync, rate], 2) for rate in rates)} |"
+            for sync in dict.fromkeys(row["sync"] for row in rows)
+        ),
+    ]
+
+
+def studies(up: str) -> list[str]:
+    """Return what the batch-size studies and the noise scale say."""
+    lines = [
+        "| workload (networks of timm's, 0.1 and 0.4 M parameters) | perfect scaling up to "
+        "| maximum useful batch | critical batch | noise scale at the goal, ± sd |",
+        "|---|---|---|---|---|",
+    ]
+    rows = {row["workload"]: row for row in read(RESULTS / "noise_scale.csv")}
+    for workload, text in STUDIES.items():
+        row = rows[workload]
+        useful = row["useful_batch_size"]
+        if row["useful_is_seen"] != "True":
+            useful += ", the largest tried"
+        lines.append(
+            f"| {text}, error < {100 * float(row['goal_error']):.0f} % "
+            f"| {row['perfect_scaling_up_to']} | {useful} | {fixed(row['critical_batch_size'], 0)} "
+            f"| {row['noise_scale_at_goal']} ± {fixed(row['sd'], 0)} "
+            f"({row['seeds_at_goal']} seeds) |"
+        )
+    return lines
+
+
+def uneven(up: str) -> list[str]:
+    """Return what balancing gained on uneven and disturbed machines."""
+    slowed = {row["sync"]: row for row in read(RESULTS / "slowed.csv")}
+    balance = {
+        (row["case"].partition(" ")[0], row["epoch_noise"], row["balance"]): row
+        for row in read(RESULTS / "balance.csv")
+    }
+    disturbed = {
+        (row["model"], row["balance"], row["min_batch_size"]): row
+        for row in read(RESULTS / "disturbed.csv")
+    }
+
+    def percent(number: str) -> str:
+        return f"{fixed(str(Decimal(number) * 100), 0)} %"
+
+    def idle(column: str) -> str:
+        return " / ".join(percent(slowed[sync][column]) for sync in ("step", "bsp"))
+
+    ratios = " / ".join(fixed(slowed[sync]["ratio"], 2) for sync in ("step", "bsp"))
+    even, even_dbs = (balance["speeds", "0.0", rule] for rule in ("dynamic", "dbs"))
+    noisy, noisy_dbs = (balance["speeds", "0.1", rule] for rule in ("dynamic", "dbs"))
+    still, moved, moved_dbs = (
+        balance["disturbed", "0.02", rule] for rule in ("none", "dynamic", "dbs")
+    )
+    group, group_equal = (
+        disturbed["test_efficientnet_gn", rule, "2"] for rule in ("dynamic", "none")
+    )
+    batch, batch_equal = (disturbed["test_resnet", rule, "2"] for rule in ("dynamic", "none"))
+    batch_8 = disturbed["test_resnet", "dynamic", "8"]
+
+    def time(row: dict[str, str]) -> str:
+        return fixed(row["time_to_equal_split"].partition(" ")[0], 2)
+
+    def loss(row: dict[str, str], digits: int) -> str:
+        mean, half = row["loss_less_equal_split_95"].split(" +- ")
+        return f"{fixed(mean, digits, '+')} ± {fixed(half, digits)}"
+
+    changes = round(float(moved_dbs["changes_in_50_median"]) / float(moved["changes_in_50_median"]))
+    return [
+        "| measured here | against the equal split |",
+        "|---|---|",
+        "| two real processes, one slowed 3x, ResNet-18 on digits: epoch time with `step` / with "
+        f"`bsp` ([slowed.csv]({up}results/slowed.csv)) | {ratios} of it; "
+        f"idle {idle('idle_before')} before, {idle('idle_after')} after |",
+        "| speeds 1, 2, 4 with a fixed cost of a step: slowest over mean step time "
+        f"([balance.csv]({up}results/balance.csv)) | {fixed(even['imbalance_epoch_1'], 2)} at "
+        f"first, {fixed(even['imbalance_epoch_3'], 2)} after two epochs, "
+        f"{fixed(even['imbalance_11_to_50'], 2)} in the end, "
+        f"{fixed(even['changes_in_50_median'], 0)} changes (`dbs`: "
+        f"{fixed(even_dbs['imbalance_epoch_3'], 2)} and "
+        f"{fixed(even_dbs['imbalance_11_to_50'], 2)}, "
+        f"{fixed(even_dbs['changes_in_50_median'], 0)} changes) |",
+        "| the same with 10 % noise on each epoch's times, 100 seeds that the rule was not tuned "
+        f"on | {fixed(noisy['imbalance_11_to_50'], 2)} on average from epoch 11 on, below 1.05 in "
+        f"{percent(noisy['below_1.05_11_to_50'])} of these epochs, "
+        f"{fixed(noisy['changes_in_50_median'], 0)} changes in 50 epochs (`dbs`: "
+        f"{fixed(noisy_dbs['imbalance_11_to_50'], 2)}, "
+        f"{percent(noisy_dbs['below_1.05_11_to_50'])}, "
+        f"{fixed(noisy_dbs['changes_in_50_median'], 0)} changes) |",
+        f"| disturbance test, four workers, slowed 2x at random | time {time(moved)} (`dbs`: "
+        f"{time(moved_dbs)} with {changes} times the changes), utilisation "
+        f"{percent(still['utilisation'])[:-2]} -> {percent(moved['utilisation'])} |",
+        "| the same at 3x with training, 3 seeds, a model without batch norm "
+        f"([disturbed.csv]({up}results/disturbed.csv)) | time {time(group)}, last loss "
+        f"{loss(group, 2)} (95 %) beside {fixed(group_equal['last_loss'], 3)}: no difference seen, "
+        "and a wide interval |",
+        "| the same, a model with batch norm and 16 samples a worker at first | time "
+        f"{time(batch)}, but accuracy {percent(batch['accuracy'])[:-2]} instead of "
+        f"{percent(batch_equal['accuracy'])}: see batch norm below |",
+        f"| the same with `--min-batch-size 8` | time {time(batch_8)}, last loss "
+        f"{loss(batch_8, 3)} beside {fixed(batch_equal['last_loss'], 3)}: no difference seen |",
+    ]
+
+
+def speed(up: str) -> list[str]:
+    """Return images a second of train.py and of what it is compared with."""
+    rows = {
+        (row["what"], row["resolution"], row["precision"]): row
+        for row in read(RESULTS / "speed.csv")
+        if row["part"] == "training"
+    }
+    lines = [
+        "| images/s (train.py over it) | 24 px, float32 | 32 px, float32 | 24 px, bf16 "
+        "| 32 px, bf16 | peak memory, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, text in SPEED.items():
+        own = [rows[(what, *column)] for column in SPEED_COLUMNS]
+        cells = [fixed(row["median"], 1) for row in own]
+        if text != "train.py, 1 worker":
+            ratios = [fixed(row["train.py_over_it"], 2) for row in own]
+            cells = [f"{cell} ({ratio})" for cell, ratio in zip(cells, ratios, strict=True)]
+        memory = sorted(int(row["peak_mib"]) for row in own)
+        lines.append(f"| {text} | {' | '.join(cells)} | {memory[0]} to {memory[-1]} |")
+    return lines
+
+
+def workers(up: str) -> list[str]:
+    """Return seconds of an epoch by the number of workers, simulated and real."""
+    rows = {
+        (*row["what"].split(", "), row["workers"]): fixed(row["median"], 1)
+        for row in read(RESULTS / "speed.csv")
+        if row["part"] == "workers"
+    }
+    counts = [("simulated", n) for n in ("1", "256", "1000")] + [("real", n) for n in "1248"]
+    return [
+        "| seconds | simulated: 1 worker | 256 | 1,000 | real processes: 1 | 2 | 4 | 8 |",
+        "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| `{sync}` | {' | '.join(rows[sync, kind, count] for kind, count in counts)} |"
+            for sync in ("bsp", "asp")
+        ),
+    ]
+
+
+def operators(up: str) -> list[str]:
+    """Return the operators of a training step."""
+    return [
+        "| | operators that compute, a step | views and allocations |",
+        "| --- | --- | --- |",
+        *(
+            f"| {row['precision']}, {row['resolution']} px | {row['computing']} "
+            f"| {fixed(row['views_and_allocations'], 0)} |"
+            for row in read(RESULTS / "operators.csv")
+        ),
+    ]
+
+
+def gpu(up: str) -> list[str]:
+    """Return what has run on which GPU."""
+    from experiments.benchmarks.gpu.table import table
+
+    return table(sorted((RESULTS / "gpu").glob("*.jsonl"))).splitlines()
+
+
+def timm_options(up: str) -> list[str]:
+    """Return timm's training options, what each is here, and which share is there."""
+    rows = read(RESULTS / "timm_options.csv")
+    there = sum(bool(row["here"]) for row in rows)
+    flags = sum(row["here"].startswith("--") for row in rows)
+    return [
+        f"{there} of {len(rows)} options ({100 * there / len(rows):.0f} %): {flags} by a flag, "
+        f"{there - flags} are always on.",
+        "",
+        "| timm | here | |",
+        "|---|---|---|",
+        *(f"| `{row['option']}` | {_as_code(row['here'])} | {row['note']} |" for row in rows),
+    ]
+
+
+def streaming(up: str) -> list[str]:
+    """Return what data larger than the disk cost, and how they are shuffled."""
+    lines = ["| part | what | median (range) | note |", "|---|---|---|---|"]
+    for row in read(RESULTS / "streaming.csv"):
+        ends = "" if row["low"] == row["high"] else f" ({row['low']} to {row['high']})"
+        number = float(row["median"])
+        shown = f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
+        cells = (row["part"], row["what"], f"{shown} {row['unit']}{ends}", row["beside"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _in_millions(row: dict[str, str]) -> str:
+    return f"{int(row['parameters']) / 1e6:.1f} M parameters"
+
+
+def _as_code(text: str) -> str:
+    return f"`{text}`" if text.startswith("--") else text or "no"
