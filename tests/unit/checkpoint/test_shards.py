@@ -20,7 +20,7 @@ from dbsl.plan.types import CurrentPlan, RoundReport, TimeModel
 from train import Config
 
 # What a server has told of and has not merged.
-NOTHING = {"newcomers": [], "reports": [], "finished": [], "outer": None}
+NOTHING = {"newcomers": [], "inside": {}, "reports": [], "finished": [], "outer": None}
 
 
 def server_shard(clocks, active=None, **planner):
@@ -28,7 +28,7 @@ def server_shard(clocks, active=None, **planner):
     server = NOTHING | {"clocks": clocks, "active": active}
     return {
         "cluster": {"clock": clocks[0], "waited_s": 0.5, "server": server},
-        "planner": {"current": {8: "plan"}, "segments": {}, "fixed": {}, "begun": 0, **planner},
+        "planner": {"current": {8: 0}, "segments": {}, **planner},
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
         "clock": {0: 0.3},
@@ -49,7 +49,8 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     monkeypatch.setattr(resume, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
     before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
-    state = resume._own_shard(found, before, 1, Bag(rounds=2))
+    run = Bag(rounds=2, planner=Bag(members=Members(2)))
+    state = resume._own_shard(found, before, 1, run)
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
 
@@ -80,13 +81,14 @@ def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, mo
     ],
 )
 def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, epochs, back):
-    run = Bag(
-        rounds=2, config=Bag(epochs=epochs), plans={}, stage_at=lambda epoch: Bag(resolution=8)
-    )
-    state = with_lost_workers(server_shard(clocks, active=[0, 1]), run, 5)
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(rounds=2))
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
+    run = Bag(rounds=2, config=Bag(epochs=epochs), planner=planner)
+    saved = server_shard(clocks, active=[0, 1], **planner.state_dict())
+    state = with_lost_workers(saved, run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
-    assert state["planner"]["begun"] == 2 * back
-    assert set(state["planner"]["fixed"]) == set(range(min(clocks[:2]) // 2, back))
+    assert set(state["planner"]["kept"]) == set(range(min(clocks[:2]) // 2, back))
     assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
 
 
@@ -213,6 +215,7 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
     state = {"cluster": cluster, "planner": planner.state_dict(), "progress": None}
     state["model"] = {"weights": None}
     run = Bag(rounds=1, config=Config(workers=2, sync=sync, push=push))
+    run.sampler = TurnSampler(run.config, 60, 1, 1)
     settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
     restart = plan_restart(state, {0: "of all"}, run, settings, 60)
     assert {name: getattr(restart, name) for name in expected} == expected

@@ -300,7 +300,8 @@ def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
 def test_without_a_lost_worker_the_others_cover_every_round_that_nobody_had_begun(seed):
     rng = np.random.default_rng(seed)
     workers, rounds, samples = int(rng.integers(2, 6)), int(rng.integers(1, 5)), 400
-    config = RunConfig(workers=workers, rounds_per_epoch=rounds, resolutions=(8,), sync="asp")
+    options = {"resolutions": (8,), "sync": "asp", "small_workers": 0}
+    config = RunConfig(workers=workers, rounds_per_epoch=rounds, **options)
     planner, sampler = planner_of(config, samples, 8)
     lost, members = int(rng.integers(workers)), planner.members
     members.clocks = clocks = rng.integers(0, 3 * rounds, workers).tolist()

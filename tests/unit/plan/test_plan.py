@@ -422,8 +422,10 @@ def test_given_model_without_a_plan_is_refused():
 )
 def test_bad_settings_are_named_with_bound_and_value(arguments, message):
     settings = {"samples": 50000, "workers": 4, "small_workers": 1, "large_batch_size": 500}
+    rules = {name: value for name, value in arguments.items() if name not in settings}
+    settings |= {name: value for name, value in arguments.items() if name in settings}
     with pytest.raises(ValueError, match=message):
-        plan_dual_batch(PlanRules(**{**settings, "time_model": GTX_1080, **arguments}))
+        plan_dual_batch(**settings, time_model=GTX_1080, rules=PlanRules(**rules))
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)])
