@@ -1,10 +1,10 @@
-"""A run's loss function as the loop and all measuring call it; and timm's binary cross-entropy."""
+"""A run's loss function as the loop and all measuring call it, and timm's binary cross-entropy."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -36,12 +36,9 @@ def figure_names(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
+    more: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the names of the figures that a loss function gives, from one call with an example.
-
-    Raises:
-        SettingError: If loss or a figure is no mean, or its name stands for something else.
-    """
+    """Return the names of a run's figures: a loss function's, from one call, and `more`."""
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
         good = isinstance(loss, Tensor) and not loss.dim()
@@ -62,7 +59,14 @@ def figure_names(
                 )
         loss.backward()  # a fault in it shows itself here, not in the first step
     model.zero_grad(set_to_none=True)
-    return tuple(figures)
+    if isinstance(more, str):
+        raise SettingError(f"figures must be a list of names, got {more!r}")
+    names = [*figures]
+    for name in more:
+        if not isinstance(name, str) or name in RESERVED.union(names):
+            raise SettingError(f"one of figures must have a name that no other has, got {name!r}")
+        names.append(name)
+    return tuple(names)
 
 
 def _kind(value: Any) -> str:
@@ -90,15 +94,12 @@ def digest_of(loss_of: LossOf) -> str | None:
 
 
 def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
-    """Return the loss and the figures of these names on the device, [1 + F], without waiting.
-
-    Raises:
-        SettingError: If they have other names.
-    """
+    """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
         raise SettingError(
-            "loss_function must give the same figures in every call, "
-            f"{', '.join(names) or 'none'} as in the first, got {', '.join(figures) or 'none'}"
+            f"work.add must get the figures {', '.join(names) or 'none'} in every step (those of "
+            "loss_function's first call, and those that open_session(figures=[...]) names for the "
+            f"loop), got {', '.join(figures) or 'none'}"
         )
     values = [loss.detach()]
     for name in names:

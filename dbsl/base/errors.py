@@ -153,10 +153,15 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
+def words_of(error: BaseException, most: int | None = 200) -> str:
+    """Return what an error says in one line of at most so many characters, else its type."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def in_line(error: BaseException) -> str:
     """Return what an error and its cause say, in one line; of a missing library how to get it."""
     said = [error, error.__cause__] if error.__cause__ else [error]
-    text = "; ".join(" ".join(str(one).split()) or type(one).__name__ for one in said)
+    text = "; ".join(words_of(one, None) for one in said)
     missing = next((one.name for one in said if isinstance(one, ModuleNotFoundError)), None)
     return f"{text}: pip install {missing.partition('.')[0]}" if missing else text
 

@@ -20,6 +20,7 @@ from dbsl.checkpoint.disk import (
     reading_checkpoint,
 )
 from dbsl.cluster.wire import SERVER_RANK
+from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import (
     RunConfig,
     Schedule,
@@ -38,17 +39,6 @@ from dbsl.plan.types import (
     report_from_plain,
 )
 from dbsl.run.training import Run
-
-# What a state is of: a refusal names the first of these that has changed.
-_TRAINING = (
-    *("workers", "sync", "push", "push_every", "rounds_per_epoch", "balance"),
-    *("local_batch_sizes", "global_batch_size"),
-)
-
-
-# What the order of an epoch is drawn by.
-_ORDER = ("seed", "aug_repeats", "shuffle_block", "cache_gib")
-
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -307,7 +297,7 @@ def _check_whole_steps(
 
 def _changed(run: Run, before: Mapping[str, Any]) -> tuple[str, str]:
     """Return the first words of a refusal, and its last ones."""
-    for name in _TRAINING:
+    for name in with_role(type(run.config), Role.MEETING | Role.SPLIT):
         old, now = (as_given(value) for value in (before[name], getattr(run.config, name)))
         if old != now:
             return f"{name} must stay {old}", f"got {now}"
@@ -377,7 +367,7 @@ def check_epochs_under_way(found: Found, run: Run) -> None:
     moved = [epoch for epoch in moved if epoch >= manifest.epoch]
     orders = [
         name
-        for name in _ORDER
+        for name in with_role(type(config), Role.ORDER)
         if _order_of(name, before[name]) != _order_of(name, getattr(config, name))
     ]
     if not moved and not orders and config.epochs >= epochs:

@@ -188,9 +188,7 @@ class BarrierCluster(Cluster):
             return
         began = time.perf_counter()
         if self.server is not None:
-            snapshot = self.server.snapshot()
-            self.weights.load(snapshot)
-            self.server.release(snapshot)
+            self.weights.load(self.server.snapshot())
         self.control.enter()
         dist.broadcast(self.weights.vector, src=SERVER_RANK)
         if self._pulled is not None:

@@ -112,7 +112,8 @@ class GradientServer(Server):
         super().__init__(
             owner.vector,
             workers,
-            rule="mean" if staleness == 0 else "ratio",
+            _no_rule,
+            together=staleness == 0,
             staleness=staleness,
             rounds_per_epoch=rounds_per_epoch,
             observe=observe,
@@ -120,6 +121,9 @@ class GradientServer(Server):
         )
         self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
         self._owner = owner
+        self._snapshot: Tensor | None = None  # a copy, until the next step
+        self._sum: Tensor | None = None  # of what a barrier has collected
+        self._summed = 0  # pushes in it
         self._rate = 0.0  # learning rate of what a barrier has collected
 
     def push_joined(self, joined: Tensor | None, reports: Sequence[RoundReport]) -> None:
@@ -134,17 +138,20 @@ class GradientServer(Server):
             self._snapshot = self._weights.clone()
         return self._snapshot
 
-    def release(self, snapshot: Tensor) -> None:
-        """Nothing to do: a snapshot is a copy here, which a step does not write to."""
-
     def state_dict(self) -> dict[str, Any]:
         """See `Server.state_dict`; with the optimizer's state."""
-        return super().state_dict() | {"optimizer": self._owner.state_dict(), "rate": self._rate}
+        return super().state_dict() | {
+            "optimizer": self._owner.state_dict(),
+            "rate": self._rate,
+            "sum": self._sum,
+            "summed": self._summed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Server.load_state_dict`."""
         super().load_state_dict(state)
-        self._rate = state["rate"]
+        self._rate, self._summed = state["rate"], state["summed"]
+        self._sum = None if state["sum"] is None else state["sum"].to(self._weights.device)
         self._owner.load_state_dict(state["optimizer"])
 
     def restart(self, start: Restart) -> None:
@@ -153,29 +160,31 @@ class GradientServer(Server):
         if start.server_optimizer is not None:
             self._owner.load_state_dict(start.server_optimizer)
 
-    def _writable(self) -> Tensor:
+    def _replace_weights(self, weights: Tensor) -> None:
+        self._weights.copy_(weights)
         self._snapshot = None
-        return self._weights
 
     def _merge(self, gradients: Tensor, report: RoundReport) -> None:
         self._step(gradients, report.learning_rate, report.merge_weight)
 
-    def _collect(self, gradients: Tensor, report: RoundReport) -> None:
+    def _keep(self, gradients: Tensor, report: RoundReport) -> None:
         if self._sum is None:
             self._sum = torch.zeros_like(gradients)
-        if not report.refused:
-            self._sum.add_(gradients)
-            self._sum_weight += report.merge_weight
-        self._collected += 1
+        self._sum.add_(gradients)
+        self._summed += 1
         self._rate = report.learning_rate
 
-    def _merge_collected(self) -> None:
-        if self._sum_weight:  # else all were refused, and no step is taken
+    def _merge_kept(self) -> None:
+        if self._summed:  # else all were refused, and no step is taken
             self._step(self._sum, self._rate)
-        self._sum.zero_()
-        self._sum_weight, self._collected = 0.0, 0
+            self._sum.zero_()
+        self._summed, self._collected = 0, 0
 
     def _step(self, gradients: Tensor, learning_rate: float, part: float = 1.0) -> None:
         self._owner.apply(gradients, learning_rate, part)
         self._snapshot = None
         self.version += 1
+
+
+def _no_rule(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
+    raise AssertionError("gradients are not merged")

@@ -1,82 +1,58 @@
-"""A vector that many read while it is merged into, and the rules that merge one push into it.
+"""Merge rules: new global weights from what workers push.
 
-Merge rules: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092).
+Every rule is ``rule(global_ [P], pushed [n, P], factors [n]) -> [P]`` and leaves its arguments as
+they are. `mean` and `Delta` get the pushes of all workers together, the others each push alone
+(n = 1). For a rule of one's own copy one of these, change it, and give it to
+``open_session(merge=...)``.
 
-The outer optimizer of the `delta` merge: a step of the server on what its workers changed.
-
-With the mean of the workers' weights as its end, the change since the last merge is taken for a
-gradient and handed to SGD with Nesterov momentum (Douillard et al., DiLoCo, arXiv 2311.08105, and
-local SGD before it). A learning rate of 1 without momentum is the mean itself.
+`mean`, `ratio`, `half`: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dbsl.config.settings import Merge
+from dbsl.base.errors import SettingError
+from dbsl.cluster.weights import FlatWeights
+from dbsl.config.settings import RunConfig
+
+MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@torch.no_grad()
-def merge_one(
-    global_: Tensor, pushed: Tensor, weight: float, rule: Merge, out: Tensor | None = None
-) -> None:
-    """Merge one worker's weights w into the global weights g with factor f in (0, 1].
-
-    ``ratio`` (journal): g <- (g + f*w)/(1 + f). ``half`` (conference): g <- ((2 - f)*g + f*w)/2.
-    In place, or into `out`.
-    """
-    part = weight / (1 + weight) if rule == "ratio" else weight / 2
-    torch.lerp(global_, pushed, part, out=global_ if out is None else out)
+def mean(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
+    """Return sum(f_i * w_i) / sum(f_i)."""
+    total, weight = torch.zeros_like(global_), 0.0
+    for weights, factor in zip(pushed, factors.tolist(), strict=True):
+        total.add_(weights, alpha=factor)
+        weight += factor
+    return total / weight
 
 
-class GlobalWeights:
-    """The global weights of a server, of which readers keep what they have read.
-
-    Args:
-        weights: Initial weights, one vector; a copy of it is kept.
-    """
-
-    def __init__(self, weights: Tensor) -> None:
-        self._weights = weights.detach().clone()
-        self._snapshot: Tensor | None = None
-        self._readers = 0  # that may still read the snapshot
-
-    def snapshot(self) -> Tensor:
-        """Return the current global weights; later merges leave the returned tensor as it is.
-
-        That lasts until it is given back with `release`, if it is.
-        """
-        # Readers share one tensor per version: pulls copy nothing until a merge has to write.
-        if self._snapshot is None:
-            self._snapshot, self._readers = self._weights, 0
-        self._readers += 1
-        return self._snapshot
-
-    def release(self, snapshot: Tensor) -> None:
-        """Note that a reader of a snapshot is done: without readers, merges write in place."""
-        if snapshot is self._snapshot:
-            self._readers -= 1
-            if self._readers == 0:
-                self._snapshot = None
-
-    def _writable(self) -> Tensor:
-        """Return the tensor that the next global weights are to be written to, all of them."""
-        if self._snapshot is not None:  # somebody reads it
-            self._weights, self._snapshot = torch.empty_like(self._snapshot), None
-        return self._weights
+def ratio(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
+    """Return (g + f*w) / (1 + f), as the journal does."""
+    factor = factors.item()
+    return torch.lerp(global_, pushed[0], factor / (1 + factor))
 
 
-class OuterOptimizer:
-    """Steps of SGD on the global parameters; batch norm's statistics become the mean's.
+def half(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
+    """Return ((2 - f)*g + f*w) / 2, as the conference paper does."""
+    return torch.lerp(global_, pushed[0], factors.item() / 2)
+
+
+class Delta:
+    """A step of SGD with Nesterov momentum; its gradient is the weights less their `mean`.
+
+    Douillard et al. (DiLoCo, arXiv 2311.08105), and local SGD before it. A learning rate of 1
+    without momentum gives the mean itself. Batch norm's statistics become the mean's.
 
     Args:
         parameters: Numbers in the weights' vector that are trained; buffers follow them.
-        learning_rate: Of the outer step.
-        momentum: Of the outer step, in [0, 1).
+        learning_rate: Of the step.
+        momentum: Of the step, in [0, 1).
     """
 
     def __init__(self, parameters: int, learning_rate: float, momentum: float) -> None:
@@ -85,14 +61,10 @@ class OuterOptimizer:
         self._momentum: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, weights: Tensor, mean: Tensor) -> Tensor:
-        """Return the next global weights.
-
-        Args:
-            weights: The global weights that the workers pulled, one vector.
-            mean: The weighted mean of theirs now, in the same layout.
-        """
-        before, after = (vector[: self._parameters] for vector in (weights, mean))
+    def __call__(self, global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
+        """Take a step."""
+        merged = mean(global_, pushed, factors)
+        before, after = (vector[: self._parameters] for vector in (global_, merged))
         parameter = nn.Parameter(before.clone())
         parameter.grad = before - after
         optimizer = torch.optim.SGD([parameter], **self._settings)
@@ -100,7 +72,7 @@ class OuterOptimizer:
             optimizer.state[parameter]["momentum_buffer"] = self._momentum
         optimizer.step()
         self._momentum = optimizer.state[parameter].get("momentum_buffer")
-        return torch.cat([parameter, mean[self._parameters :]])
+        return torch.cat([parameter, merged[self._parameters :]])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the momentum."""
@@ -110,3 +82,28 @@ class OuterOptimizer:
         """Go on from what `state_dict` returned."""
         momentum = state["momentum"]
         self._momentum = None if momentum is None else momentum.to(device)
+
+
+def choose_rule(config: RunConfig, weights: FlatWeights, own: MergeRule | None) -> MergeRule:
+    """Return the rule that a run merges by: its own, or that of `--merge`."""
+    if own is not None:
+        return _checked(own)
+    name = config.merge or ("mean" if config.sync == "bsp" else "ratio")
+    if name == "delta":
+        trained = len(weights.vector) - len(weights.buffers)
+        return Delta(trained, config.outer_lr, config.outer_momentum)
+    return {"mean": mean, "ratio": ratio, "half": half}[name]
+
+
+def _checked(rule: MergeRule) -> MergeRule:
+    """Return a forker's rule, whose result is checked and copied: it may be one of the pushes."""
+
+    def merge(global_: Tensor, pushed: Tensor, factors: Tensor) -> Tensor:
+        # The exact factors are float64 in host memory, which torch would not multiply with weights.
+        merged = rule(global_, pushed, factors.to(global_))
+        if getattr(merged, "shape", None) != global_.shape:
+            got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
+            raise SettingError(f"a merge rule must return weights [{len(global_)}], got {got}")
+        return torch.empty_like(global_).copy_(merged)
+
+    return merge

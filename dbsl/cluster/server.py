@@ -1,9 +1,7 @@
-"""The owner of the global weights: merge rules, clocks and staleness. No communication in it.
+"""The owner of the global weights: clocks, staleness and when to merge. No communication in it.
 
-Workers push weights, which are merged here; `dbsl.cluster.gradients` takes gradients.
-
-Merge rules: Lu, Liu, Hong, Wu (COMPSAC 2022 and arXiv 2509.26092); the bound on clocks is that of
-stale synchronous parallel (Ho et al., NIPS 2013).
+Workers push weights, which a rule of `dbsl.cluster.merges` merges; `dbsl.cluster.gradients` takes
+gradients. The bound on clocks is that of stale synchronous parallel (Ho et al., NIPS 2013).
 """
 
 from __future__ import annotations
@@ -17,37 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
-from dbsl.cluster.merges import GlobalWeights, OuterOptimizer, merge_one
-from dbsl.config.settings import Merge
+from dbsl.cluster.merges import Delta, MergeRule
 from dbsl.plan.ledger import Members
 from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
 
-MergeRule = Callable[[Tensor, Tensor, Tensor], Tensor]
-_AT_BARRIER = ("mean", "delta")  # rules that take all workers' pushes together
 
-
-class Server(GlobalWeights):
+class Server:
     """Global weights that workers pull and push, one round at a time.
 
-    `mean` collects the pushes of all workers and then sets g <- sum(f_i*w_i)/sum(f_i); `delta` does
-    so too, but hands g minus that mean to an outer optimizer as a gradient; `ratio` and `half`
-    merge each push as it comes. A worker may start a round while its clock (rounds it has
-    pushed) is at most `staleness` ahead of the slowest worker's.
-
-    A rule of one's own, ``own(global_ [P], pushed [n, P], factors [n]) -> [P]``, stands in for all
-    of them: with a barrier it gets the pushes of all n workers that were not refused, in the order
-    of the workers, else each push alone.
+    A worker may start a round while its clock (rounds it has pushed) is at most `staleness` ahead
+    of the slowest worker's. What is pulled stays as it is: a merge makes another tensor.
 
     Args:
         weights: Initial global weights, one vector; the server keeps its own copy.
         workers: Number of workers.
-        rule: Merge rule.
+        rule: Merges what was not refused.
+        together: Whether `rule` gets all workers' pushes of a round, in the order in which they
+            came; else each push alone.
         staleness: Clock ticks that the leader may be ahead: 0 is a barrier, None no bound.
         rounds_per_epoch: Rounds that make an epoch.
         observe: Called with each report, before anyone can ask for what follows from it.
-        outer: The optimizer of `delta`.
-        own: A merge rule of one's own, in place of `rule`.
         members: The workers, which the run's planner knows, too; None: nobody else does.
     """
 
@@ -55,23 +42,17 @@ class Server(GlobalWeights):
         self,
         weights: Tensor,
         workers: int,
+        rule: MergeRule,
         *,
-        rule: Merge,
+        together: bool = False,
         staleness: int | None,
         rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
-        outer: OuterOptimizer | None = None,
-        own: MergeRule | None = None,
         members: Members | None = None,
     ) -> None:
-        if rule in _AT_BARRIER and staleness != 0:
-            raise SettingError(f"merge {rule!r} must have staleness 0 (a barrier), got {staleness}")
-        assert (rule == "delta") == (outer is not None)
-        super().__init__(weights)
-        self.rule: Merge = rule
-        self._outer = outer
-        self._own = own
-        self._pushed: dict[int, tuple[Tensor, float]] = {}  # for a rule of one's own, at a barrier
+        assert not together or staleness == 0, staleness
+        self._weights = weights.detach().clone()
+        self._rule, self._together = rule, together
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
@@ -81,9 +62,9 @@ class Server(GlobalWeights):
         self.finished: deque[EpochEnd] = deque()
         self.reports: deque[RoundReport] = deque()
         self._pulled_version = [0] * workers
-        self._sum: Tensor | None = None
-        self._sum_weight = 0.0
-        self._collected = 0
+        self._collected = 0  # pushes of the round that a barrier is in, refused ones included
+        self._kept: Tensor | None = None  # the others of these, [workers, P], from the first row on
+        self._factors: list[float] = []  # theirs
         self._epochs_ended = 0
 
     @property
@@ -95,6 +76,10 @@ class Server(GlobalWeights):
     def active(self) -> set[int]:
         """Workers that are there."""
         return self.members.active
+
+    def snapshot(self) -> Tensor:
+        """Return the current global weights, not to be written to."""
+        return self._weights
 
     def may_start(self, worker: int) -> bool:
         """Whether the worker may start its next round now.
@@ -124,7 +109,7 @@ class Server(GlobalWeights):
         round_ = self.slowest()
         self.members.leave(worker)
         if self._collected and self.slowest() > round_:  # the barrier waited for it alone
-            self._merge_collected()
+            self._merge_kept()
         self._end_epochs()
 
     def pull(self, worker: int) -> Tensor:
@@ -138,10 +123,12 @@ class Server(GlobalWeights):
         self.members.inside.pop(report.worker, None)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
-        if self.rule in _AT_BARRIER:
-            self._collect(weights, report)
+        if self._together:
+            self._collected += 1
+            if not report.refused:
+                self._keep(weights, report)
             if self._is_last(report.worker):
-                self._merge_collected()
+                self._merge_kept()
         elif not report.refused:
             self._merge(weights, report)
         self._advance([report])
@@ -160,7 +147,7 @@ class Server(GlobalWeights):
         None: all of it was refused.
         """
         if joined is not None:
-            self._take_mean(joined)
+            self._apply_rule(joined[None], [1.0])
         self.version += 1
         self._advance(reports)
 
@@ -171,106 +158,79 @@ class Server(GlobalWeights):
             "version": self.version,
             **self.members.state_dict(),
             "pulled_version": list(self._pulled_version),
-            "sum": self._sum,
-            "sum_weight": self._sum_weight,
             "collected": self._collected,
+            "kept": self._kept[: len(self._factors)] if self._factors else None,
+            "factors": list(self._factors),
             "epochs_ended": self._epochs_ended,
             "refused": self.refused,
             "finished": [asdict(end) for end in self.finished],
             "reports": [asdict(report) for report in self.reports],
-            "outer": self._outer and self._outer.state_dict(),
-            "pushed": dict(self._pushed),
+            "outer": self._rule.state_dict() if isinstance(self._rule, Delta) else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
+        self._replace_weights(state["weights"])
         self.version, self.refused = state["version"], state["refused"]
         self._collected, self._epochs_ended = state["collected"], state["epochs_ended"]
         self.members.load_state_dict(state)
         self._pulled_version = list(state["pulled_version"])
-        self._writable().copy_(state["weights"])
-        device = self._weights.device
-        self._sum = None if state["sum"] is None else state["sum"].to(device)
-        self._sum_weight = state["sum_weight"]
+        self._factors = []
+        for row, factor in enumerate(state["factors"]):
+            self._keep_row(state["kept"][row], factor)
         now = {"ended_at": time.perf_counter()}  # that clock is of a process
         self.finished = deque(EpochEnd(**end | now) for end in state["finished"])
         self.reports = deque(map(report_from_plain, state["reports"]))
-        self._load_outer(state["outer"])
-        pushed = state["pushed"].items()
-        self._pushed = {worker: (w.to(device), factor) for worker, (w, factor) in pushed}
+        self._load_rule(state["outer"])
 
     def restart(self, start: Restart) -> None:
         """Go on with the weights of other workers, all workers at the same clock."""
-        self._writable().copy_(start.weights)
+        self._replace_weights(start.weights)
         self.version, self.refused = start.version, start.refused
         self.members.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
         self._epochs_ended = start.clock // self.rounds_per_epoch
         now = time.perf_counter()
         self.finished.extend(replace(end, ended_at=now) for end in start.finished)
-        self._load_outer(start.outer)
+        self._load_rule(start.outer)
+
+    def _replace_weights(self, weights: Tensor) -> None:
+        self._weights = weights.to(self._weights, copy=True)
+
+    def _load_rule(self, state: Mapping[str, Any] | None) -> None:
+        if isinstance(self._rule, Delta) and state is not None:
+            self._rule.load_state_dict(state, self._weights.device)
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         """Merge a push by itself."""
-        current, merged = self._weights, None
-        if self._own is not None:  # it may fail: the weights are then as they were
-            merged = self._merged(current, {report.worker: (weights, report.merge_weight)})
-        out = self._writable()  # another tensor where `current` is still read
-        if merged is None:
-            merge_one(current, weights, report.merge_weight, self.rule, out)
-        else:
-            out.copy_(merged)
+        self._apply_rule(weights[None], [report.merge_weight])
         self.version += 1
 
-    @torch.no_grad()
-    def _collect(self, weights: Tensor, report: RoundReport) -> None:
+    def _keep(self, weights: Tensor, report: RoundReport) -> None:
         """Keep a push until all workers have pushed."""
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._weights)
-        if self._own is not None and not report.refused:
-            self._pushed[report.worker] = (weights.clone(), report.merge_weight)
-        elif not report.refused:
-            self._sum.add_(weights, alpha=report.merge_weight)
-            self._sum_weight += report.merge_weight
-        self._collected += 1
+        self._keep_row(weights, report.merge_weight)
+
+    def _keep_row(self, weights: Tensor, factor: float) -> None:
+        if self._kept is None:
+            self._kept = self._weights.new_empty(len(self.clocks), len(self._weights))
+        self._kept[len(self._factors)].copy_(weights)
+        self._factors.append(factor)
+
+    def _merge_kept(self) -> None:
+        """Make one update of the pushes that a barrier has kept."""
+        if self._factors:  # else all were refused, and the weights stay
+            self._apply_rule(self._kept[: len(self._factors)], self._factors)
+        self._factors, self._collected = [], 0
+        self.version += 1
+
+    def _apply_rule(self, pushed: Tensor, factors: Sequence[float]) -> None:
+        exact = torch.tensor(factors, dtype=torch.float64)
+        self._weights = self._rule(self._weights, pushed, exact)
 
     def _is_last(self, worker: int) -> bool:
         """Whether everyone else has pushed the round that this worker pushes."""
         clock = self.clocks[worker]
         return all(self.clocks[other] > clock for other in self.active if other != worker)
-
-    def _merge_collected(self) -> None:
-        """Make one update of the pushes that a barrier has collected."""
-        if self._pushed:
-            merged = self._merged(self._weights, self._pushed)
-            self._writable().copy_(merged)
-            self._pushed.clear()
-        elif self._sum_weight and self._outer is None:
-            torch.div(self._sum, self._sum_weight, out=self._writable())
-        elif self._sum_weight:  # else all were refused, and the weights stay
-            self._take_mean(self._sum / self._sum_weight)
-        self._sum.zero_()
-        self._sum_weight, self._collected = 0.0, 0
-        self.version += 1
-
-    def _merged(self, current: Tensor, pushed: Mapping[int, tuple[Tensor, float]]) -> Tensor:
-        """Return what a rule of one's own makes of the weights and of pushes, by worker."""
-        ordered = [pushed[worker] for worker in sorted(pushed)]
-        factors = torch.tensor([factor for _, factor in ordered], device=current.device)
-        merged = self._own(current, torch.stack([weights for weights, _ in ordered]), factors)
-        if getattr(merged, "shape", None) != current.shape:
-            got = list(merged.shape) if isinstance(merged, Tensor) else type(merged).__name__
-            raise SettingError(f"a merge rule must return weights [{len(current)}], got {got}")
-        return merged
-
-    def _load_outer(self, state: Mapping[str, Any] | None) -> None:
-        if self._outer is not None and state is not None:
-            self._outer.load_state_dict(state, self._weights.device)
-
-    def _take_mean(self, mean: Tensor) -> None:
-        if self._outer is not None:
-            mean = self._outer.step(self._weights, mean)
-        self._writable().copy_(mean)
 
     def _advance(self, reports: Sequence[RoundReport]) -> None:
         for report in reports:

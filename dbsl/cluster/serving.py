@@ -262,8 +262,6 @@ class Conversing(Cluster):
             peer.whole.send(weights, copy=peer.pulled)
             peer.whole.wait()
             peer.has_pulled = peer.pulled is not None
-            with self._changed:
-                self.server.release(weights)
 
     def _lose(self, rank: int, worker: int, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
@@ -349,8 +347,6 @@ class ServingCluster(Conversing):
             self.on_stop()
         else:  # a copy to a GPU takes its time, and others need not wait for it
             self.weights.load(weights)
-            with self._changed:
-                self.server.release(weights)
         self._waited_s += time.perf_counter() - began
 
     def _may_begin(self, worker: int) -> bool:

@@ -104,8 +104,7 @@ class SimulatedCluster(Cluster):
             return
         self._queue = [entry for entry in self._queue if entry[1] != worker]  # its round is lost
         heapq.heapify(self._queue)
-        if worker in self._pulled:
-            server.release(self._pulled.pop(worker))
+        self._pulled.pop(worker, None)
         try:
             samples = lose_worker(server, self._plans.planner, worker, self._rounds)
         except SettingError as error:
@@ -142,9 +141,7 @@ class SimulatedCluster(Cluster):
     def pull(self, turn: Round) -> None:
         """Load the weights that the worker's round started from into the model."""
         (worker,) = turn.workers
-        pulled = self._pulled.pop(worker)
-        self.weights.load(pulled)
-        self.server.release(pulled)
+        self.weights.load(self._pulled.pop(worker))
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand the worker's weights, or gradients, to the server; True: they were refused."""

@@ -24,7 +24,14 @@ from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.words import as_given
 from dbsl.config.fields import (
+    JOINT,
+    NODES,
     PAIRS,
+    PROCESSES,
+    UNLIKE,
+    Found,
+    PerWorker,
+    Role,
     Within,
     check_bounds,
     check_names,
@@ -100,21 +107,22 @@ class OptimizerConfig:
     """Which optimizer."""
 
     # --- optimizer
-    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    optimizer: Annotated[str, Role.STEP] = "sgd"
     # momentum of SGD and optimizers that have one, in [0, 1)
     momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
     weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
     # factor on the learning rate from each layer to the one below it, in (0, 1]; unset: 1
-    layer_decay: Annotated[float | None, Within(0, 1, open_low=True)] = None
+    layer_decay: Annotated[float | None, Within(0, 1, open_low=True), Role.STEP | Role.MODEL] = None
     # more arguments of timm's optimizer as name=value, say eps=1e-8 betas=0.9,0.95 amsgrad=True;
     # layer_decay_min_scale=0.1 is the smallest factor that --layer-decay comes to
-    opt_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
     # metrics.jsonl is the norm before it
-    clip_grad: Annotated[float | None, Within(0, open_low=True)] = None
+    clip_grad: Annotated[float | None, Within(0, open_low=True), Role.STEP] = None
     # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
     # norm in proportion to that of its weights, the classifier left out (agc)
-    clip_mode: ClipMode = "norm"
+    clip_mode: Annotated[ClipMode, Role.STEP] = "norm"
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
@@ -156,56 +164,138 @@ class BatchConfig:
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
-    workers: Annotated[int | None, Within(1)] = None
+    workers: Annotated[
+        int | None,
+        Within(1),
+        Role.WORKERS | Role.SPLIT | Role.ROUND,
+        Found(PROCESSES, "dedicated_server", UNLIKE),
+    ] = None
     # share of workers on the small batch, in [0, 1]
     small_ratio: Annotated[float, Within(0, 1)] = 0.0
     # number of workers on the small batch; wins over --small-ratio
-    small_workers: Annotated[int | None, Within(0)] = None
+    small_workers: Annotated[
+        int | None, Within(0), Role.WORKERS | Role.PLAN, Found("small_ratio", "workers")
+    ] = None
     # time that dual batch may take over all-large, k > 1
-    time_ratio: Annotated[float, Within(1, open_low=True)] = 1.05
+    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[float | None, Within(0, open_low=True)] = None
+    small_share: Annotated[float | None, Within(0, open_low=True), Role.PLAN] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
-    large_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
+    large_batch_size: Annotated[
+        tuple[int, ...] | Literal["auto"] | None,
+        Within(1),
+        Role.PLAN,
+        PerWorker(),
+        Found(
+            JOINT, Role.ROUND, Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit"
+        ),
+    ] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
-    local_batch_sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
+    local_batch_sizes: Annotated[
+        tuple[int, ...] | None,
+        Within(1),
+        Role.PLAN | Role.SPLIT,
+        PerWorker(),
+        Found("workers", "resolutions"),
+    ] = None
     # samples per joint step over all workers; unset: the sum of their batches
-    global_batch_size: Annotated[int | None, Within(1)] = None
+    global_batch_size: Annotated[
+        int | None,
+        Within(1),
+        Role.WORKERS | Role.PLAN | Role.SPLIT,
+        Found(JOINT, Role.ROUND, "local_batch_sizes"),
+    ] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
-    small_batch_size: Annotated[tuple[int, ...] | None, Within(0)] = None
+    small_batch_size: Annotated[
+        tuple[int, ...] | None,
+        Within(0),
+        Role.PLAN,
+        PerWorker(),
+        Found(
+            JOINT,
+            Role.ROUND,
+            "model",
+            "small_workers",
+            "large_batch_size",
+            Role.TIMES,
+            "time_ratio",
+            "small_share",
+            "min_batch_size",
+            "update_factor",
+            "rounding",
+        ),
+    ] = None
     # most samples of a worker on its device at once: it sums the gradients of so many micro-batches
     # in each step; one value, one per resolution, or one per resolution and worker; auto: what fits
     # into memory; unset: the whole batch. Gradients are those of the whole batch, but batch norm
     # normalises by, and mixup and CutMix mix within, a micro-batch
-    micro_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
+    micro_batch_size: Annotated[
+        tuple[int, ...] | Literal["auto"] | None,
+        Within(1),
+        PerWorker(),
+        Found(
+            JOINT,
+            Role.ROUND,
+            Role.STEP,
+            "global_batch_size",
+            "local_batch_sizes",
+            "memory_limit",
+            "large_batch_size",
+            "push",
+        ),
+    ] = None
     # smallest batch that a solved or balanced plan may give a worker
-    min_batch_size: Annotated[int, Within(1)] = 2
+    min_batch_size: Annotated[int, Within(1), Role.PLAN] = 2
     # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
     # free
-    memory_limit: Annotated[float | None, Within(0, open_low=True)] = None
+    memory_limit: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
     # measured
-    slope: tuple[float, ...] | None = None
+    slope: Annotated[
+        tuple[float, ...] | None,
+        Role.PLAN | Role.TIMES,
+        PerWorker(),
+        Found(
+            Role.STEP,
+            "dataset",
+            "resolutions",
+            "workers",
+            "cpu_threads",
+            "large_batch_size",
+            "global_batch_size",
+            "local_batch_sizes",
+            "micro_batch_size",
+            "profile",
+            "profile_refresh",
+            Role.TIMES,
+            ends=("profile", "profile_refresh"),
+        ),
+    ] = None
     # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
     # measured
-    intercept: tuple[float, ...] | None = None
+    intercept: Annotated[
+        tuple[float, ...] | None, Role.PLAN | Role.TIMES, PerWorker(), Found("slope")
+    ] = None
     # least seconds that a step takes; one value, one per resolution, or one per resolution and
     # worker; unset: measured with the slope, or 0 where that is given
-    floor: tuple[float, ...] | None = None
+    floor: Annotated[
+        tuple[float, ...] | None, Role.PLAN | Role.TIMES, PerWorker(), Found("slope")
+    ] = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
-    profile: str | None = None
+    profile: Annotated[str | None, Role.FREE] = None
     # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
     # alone, whose batch does not depend on them
-    profile_seconds: Annotated[float | None, Within(0, open_low=True)] = None
-    profile_refresh: bool = False  # measure step times even if the cache has them
+    profile_seconds: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    # measure step times even if the cache has them
+    profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
-    update_factor: UpdateFactor = "data"
+    update_factor: Annotated[UpdateFactor, Role.PLAN] = "data"
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
-    rounding: Rounding = "round"
+    rounding: Annotated[Rounding, Role.PLAN] = "round"
     # plans stay as they are (none), follow measured times (dynamic), or follow the published rule
     # (dbs)
-    balance: Balance = "none"
+    balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
     # rounds between two changes of the plan; unset: an epoch
     balance_every: Annotated[int | None, Within(1)] = None
 
@@ -247,27 +337,29 @@ class StageConfig:
     epochs: Annotated[int, Within(1, 10**6)] = 20
     # image sides in pixels, ascending, as --schedule has them; one trains at that alone; unset: 3/4
     # of the images' own side, then all of it; 160 and 224 where sides differ
-    resolutions: tuple[int, ...] | None = None
+    resolutions: Annotated[
+        tuple[int, ...] | None, Role.PLAN | Role.ROUND, Found("dataset", "image_column")
+    ] = None
     # resolution climbs in every learning-rate stage (cyclic), once (progressive), or stays (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
-    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.0,)
+    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True), Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[float | None, Within(0, open_low=True)] = None
+    lr: Annotated[float | None, Within(0, open_low=True), Found("optimizer")] = None
     # samples a step that --lr was chosen for, as a recipe's; a run with other batches says so, with
     # timm's rule for them, and keeps --lr; unset: nothing is said
-    lr_batch_size: Annotated[int | None, Within(1)] = None
+    lr_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
     # learning rate falls at milestones (step), along a cosine, or as a power of what is left (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: LrScaling = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
-    lr_milestones: tuple[int, ...] | None = None
+    lr_milestones: Annotated[tuple[int, ...] | None, Found("epochs")] = None
     # factor on the learning rate at each milestone, with --lr-schedule step
     lr_gamma: Annotated[float, Within(0, open_low=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[float | None, Within(0)] = None
+    warmup_epochs: Annotated[float | None, Within(0), Found("epochs")] = None
     # learning rate that cosine and poly end at
     min_lr: Annotated[float, Within(0)] = 0.0
     # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
@@ -314,17 +406,17 @@ class SyncConfig:
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
     # every step (step). With ssp and asp the run survives the death of a process that was launched
     # on its own
-    sync: Sync = "bsp"
+    sync: Annotated[Sync, Role.MEETING] = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
-    push: Push = "weights"
+    push: Annotated[Push, Role.MEETING] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
-    push_every: Annotated[int, Within(1)] = 1
+    push_every: Annotated[int, Within(1), Role.MEETING] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
-    drop_last: bool = False
+    drop_last: Annotated[bool, Role.PLAN] = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
-    sync_batch_norm: bool = False
+    sync_batch_norm: Annotated[bool, Role.STEP] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
     staleness: Annotated[int, Within(0)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
@@ -333,11 +425,13 @@ class SyncConfig:
     outer_lr: Annotated[float, Within(0, open_low=True)] = 0.7
     # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
     outer_momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
-    rounds_per_epoch: Annotated[int, Within(1)] = 1  # pushes per worker and epoch
-    dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
+    # pushes per worker and epoch
+    rounds_per_epoch: Annotated[int, Within(1), Role.MEETING | Role.ROUND] = 1
+    # rank 0 serves and evaluates but does not train
+    dedicated_server: Annotated[bool, Role.WORKERS | Role.MEETING] = False
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
-    worker_timeout: Annotated[float, Within(0, 1e9, open_low=True)] = 1800.0
+    worker_timeout: Annotated[float, Within(0, 1e9, open_low=True), Role.FREE] = 1800.0
 
 
 def meets_at_server(sync: Sync) -> bool:
@@ -395,29 +489,31 @@ class ImageConfig:
     """Which images, and how each is augmented."""
 
     # --- data
-    dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
-    image_column: str | None = None  # column of the images; unset: the only one
+    # digits, a folder, a .parquet file or a Hugging Face hub id
+    dataset: Annotated[str, Role.ROUND] = "digits"
+    # column of the images; unset: the only one
+    image_column: Annotated[str | None, Role.ROUND] = None
     # column of the classes; unset: label, or the class column with most classes
-    label_column: str | None = None
+    label_column: Annotated[str | None, Role.ROUND] = None
     # images to train on, a stratified and seeded subset; unset: all
-    train_samples: Annotated[int | None, Within(1)] = None
+    train_samples: Annotated[int | None, Within(1), Role.ROUND] = None
     # images to evaluate on, a stratified and seeded subset; unset: all
-    eval_samples: Annotated[int | None, Within(1)] = None
+    eval_samples: Annotated[int | None, Within(1), Role.FREE] = None
     # share of the training images to evaluate on instead of the test split, in (0, 1)
-    holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
+    holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
     # settings below; none: nothing; unset: timm with one of those settings, else crop
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
-    loader_workers: Annotated[int | None, Within(0)] = None
+    loader_workers: Annotated[int | None, Within(0), Role.FREE | Role.NODE] = None
     # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
     # by row group into a cache of that size; unset: the whole data set is on the disk
-    cache_gib: Annotated[float | None, Within(0, open_low=True)] = None
+    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
     # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
     # larger cache
-    shuffle_block: Annotated[int, Within(1)] = SHUFFLE_BLOCK
+    shuffle_block: Annotated[int, Within(1), Role.ORDER] = SHUFFLE_BLOCK
     # images of each split that may be left out because they cannot be decoded
-    max_bad_images: Annotated[int, Within(0)] = 16
+    max_bad_images: Annotated[int, Within(0), Role.FREE] = 16
     # --- timm's augmentation
     # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
     # (AutoAugment), 3a (DeiT III's); unset: none
@@ -569,7 +665,7 @@ class DataConfig(ImageConfig):
 
     # times that an epoch has an image, in a row and each time augmented anew; an epoch has as many
     # samples as ever, of fewer images
-    aug_repeats: Annotated[int, Within(1)] = 1
+    aug_repeats: Annotated[int, Within(1), Role.ORDER] = 1
     # --- mixing
     mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
@@ -607,20 +703,22 @@ class ModelConfig:
 
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
-    model: str = "resnet18"
+    model: Annotated[str, Role.STEP] = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
-    pretrained: bool = False
+    pretrained: Annotated[bool, Role.MODEL] = False
     # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
     # images, are new where theirs do not fit. Images are normalised as the config.json beside the
     # file says, else as timm's weights of the model are; --mean and --std win
-    initial_checkpoint: str | None = None
+    initial_checkpoint: Annotated[str | None, Role.MODEL] = None
     # rate of stochastic depth, in [0, 1); unset: the model's own
-    drop_path: Annotated[float | None, Within(0, 1, open_high=True)] = None
+    drop_path: Annotated[float | None, Within(0, 1, open_high=True), Role.STEP | Role.MODEL] = None
     # more arguments of timm's model as name=value, say global_pool=avg drop_block_rate=0.1
     # bn_eps=1e-3 init_values=1e-6
-    model_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
+        default=(), metadata=PAIRS
+    )
     # compute activations twice instead of keeping them: less memory, more time
-    grad_checkpointing: bool = False
+    grad_checkpointing: Annotated[bool, Role.STEP | Role.MODEL] = False
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
     ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 
@@ -645,18 +743,18 @@ class MachineConfig:
 
     # --- machine
     # seed of everything random: split, order, weights, dropout
-    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
+    seed: Annotated[int, Within(0, 2**63 - 1), Role.ORDER] = 0
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
-    cpu_threads: Annotated[int | None, Within(1, 1024)] = None
+    cpu_threads: Annotated[int | None, Within(1, 1024), Role.NODE, Found(PROCESSES, NODES)] = None
     # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
     # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
     # TF32, but not matrix products
-    mixed_precision: Precision = "auto"
+    mixed_precision: Annotated[Precision, Role.STEP, Found()] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
-    eval_batch_size: Annotated[int | None, Within(1)] = None
+    eval_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
     # minutes after which it saves and stops with status 75, as after SIGTERM
-    max_minutes: Annotated[float | None, Within(0, open_low=True)] = None
+    max_minutes: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
 
 
 @dataclass(frozen=True)
@@ -674,32 +772,39 @@ class RunConfig(
 
     # --- run
     # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
-    log_every: Annotated[int, Within(0)] = 50
+    log_every: Annotated[int, Within(0), Role.FREE] = 50
     # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
-    checkpoint_every: int | str = "10m"
+    checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
-    keep_checkpoints: Annotated[int, Within(0)] = 2
+    keep_checkpoints: Annotated[int, Within(0), Role.FREE] = 2
     # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
     # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
-    resume: str | None = None
+    resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
     # run goes on; a run that is resumed keeps it; none: not this time
-    mirror: str | None = None
-    allow_config_change: bool = False  # allow --resume with settings that change what is trained
-    plan_only: bool = False  # print the plan and its timeline, then stop
+    mirror: Annotated[str | None, Role.FREE | Role.COMMAND] = None
+    # allow --resume with settings that change what is trained
+    allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
+    # print the plan and its timeline, then stop
+    plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # evaluate the weights of --model or --resume, print one line, and write nothing
-    eval_only: bool = False
+    eval_only: Annotated[bool, Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
-    max_bad_rounds: Annotated[int, Within(0)] = 10
-    compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
-    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
-    output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    max_bad_rounds: Annotated[int, Within(0), Role.FREE] = 10
+    # use torch.compile; graphs for all batch sizes are made before training
+    compile: Annotated[bool, Role.STEP] = False
+    # estimate the batch size worth having; costs below 2 % of the time
+    noise_scale: Annotated[bool, Role.FREE] = True
+    # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # trackers of the run, with commas between: any that Accelerate knows and that is installed
     # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
     # or none; wandb works offline without a login or a network
-    report_to: str = "wandb"
+    report_to: Annotated[str, Role.FREE] = "wandb"
     # what a run found out, as its config.yaml has it; no flag
-    resolved: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
+    resolved: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(
+        default_factory=dict, metadata={"flag": False}
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self)

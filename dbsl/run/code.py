@@ -27,7 +27,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.launcher import launched_precision
 from dbsl.base.words import as_given
 from dbsl.cluster.wire import share_from
-from dbsl.config.complete import RESOLVED
+from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import RunConfig
 
 SUMS = "SHA256SUMS"  # of all files, dbsl's too, as `sha256sum` writes it; the script comes first
@@ -185,7 +185,6 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 # What each node has by its own cores. It decides on no exchange, and what was found out is compared
 # as the settings that it is.
-_OF_A_NODE = ("cpu_threads", "loader_workers", RESOLVED)
 
 
 def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
@@ -231,7 +230,8 @@ def difference(
 
 
 def _described(config: RunConfig, code: Code) -> dict[str, Any]:
-    settings = {n: as_given(v) for n, v in asdict(config).items() if n not in _OF_A_NODE}
+    of_node = with_role(type(config), Role.NODE)
+    settings = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
     if config.mixed_precision == "auto":
         settings["mixed_precision"] = launched_precision() or "auto"
     return {"settings": settings, "script": code.script, "code": dict(code.sums)}

@@ -19,10 +19,10 @@ from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.gradients import GradientServer, ServerOptimizer
 from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
-from dbsl.cluster.merges import OuterOptimizer
+from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.served import through_server
-from dbsl.cluster.server import MergeRule, Server
+from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import ComputeClock, DistributedSteps, JointSteps, OwnSteps, PushedGradients
 from dbsl.cluster.weights import FlatWeights, make_ready
@@ -184,24 +184,17 @@ class _Builder:
             clip=config.clip_grad,
             clip_mode=config.clip_mode,
         )
-        return GradientServer(owner, self._config.workers, **self._counted())
+        return GradientServer(owner, config.workers, **self._counted())
 
     def _server(
         self, weights: FlatWeights, device: torch.device, merge: MergeRule | None
     ) -> Server | None:
-        config, outer = self._config, None
         if self._rank != SERVER_RANK:
             return None
-        if config.merge == "delta":
-            trained = len(weights.vector) - len(weights.buffers)
-            outer = OuterOptimizer(trained, config.outer_lr, config.outer_momentum)
-        options = {
-            "rule": config.merge or ("mean" if config.sync == "bsp" else "ratio"),
-            "outer": outer,
-            "own": merge,
-            **self._counted(),
-        }
-        return Server(weights.vector.to(device), config.workers, **options)
+        rule = choose_rule(self._config, weights, merge)
+        together = self._config.sync == "bsp"
+        vector, workers = weights.vector.to(device), self._config.workers
+        return Server(vector, workers, rule, together=together, **self._counted())
 
     def _counted(self) -> dict[str, Any]:
         config = self._config

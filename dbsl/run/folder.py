@@ -22,6 +22,7 @@ from dbsl.base.launcher import remember
 from dbsl.base.words import px
 from dbsl.cluster.wire import share_text
 from dbsl.config.complete import RESOLVED
+from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.plan.types import Plan
@@ -31,9 +32,6 @@ LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
 RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
 RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
-# They belong to the command, not to the run that it starts.
-_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "eval_only")
-_NOT_KEPT += ("push_to_hub", "mirror", "profile_refresh", RESOLVED)
 
 
 class RunFolder:
@@ -87,11 +85,12 @@ class RunFolder:
             return
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
+        commands = with_role(type(given), Role.COMMAND)
         extras = defaults_of_extras()  # left out: a run that uses none reads back without them
         settings = {
             name: value
             for name, value in asdict(given).items()
-            if name not in _NOT_KEPT and (name not in extras or value != extras[name])
+            if name not in commands and (name not in extras or value != extras[name])
         }
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,14 @@ from dbsl.plan.sampler import Part, Step, TurnSampler, evaluation_batch_size, mi
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.types import CurrentPlan, Plan, Round
 
+ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
+
 
 @dataclass(frozen=True)
-class Run:
+class Run(Generic[ConfigT]):
     """What a run trains with: its config, complete, and what the config describes."""
 
-    config: RunConfig  # with all that was found or measured filled in, so that it repeats the run
+    config: ConfigT  # with all that was found or measured filled in, so that it repeats the run
     data: TrainingData
     stages: tuple[Stage, ...]
     model: nn.Module  # on its device; nothing is wrapped around it

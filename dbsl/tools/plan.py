@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import check_bounds, parse_flags
+from dbsl.config.fields import check_bounds
+from dbsl.config.flags import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline

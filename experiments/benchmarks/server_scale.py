@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbsl.cluster.merges import ratio
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
@@ -51,10 +52,10 @@ _PATIENCE_S = 300.0
 def merge_seconds(name: str, merges: int = 50) -> float:
     """Return the median seconds of a push's merge, from weights that are there already."""
     vector = FlatWeights(build_model(name, 100, final_resolution=32)).vector
-    server = Server(vector, 1, rule="ratio", staleness=None, rounds_per_epoch=merges)
+    server = Server(vector, 1, ratio, staleness=None, rounds_per_epoch=merges)
     pushed, seconds = vector.clone(), []
     for round_ in range(merges):
-        server.release(server.pull(0))
+        server.pull(0)
         began = time.perf_counter()
         server.push(pushed, report_of(0, round_))
         seconds.append(time.perf_counter() - began)
@@ -166,9 +167,7 @@ def served_cluster(
     """
     rank, server = dist.get_rank(), None
     if rank == 0:
-        server = Server(
-            weights.vector, workers, rule="ratio", staleness=None, rounds_per_epoch=rounds
-        )
+        server = Server(weights.vector, workers, ratio, staleness=None, rounds_per_epoch=rounds)
     plan = plan_dual_batch(10 * workers, workers, 0, 10, _LINE)
     return through_server(
         weights,

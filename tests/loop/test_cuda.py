@@ -15,6 +15,7 @@ from torch import nn
 import dbsl.cluster.wire
 import train
 from dbsl.base.errors import RunStopped
+from dbsl.cluster.merges import ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeClock, JointSteps
 from dbsl.cluster.weights import FlatWeights, make_ready, uncompiled
@@ -267,7 +268,7 @@ def test_a_process_of_local_rank_1_waits_where_there_is_one_gpu(tmp_path, backen
 def test_the_server_in_host_memory_takes_and_gives_weights_of_the_gpu():
     weights = FlatWeights(nn.Linear(2, 1).to(CUDA))
     start = weights.vector.to("cpu", copy=True)
-    owner = Server(start + 1, 1, rule="ratio", staleness=None, rounds_per_epoch=1)
+    owner = Server(start + 1, 1, ratio, staleness=None, rounds_per_epoch=1)
     cluster = serving(weights, owner)
     cluster.pull(Round((0,), 0, 0))
     assert torch.equal(weights.vector.cpu(), start + 1)

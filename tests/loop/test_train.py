@@ -12,7 +12,7 @@ import torch
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.fields import read_source
+from dbsl.config.flags import read_source
 from dbsl.config.parse import COMMON, config_to_yaml, parse_config
 from dbsl.config.settings import ImageConfig, check_effects
 from dbsl.data.dataset import load_data

@@ -16,6 +16,7 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.cluster.barrier import BarrierCluster
+from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -46,7 +47,8 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
         server = Server(
             weights.vector,
             workers,
-            rule="mean" if sync == "bsp" else "ratio",
+            mean if sync == "bsp" else ratio,
+            together=sync == "bsp",
             staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
             rounds_per_epoch=rounds,
             members=planner.members,
@@ -225,7 +227,7 @@ def broken_rule_rank(rank):
 
     _, cluster, plan = make(rank, "asp", world_size=3, epochs=2, dedicated_server=True)
     if cluster.server is not None:
-        cluster.server._own = rule
+        cluster.server._rule = rule
     try:
         for turn in cluster.turns():
             cluster.pull(turn)

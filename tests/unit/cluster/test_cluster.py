@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dbsl.cluster.merges import mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.weights import FlatWeights
@@ -13,12 +14,13 @@ from dbsl.plan.sampler import EpochSampler, split_evenly
 from dbsl.plan.types import EpochEnd, RoundReport
 
 
-def make_cluster(model, durations, *, sync, epochs, rounds=1, merge=None, staleness=1):
+def make_cluster(model, durations, *, sync, epochs, rounds=1, staleness=1):
     weights = FlatWeights(model)
     server = Server(
         weights.vector,
         len(durations),
-        rule=merge or ("mean" if sync == "bsp" else "ratio"),
+        mean if sync == "bsp" else ratio,
+        together=sync == "bsp",
         staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
         rounds_per_epoch=rounds,
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.cluster.merges import OuterOptimizer, merge_one
+from dbsl.cluster.merges import Delta, choose_rule, half, mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
@@ -21,7 +21,8 @@ def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.
     return Server(
         torch.tensor(weights),
         workers,
-        rule=rule,
+        rule,
+        together=rule is mean or isinstance(rule, Delta),
         staleness=staleness,
         rounds_per_epoch=rounds_per_epoch,
     )
@@ -30,20 +31,21 @@ def server(rule, workers=2, staleness=None, rounds_per_epoch=1, weights=(1.0, 2.
 @pytest.mark.parametrize(
     ("rule", "factor", "expected"),
     [
-        ("ratio", 1.0, 3.0),  # (2 + 4) / 2
-        ("ratio", 0.5, 8 / 3),  # (2 + 0.5*4) / 1.5
-        ("half", 1.0, 3.0),  # (1*2 + 4) / 2
-        ("half", 0.5, 2.5),  # (1.5*2 + 0.5*4) / 2
+        (ratio, 1.0, 3.0),  # (2 + 4) / 2
+        (ratio, 0.5, 8 / 3),  # (2 + 0.5*4) / 1.5
+        (half, 1.0, 3.0),  # (1*2 + 4) / 2
+        (half, 0.5, 2.5),  # (1.5*2 + 0.5*4) / 2
     ],
 )
 def test_merge_of_one_push_is_the_published_formula(rule, factor, expected):
-    weights = torch.tensor([2.0], dtype=torch.float64)
-    merge_one(weights, torch.tensor([4.0], dtype=torch.float64), factor, rule)
-    assert weights.item() == pytest.approx(expected)
+    weights, pushed = torch.tensor([2.0]).double(), torch.tensor([[4.0]]).double()
+    merged = rule(weights, pushed, torch.tensor([factor]).double())
+    assert merged.item() == pytest.approx(expected)
+    assert weights.item() == 2.0
 
 
 def test_mean_waits_for_all_and_weighs_by_factor():
-    s = server("mean", staleness=0)
+    s = server(mean, staleness=0)
     s.push(torch.tensor([3.0, 3.0]), report(0, 1.0))
     assert s.snapshot().tolist() == [1.0, 2.0]  # nothing before the barrier
     s.push(torch.tensor([9.0, 0.0]), report(1, 0.5))
@@ -56,9 +58,8 @@ def test_mean_waits_for_all_and_weighs_by_factor():
 
 def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
     def new():
-        outer = OuterOptimizer(2, 0.5, 0.8)  # of three numbers, the last is a buffer
-        start = torch.tensor([1.0, 2.0, 7.0])
-        return Server(start, 2, rule="delta", staleness=0, rounds_per_epoch=1, outer=outer)
+        rule = Delta(2, 0.5, 0.8)  # the last of three numbers is a buffer
+        return server(rule, staleness=0, weights=(1.0, 2.0, 7.0))
 
     s = new()
     pushes = [([3.0, 2.0, 1.0], 1.0), ([0.0, 5.0, 4.0], 0.5)]
@@ -83,15 +84,8 @@ def test_delta_is_a_nesterov_step_on_what_the_workers_changed():
 
 
 def test_an_outer_step_of_one_without_momentum_is_the_mean():
-    s = server("mean", staleness=0)
-    outer = Server(
-        torch.tensor([1.0, 2.0]),
-        2,
-        rule="delta",
-        staleness=0,
-        rounds_per_epoch=1,
-        outer=OuterOptimizer(2, 1.0, 0.0),
-    )
+    s = server(mean, staleness=0)
+    outer = server(Delta(2, 1.0, 0.0), staleness=0)
     for worker, pushed in enumerate(([3.0, 3.0], [9.0, 0.0])):
         s.push(torch.tensor(pushed), report(worker, 1 - 0.5 * worker))
         outer.push(torch.tensor(pushed), report(worker, 1 - 0.5 * worker))
@@ -99,7 +93,7 @@ def test_an_outer_step_of_one_without_momentum_is_the_mean():
 
 
 def test_pulled_weights_do_not_change_under_the_worker():
-    s = server("ratio")
+    s = server(ratio)
     pulled = s.pull(0)
     s.push(torch.tensor([9.0, 9.0]), report(1))
     assert pulled.tolist() == [1.0, 2.0]
@@ -107,7 +101,7 @@ def test_pulled_weights_do_not_change_under_the_worker():
 
 
 def test_workers_that_pull_the_same_version_share_one_tensor():
-    s = server("mean", workers=3, staleness=0)
+    s = server(mean, workers=3, staleness=0)
     assert s.pull(0).data_ptr() == s.pull(1).data_ptr() == s.pull(2).data_ptr()
 
 
@@ -116,9 +110,7 @@ def broken(weights, pushed, factors):
 
 
 def test_a_rule_that_fails_leaves_the_weights_as_they_were():
-    owner = Server(
-        torch.tensor([1.0, 2.0]), 2, rule="ratio", staleness=None, rounds_per_epoch=1, own=broken
-    )
+    owner = server(broken)
     read = owner.pull(0)
     with pytest.raises(ZeroDivisionError):
         owner.push(torch.tensor([3.0, 3.0]), report(0))
@@ -136,10 +128,9 @@ def serving(weights, owner):
 
 def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
     weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector.clone() + 1, 2, rule="ratio", staleness=None, rounds_per_epoch=1)
+    owner = Server(weights.vector + 1, 2, ratio, staleness=None, rounds_per_epoch=1)
     cluster = serving(weights, owner)
     load, pulled = weights.load, owner.snapshot()
-    owner.release(pulled)
     expected = pulled.clone()
 
     def slowly(vector):
@@ -158,7 +149,7 @@ def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
 
 def test_a_server_whose_rule_has_failed_is_not_saved():
     weights = FlatWeights(torch.nn.Linear(2, 1))
-    owner = Server(weights.vector, 1, rule="ratio", staleness=None, rounds_per_epoch=1, own=broken)
+    owner = Server(weights.vector, 1, broken, staleness=None, rounds_per_epoch=1)
     cluster = serving(weights, owner)
     cluster.state_dict()
     for act in (lambda: cluster.push([report(0)]), cluster.state_dict):
@@ -167,7 +158,7 @@ def test_a_server_whose_rule_has_failed_is_not_saved():
 
 
 def test_staleness_counts_global_updates_since_the_pull():
-    s = server("ratio", workers=3)
+    s = server(ratio, workers=3)
     for worker in range(3):
         s.pull(worker)
     staleness = [s.push(torch.zeros(2), report(w)).staleness for w in (2, 0, 1)]
@@ -178,7 +169,7 @@ def test_staleness_counts_global_updates_since_the_pull():
 
 @pytest.mark.parametrize(("bound", "allowed"), [(0, 1), (1, 2), (3, 4), (None, 50)])
 def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
-    s = server("ratio", staleness=bound)
+    s = server(ratio, staleness=bound)
     rounds = 0
     while s.may_start(0) and rounds < 50:
         s.push(torch.zeros(2), report(0))
@@ -188,7 +179,7 @@ def test_leader_waits_once_it_is_ahead_by_more_than_the_bound(bound, allowed):
 
 
 def test_epoch_ends_when_the_slowest_worker_pushed_its_last_round():
-    s = server("ratio", rounds_per_epoch=2)
+    s = server(ratio, rounds_per_epoch=2)
     for worker in (0, 0, 0, 1):
         s.push(torch.ones(2), report(worker))
     assert not s.finished
@@ -201,15 +192,21 @@ def test_epoch_ends_when_the_slowest_worker_pushed_its_last_round():
 
 
 def test_reports_carry_what_the_worker_said():
-    s = server("ratio")
+    s = server(ratio)
     s.push(torch.zeros(2), report(1, 0.5))
     kept = s.reports.popleft()
     assert (kept.worker, kept.samples, kept.merge_weight, kept.staleness) == (1, 80, 0.5, 0)
 
 
-def test_mean_without_a_barrier_is_refused():
-    with pytest.raises(ValueError, match="merge 'mean' must have staleness 0"):
-        server("mean", staleness=3)
+def test_a_forkers_copy_of_the_mean_merges_as_the_mean_does():
+    copied = choose_rule(None, None, lambda *all_: mean(*all_))
+    found = []
+    for rule in (mean, copied):
+        s = Server(torch.ones(5), 2, rule, together=True, staleness=0, rounds_per_epoch=1)
+        for worker in (1, 0):
+            s.push(torch.arange(5.0) / 3 - worker, report(worker, 0.5 + worker / 4))
+        found.append(s.snapshot())
+    assert torch.equal(*found)
 
 
 def refused(worker, round_=0):
@@ -217,7 +214,7 @@ def refused(worker, round_=0):
 
 
 def test_a_mean_leaves_refused_pushes_out_and_still_counts_the_round():
-    s = server("mean", workers=3, staleness=0)
+    s = server(mean, workers=3, staleness=0)
     s.push(torch.tensor([3.0, 3.0]), report(0, 1.0))
     s.push(torch.tensor([float("nan"), 1.0]), refused(1))
     s.push(torch.tensor([9.0, 0.0]), report(2, 0.5))
@@ -226,13 +223,13 @@ def test_a_mean_leaves_refused_pushes_out_and_still_counts_the_round():
 
 
 def test_a_mean_of_nothing_but_refused_pushes_keeps_the_weights():
-    s = server("mean", staleness=0)
+    s = server(mean, staleness=0)
     for worker in (0, 1):
         s.push(torch.full((2,), float("inf")), refused(worker))
     assert s.snapshot().tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("rule", ["ratio", "half"])
+@pytest.mark.parametrize("rule", [ratio, half])
 def test_a_refused_push_changes_nothing_but_the_clock(rule):
     s = server(rule)
     s.push(torch.full((2,), float("nan")), refused(1))
@@ -241,7 +238,7 @@ def test_a_refused_push_changes_nothing_but_the_clock(rule):
 
 
 def test_epochs_end_without_a_worker_that_was_dropped():
-    s = server("ratio", workers=3, staleness=1, rounds_per_epoch=2)
+    s = server(ratio, workers=3, staleness=1, rounds_per_epoch=2)
     for _ in range(2):
         s.push(torch.zeros(2), report(0))
     s.push(torch.zeros(2), report(1))
@@ -258,7 +255,7 @@ def test_epochs_end_without_a_worker_that_was_dropped():
 
 
 def test_a_worker_that_joins_begins_when_another_has_come_as_far():
-    s = server("ratio", workers=3, staleness=None)
+    s = server(ratio, workers=3, staleness=None)
     s.drop(2)
     s.push(torch.zeros(2), report(0))
     s.members.join(2, 2)
@@ -273,7 +270,7 @@ def test_a_worker_that_joins_begins_when_another_has_come_as_far():
 
 
 def test_of_two_that_join_none_begins_before_another_has_come_as_far():
-    s = server("ratio", workers=3, staleness=None)
+    s = server(ratio, workers=3, staleness=None)
     for worker in (1, 2):
         s.drop(worker)
         s.members.join(worker, 1)
@@ -283,7 +280,7 @@ def test_of_two_that_join_none_begins_before_another_has_come_as_far():
 
 
 def test_newcomers_never_wait_for_each_other():
-    s = server("ratio", workers=3, staleness=1)
+    s = server(ratio, workers=3, staleness=1)
     for worker, clock in ((1, 2), (2, 3)):
         s.drop(worker)
         s.members.join(worker, clock)
@@ -296,7 +293,7 @@ def test_newcomers_never_wait_for_each_other():
 
 
 def test_state_goes_through_json_and_goes_on_alike():
-    one, two = (server("mean", workers=2, staleness=0, rounds_per_epoch=2) for _ in range(2))
+    one, two = (server(mean, workers=2, staleness=0, rounds_per_epoch=2) for _ in range(2))
     one.push(torch.tensor([3.0, 3.0]), report(0, 0.5))  # collected, not merged yet
     tree, tensors = pack(one.state_dict())
     two.load_state_dict(unpack(json.loads(json.dumps(tree)), tensors))
@@ -307,7 +304,7 @@ def test_state_goes_through_json_and_goes_on_alike():
 
 
 def test_other_workers_take_over_at_one_clock():
-    s = server("ratio", workers=3, rounds_per_epoch=2)
+    s = server(ratio, workers=3, rounds_per_epoch=2)
     s.restart(Restart(torch.tensor([7.0, 8.0]), version=9, clock=5))
     assert s.snapshot().tolist() == [7.0, 8.0]
     assert (s.clocks, s.version) == ([5, 5, 5], 9)

@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState
 
 import dbsl.open
 from dbsl.base.errors import RunStopped
-from dbsl.config.complete import JOINT, NODES, PROCESSES, SOURCES, UNLIKE, found_by, still_true
+from dbsl.config.complete import found_by, still_true
+from dbsl.config.fields import JOINT, NODES, PROCESSES, UNLIKE, sources
 from dbsl.config.parse import parse_config
 from dbsl.plan.types import TimeModel
 from dbsl.profile.timing import fit_profile
@@ -183,13 +184,10 @@ def test_a_file_without_findings_has_its_settings_as_given(tmp_path):
     assert (config.reset_momentum, config.resolved) == ("never", {})
 
 
-def test_every_source_is_a_setting_and_comes_before_what_is_found_from_it():
+def test_every_source_is_a_setting_or_says_who_trains():
     names = {field.name for field in fields(Config)} | {PROCESSES, NODES, JOINT, UNLIKE}
-    done = set()
-    for name, sources in SOURCES.items():
-        assert {name, *sources} <= names
-        assert not set(sources) & (set(SOURCES) - done - {name, "intercept", "floor"})
-        done.add(name)
+    for name, own in sources(Config).items():
+        assert {name, *own} <= names
 
 
 @pytest.mark.parametrize(
