@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dbsl.base.launcher import remember
+from dbsl.base.launcher import has_fault, launcher_address, remember
 
 # A fork's signals are not its parent's.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -93,8 +93,14 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         self._restore()  # the next one ends the process
+        # A launcher ends all processes where one has failed: `_tell` asks, and then says nothing.
+        if number != signal.SIGTERM or launcher_address() is None:
+            self._say(number)
+
+    def _say(self, number: int) -> None:
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{self.signal}: {self._then}; once more to end\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"{name}: {self._then}; once more to end\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
         # The main thread may be anywhere, also inside a lock that a listener takes.
@@ -104,6 +110,8 @@ class Stopping:
                 if number[0] in own and not told:
                     told = True
                     self.on_signal()
+                    if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
+                        self._say(number[0])
 
     def _restore(self) -> None:
         while self._before:
