@@ -36,7 +36,7 @@ from dbsl.checkpoint.restart import (
     with_lost_workers,
 )
 from dbsl.cluster.weights import vector_length
-from dbsl.cluster.wire import SERVER_RANK, share_text
+from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
     RESOLVED,
     follow,
@@ -217,14 +217,10 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     run_folder = run_folder_of(config.resume, config.output_dir)
     if not (run_folder / "config.yaml").is_file():
         return None  # auto, at the first start
-    error = name = ""
-    if accelerator.is_main_process:
-        try:
+    name = ""
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process:
             name = _choose(Path(config.resume), run_folder, accelerator)
-        except SettingError as reason:
-            error = str(reason)
-    if error := share_text(error, accelerator):  # in every process, or the others would wait
-        raise CheckpointError(error)
     name = share_text(name, accelerator)
     if not name:
         return Found(run_folder)

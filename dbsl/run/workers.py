@@ -216,7 +216,6 @@ def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> s
     if model.created_with is not None:
         more = [f"{name}={value}" for name, value in model.settings.items()]
         more += ["grad_checkpointing"] * config.grad_checkpointing
-        more += [f"layer_decay={config.layer_decay}"] * (config.layer_decay is not None)
         return " ".join([config.model, *more, *config.opt_kwargs])
     inputs, _ = data.example(1, config.resolutions[-1])
     sides = () if config.resolutions[-1] else inputs.shape[1:]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import check_bounds
+from dbsl.config.fields import check_fields
 from dbsl.config.flags import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
 from dbsl.plan.solve import PlanRules, plan_dual_batch
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m dbsl.plan`` and return the exit status."""
     try:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
-        check_bounds(arguments)
+        check_fields(arguments)
         slopes, floors = arguments.slope, arguments.floor
         floors = floors * len(slopes) if len(floors) == 1 else floors
         for name, values in (("intercept", arguments.intercept), ("floor", floors)):

@@ -44,8 +44,8 @@ from dbsl.cluster.wire import (
     message_kind,
     message_numbers,
 )
+from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import parse_config
-from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch

@@ -125,7 +125,10 @@ def test_known_noise_scale_is_estimated_within_a_tenth(kind, sizes):
     assert trace / gradient_square == pytest.approx(50.0, rel=0.1)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("micro", (64,)), ("joined", (12, 12, 20, 20))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=pytest.mark.slow)],
+)
 def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(kind, sizes):
     # 64 samples, dealt out whole: with new draws for granted 50 would come out as 230.
     rng = torch.Generator().manual_seed(2)
@@ -318,6 +321,7 @@ def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
     assert torch.backends.cudnn.benchmark
 
 
+@pytest.mark.slow
 def test_interval_holds_the_truth_about_as_often_as_it_says():
     model = Quadratic(50, 2.0).double()
     probe = make_probe(model)

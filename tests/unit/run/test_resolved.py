@@ -124,7 +124,7 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monk
     assert set(still_true(found, given, given, 1)) >= {"slope", "intercept", "floor"}
     changed = replace(given, slope=(1.0,), intercept=(1.0,))
     assert not {"slope", "intercept", "floor"} & set(still_true(found, given, changed, 1))
-    with pytest.raises(ValueError, match="slope must be given with floor, got floor alone"):
+    with pytest.raises(ValueError, match="floor must be unset except with slope, got"):
         parse_config(Config, ["--floor", "0.1"])
 
 
