@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dbsl.plan.types import CurrentPlan, EpochEnd, Plan, Round, RoundReport
     from dbsl.run.evaluation import Evaluation
     from dbsl.run.session import Session
-    from dbsl.run.training import Run
+    from dbsl.run.training import Run, SimulatedTimes
 
 T = TypeVar("T")
 Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
@@ -59,7 +59,12 @@ class Machine:
         return 1.0
 
     def exchange_s(
-        self, run: Run, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+        self,
+        times: SimulatedTimes,
+        worker: int,
+        epoch: int,
+        round_: int,
+        segment: CurrentPlan | None = None,
     ) -> float:
         """Return the seconds that a simulated worker's round takes on the network."""
         return 0.0

@@ -24,8 +24,8 @@ from dbsl.base.words import duration
 from dbsl.config.fields import Needs, Within, in_range
 from dbsl.config.hooks import Extra, Machine
 from dbsl.config.settings import RunConfig
-from dbsl.plan.types import CurrentPlan, Round
-from dbsl.run.training import Run
+from dbsl.plan.types import CurrentPlan
+from dbsl.run.training import Run, SimulatedTimes
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,24 @@ class Emulation(Machine):
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
 
     def exchange_s(
-        self, run: Run, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+        self,
+        times: SimulatedTimes,
+        worker: int,
+        epoch: int,
+        round_: int,
+        segment: CurrentPlan | None = None,
     ) -> float:
         """Return the seconds that a simulated worker's round takes on the link.
 
         The server is with worker 0, unless it has a process of its own.
         """
-        config, link = run.config, self.link
+        config, link = times.run.config, self.link
         if link is None:
             return 0.0
-        parameters, state = run.numbers
-        size = 4 * (parameters if config.sync == "step" else state)  # bytes of float32
+        size = 4 * (times.parameters if config.sync == "step" else times.state)  # of float32
         if config.sync == "step":
-            current = segment or run.planner.at(epoch, round_)
-            steps = len(run.steps(current, Round((worker,), epoch, round_)))
-            compute_s = run.duration(worker, epoch, round_, current) / max(steps, 1)
-            return steps * link.joint_step_s(size, config.workers, compute_s)
+            compute_s, steps = times.computed(worker, epoch, round_, segment)
+            return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))
         if config.sync == "bsp":
             at_server = config.merge == "delta" or config.push == "gradients"
             return link.barrier_s(size, config.workers, at_server=at_server)
@@ -169,7 +171,7 @@ class Emulation(Machine):
         if config.workers == 1:
             return [f"{link}: one worker, nothing goes over it"]
         at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided
-        longer_s = self.exchange_s(run, config.workers - 1, 0, 0, at_first)
+        longer_s = self.exchange_s(SimulatedTimes(run), config.workers - 1, 0, 0, at_first)
         each = "each push of gradients" if config.push == "gradients" else "each round"
         at_server = ""
         if config.sync in ("ssp", "asp"):

@@ -121,11 +121,11 @@ class Noise(Extra):
         self.probe = None
         if not accelerator.scaler:
             self.probe = choose_probe(
-                *(run.plans, run.models, run.model),
+                *(run.plans, run.known.models, run.model),
                 sync=run.config.sync,
                 processes=accelerator.num_processes,
                 rounds=run.rounds,
-                least=run.least,
+                least=run.sampler.least,
             )
 
     def measure(self, turn: Round, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:

@@ -257,7 +257,9 @@ class RunLog:
         bce = getattr(config, "bce_loss", False)
         self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
         # Plans that follow measured times, and workers slowed on purpose, are not warned of.
-        self._expects_times = run.measured and config.balance == "none" and not run.machine.slows
+        self._expects_times = (
+            run.known.measured and config.balance == "none" and not run.machine.slows
+        )
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
         self._samples = 0  # trained on so far

@@ -85,7 +85,7 @@ def make_log(
         plans=plans,
         planner=planner,
         model=model,
-        measured=measured,
+        known=SimpleNamespace(measured=measured),
         machine=Machine(),
         extras=Extras(extras),
     )
