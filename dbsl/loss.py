@@ -6,16 +6,16 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import Within
+from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
 from dbsl.data.augment import GlobalStreams
 from dbsl.plan.types import RESERVED
 
@@ -112,6 +112,13 @@ def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
     return torch.stack(values)
 
 
+class BceKwargs(TypedDict, total=False):
+    """More arguments of binary cross-entropy, by the names of timm's flags."""
+
+    target_thresh: Annotated[float, Within(0, 1, open_high=True)]
+    sum: bool
+
+
 @dataclass(frozen=True)
 class BceConfig:
     """Whether the loss is binary cross-entropy, and of what kind."""
@@ -119,18 +126,19 @@ class BceConfig:
     # --- binary cross-entropy
     # binary cross-entropy instead of cross-entropy: each class is a yes or no of its own
     bce_loss: bool = False
-    # share of a class above which it counts as whole, and else as absent, with --bce-loss; unset:
-    # shares stay, as label smoothing and mixing make them
-    bce_target_thresh: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # sum the binary cross-entropy over the classes instead of its mean
-    bce_sum: bool = False
+    # more arguments of binary cross-entropy as name=value: target_thresh=0.2, the share of a class
+    # above which it counts as whole, and else as absent (unset: shares stay, as label smoothing and
+    # mixing make them); sum=True adds up the losses of the classes instead of their mean
+    bce_kwargs: Annotated[tuple[str, ...], Needs("bce_loss")] = field(default=(), metadata=PAIRS)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # of RunConfig, whose mixin it is
-        given = {"bce_sum": self.bce_sum, "bce_target_thresh": self.bce_target_thresh is not None}
-        for name, is_given in given.items():
-            if is_given and not self.bce_loss:
-                raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
+        _ = self.bce
+
+    @property
+    def bce(self) -> Mapping[str, Any]:
+        """What `bce_kwargs` has."""
+        return read_kwargs("bce_kwargs", self.bce_kwargs, BceKwargs)
 
 
 def binary_cross_entropy(
@@ -141,5 +149,7 @@ def binary_cross_entropy(
 
     shares = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1])
     shares = (1 - label_smoothing) * shares + label_smoothing / logits.shape[1]
-    loss = BinaryCrossEntropy(target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum)
+    loss = BinaryCrossEntropy(
+        target_threshold=config.bce.get("target_thresh"), sum_classes=config.bce.get("sum", False)
+    )
     return loss(logits.float(), shares)

@@ -147,7 +147,7 @@ def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
         plain = timm.create_model(name)
     builder = timm.models.build_model_with_cfg
     known = arguments(type(plain), timm.create_model, builder)
-    check_names("model_kwargs", settings.keys() - {"drop_path_rate"}, known)
+    check_names("model_kwargs", settings, known)
 
 
 def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:

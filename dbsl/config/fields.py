@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dbsl.base.errors import SettingError
+from dbsl.base.words import as_given
 
 M = TypeVar("M")
 
@@ -60,6 +61,14 @@ class Within:
             bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
         raise SettingError(f"{name} must be {bound}, got {_shown(value)}")
 
+    def check_in(self, setting: str, given: Mapping[str, Any], name: str) -> None:
+        """Check an argument of a setting of ``name=value`` texts, if it is given."""
+        if (value := given.get(name)) is None:
+            return
+        if not isinstance(value, int | float):
+            raise SettingError(f"{setting} must have a number as {name}, got {value!r}")
+        self.check(f"{setting} {name}", value)
+
 
 def _shown(value: float) -> str:
     """Return a number in words: a whole one exactly, unless it is too long."""
@@ -74,10 +83,10 @@ def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
     Within(*bounds, **ends).check(name, value)
 
 
-def check_bounds(config: Any) -> None:
-    """Raise ``SettingError`` for the first number of a dataclass outside the bounds of its type.
+def check_fields(config: Any) -> None:
+    """Raise ``SettingError`` for the first field that is not as its type says.
 
-    A type without bounds has those of `Within()`; a list with bounds has a number at least.
+    A number without bounds has those of `Within()`; a list with bounds has a number at least.
     """
     bounds = markers(type(config), Within)
     for name in (field.name for field in fields(config)):
@@ -87,6 +96,17 @@ def check_bounds(config: Any) -> None:
         for number in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(number, (int, float)):
                 (bound or Within()).check(name, number)
+    check_needs(config, new=False)
+
+
+def check_needs(config: Any, *, new: bool) -> None:
+    """Raise ``SettingError`` for the first field that is set without what it needs."""
+    for name, needs in markers(type(config), Needs).items():
+        value, default = getattr(config, name), getattr(type(config), name)
+        if needs.new == new and value not in (default, None) and not needs.are_met(config):
+            raise SettingError(
+                f"{name} must be {as_given(default)} except with {needs}, got {as_given(value)}"
+            )
 
 
 class Role(Flag):
@@ -102,6 +122,7 @@ class Role(Flag):
     ORDER = auto()  # the order of an epoch's samples is drawn by it
     ROUND = auto()  # how many samples a worker's round has
     STEP = auto()  # what a step computes, and so its time and its memory
+    TIMED = auto()  # step times are found from it, too
     TIMES = auto()  # how long steps take
     MODEL = auto()  # says nothing of a model that the script brings
 
@@ -109,6 +130,37 @@ class Role(Flag):
 @dataclass(frozen=True)
 class PerWorker:
     """Has one value, one for each resolution, or one for each resolution and worker."""
+
+
+class Needs:
+    """A setting counts only with others: of these values, or, of a name alone, not its default.
+
+    What is `new` is refused without them where a run begins: one that goes on may have had them.
+    """
+
+    def __init__(self, *given: str, new: bool = False, **values: Any) -> None:
+        self.new, self._other = new, None
+        self._values = {
+            name: value if isinstance(value, tuple) else (value,) for name, value in values.items()
+        }
+        self._given = given
+
+    def __or__(self, other: Needs) -> Needs:
+        """Return what either meets."""
+        both = Needs(*self._given, new=self.new, **self._values)
+        both._other = other
+        return both
+
+    def __str__(self) -> str:
+        listed = [f"{name} {' or '.join(values)}" for name, values in self._values.items()]
+        all_of = " and ".join([*self._given, *listed])
+        return f"{all_of} or {self._other}" if self._other else all_of
+
+    def are_met(self, config: Any) -> bool:
+        """Whether a config has them."""
+        values = all(getattr(config, name) in among for name, among in self._values.items())
+        given = all(getattr(config, n) != getattr(type(config), n) for n in self._given)
+        return (values and given) or (self._other is not None and self._other.are_met(config))
 
 
 # Sources that are no settings: how many processes there are, on which nodes, whether all workers

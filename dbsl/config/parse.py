@@ -20,7 +20,8 @@ from dbsl.base.launcher import launched_precision, recall
 from dbsl.config.complete import RESOLVED, check_names, still_true
 from dbsl.config.fields import PROCESSES, UNSET
 from dbsl.config.flags import build, kinds_in_words, read_flags, unknown
-from dbsl.config.settings import CHECKPOINTS, AugmentKwargs, LrKwargs, MixupKwargs, is_url
+from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
+from dbsl.config.settings import CHECKPOINTS, LrKwargs, is_url
 from dbsl.extras.mirror.bucket import pull_config, url_to_pull
 
 T = TypeVar("T")
@@ -52,7 +53,12 @@ _ELSEWHERE = {
     "per-device-train-batch-size": _LARGE,
     "sched": "--lr-schedule",
     "val-split": "--holdout",
+    "bce-sum": "--bce-kwargs sum=True",
+    "bce-target-thresh": "--bce-kwargs target_thresh=",
+    "drop-connect": "--model-kwargs drop_path_rate=",
+    "drop-path": "--model-kwargs drop_path_rate=",
     "gp": "--model-kwargs global_pool=",
+    "layer-decay": "--opt-kwargs layer_decay=",
     "drop-block": "--model-kwargs drop_block_rate=",
     "opt-eps": "--opt-kwargs eps=",
     "opt-betas": "--opt-kwargs betas=",

@@ -15,7 +15,8 @@ from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.steps import takes_parts
 from dbsl.config.fields import Role, with_role
-from dbsl.config.settings import NO_SIDE, DataConfig, RunConfig, steps_in_parts
+from dbsl.config.image_settings import DataConfig
+from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import TrainingData
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
@@ -28,7 +29,7 @@ OptimizerBuilder = Callable[
 # Settings that say which data, model or optimizer; with your own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
 # A function may read momentum and weight_decay of the settings that it is given.
-_OF_OPTIMIZER = ("layer_decay", "opt_kwargs")
+_OF_OPTIMIZER = ("opt_kwargs",)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Replaced:
             if not callable(value):
                 raise SettingError(f"{setting} must be a {kind}, got {type(value).__name__}")
             given = _named(given, setting, _name(value), void)
+        if self.model is not None and "layer_decay" in given.optimizer_settings:
+            raise SettingError("opt_kwargs must leave out layer_decay with your own model")
         return given
 
     def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:

@@ -310,6 +310,11 @@ def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
         (linear, {"mixup": 0.2}, "mixup must be left out with your own data, got 0.2"),
         (linear, {"resolutions": (8,)}, "resolutions must be left out with your own d"),
         (linear, {"dropout": (0.1,)}, "dropout must be left out with your own model"),
+        (
+            linear,
+            {"opt_kwargs": ("layer_decay=0.5",)},
+            "opt_kwargs must leave out layer_decay with",
+        ),
         (linear, {"dataset": "cifar"}, "dataset must be left out or mine with your .* got cifar"),
         (linear, {"model": "resnet50"}, "model must be left out or linear with .* got resnet50"),
     ],

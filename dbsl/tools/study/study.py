@@ -28,10 +28,11 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, one_line_er
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Within, check_bounds, in_range
+from dbsl.config.fields import Within, check_fields, in_range
 from dbsl.config.flags import parse_flags
+from dbsl.config.image_settings import ImageConfig, check_images
 from dbsl.config.parse import config_to_yaml
-from dbsl.config.settings import ImageConfig, MachineConfig, check_images
+from dbsl.config.settings import MachineConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
 from dbsl.optimizer import check_optimizer
@@ -129,7 +130,7 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise SettingError(f"{name} must be one or more, each once, got {_join(values)}")
-        check_bounds(self)
+        check_fields(self)
         check_images(self)
         for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
             _ends(name, getattr(self, name))

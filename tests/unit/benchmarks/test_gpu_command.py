@@ -17,8 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import parse_config
-from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from experiments.benchmarks.gpu import __main__ as command
@@ -344,7 +344,7 @@ READ = f"""
 import json, sys, zlib
 import datasets, numpy as np, torch
 import experiments.benchmarks.gpu.training
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from train import Config
