@@ -27,6 +27,7 @@ WORKERS = [
 PLAN = {"event": "plan", "resolution": 24, "workers": WORKERS} | dict.fromkeys(PLAN_TOTALS, 0.5)
 EVAL = {"event": "eval", "epoch": 0, "resolution": 24, "accuracy": 0.75, "loss": 0.5, "samples": 90}
 EVAL |= {"time_s": 0.25, "train_time_s": 10.0, "learning_rate": 0.1, "train_resolution": 24}
+EVAL["of_cats"] = 0.25  # a metric of your own
 NOISE = {"event": "noise", "epoch": 0, "resolution": 24, "b_simple": 30.0, "high": None}
 
 
@@ -153,6 +154,7 @@ def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_a
     assert train["plan/idle_share"] == 0.5
     assert not any("train_time" in name or "wait_time" in name for name in train)
     assert (workers["workers/share/1"], workers["workers/loss/0"]) == (0.6, 2.0)
+    assert found.pop("eval/of_cats") == 0.25
     assert found == {"epoch": 1, "eval/accuracy": 0.75, "eval/loss": 0.5, "time/eval_s": 0.25}
     assert noise == {"epoch": 1, "noise/b_simple": 30.0}
     shown.close(None)
