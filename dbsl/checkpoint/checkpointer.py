@@ -155,9 +155,10 @@ class Writer:
             return
         self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
-            mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
-            prune(self._folder, max(1, keep), mirror.uploading)
-            mirror.wake()
+            extras, keep = self._run.extras, self._run.config.keep_checkpoints
+            spared = {name for names in extras.each(Extra.keeps) for name in names}
+            prune(self._folder, max(1, keep), spared)
+            extras.each(Extra.saved)
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest will say of them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
+    from dbsl.checkpoint.disk import Found
     from dbsl.plan.sampler import Step
     from dbsl.plan.types import CurrentPlan, EpochEnd, Plan, Round, RoundReport
     from dbsl.run.evaluation import Evaluation
@@ -41,7 +42,9 @@ _SETTINGS = {
         *("link_gbps", "link_ms", "link_overlap"),
     ),
     "hub.py": ("push_to_hub",),
+    "mirror": ("mirror",),
     "noise.py": ("noise_scale",),
+    "streaming": ("cache_gib", "shuffle_block"),
 }
 
 
@@ -88,9 +91,27 @@ class Extra:
         """Return the extra of a run with these settings; None: it is not asked for."""
         return cls()
 
+    @classmethod
+    def own_settings(cls, said: Mapping[str, Any], scratch: Path) -> Path | None:
+        """Return the config.yaml of a run that is resumed from elsewhere, downloaded to `scratch`.
+
+        `said` are the settings so far. None: the run is none of this extra's.
+        """
+
     # --- before training, on every process
+    def config(self, config: Any, accelerator: Accelerator) -> Any | None:
+        """Bring a run here that is elsewhere; return the settings to go on with."""
+
     def check(self, config: Any, accelerator: Accelerator) -> None:
         """Refuse settings, before anything is measured or written."""
+
+    def data(self, config: Any) -> Any | None:
+        """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""
+
+    def open(
+        self, config: Any, folder: Path, found: Found | None, accelerator: Accelerator
+    ) -> None:
+        """The run has its folder; `found` is what it goes on from. Nothing is measured yet."""
 
     def machine(self, config: Any) -> Machine | None:
         """Return what stands for the machines; of several extras the first counts."""
@@ -131,6 +152,13 @@ class Extra:
         """Go on from what `state_dict` returned; `same`: in the same workers and processes."""
 
     # --- on the main process
+    def saved(self) -> None:
+        """A checkpoint is on the disk."""
+
+    def keeps(self) -> Collection[str]:
+        """Return the names of checkpoints that must not be removed yet."""
+        return ()
+
     def epoch(
         self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
     ) -> Iterable[tuple[str, Row]]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
-from urllib.parse import urlsplit
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given
@@ -427,9 +426,6 @@ class RunConfig(
     # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
     # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-    # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
-    # run goes on; a run that is resumed keeps it; none: not this time
-    mirror: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # print the plan and its timeline, then stop
@@ -519,21 +515,6 @@ def _check_places(config: RunConfig) -> None:
     """Raise ``SettingError`` for a place to read from or write to that does not go with another."""
     if config.eval_only and config.output_dir and config.resume != "auto":
         raise SettingError(f"output_dir must be left out with eval_only, got {config.output_dir}")
-    for name in ("mirror", "resume"):
-        if not is_url(url := getattr(config, name)):
-            continue
-        parts = urlsplit(url)
-        if parts.password is not None:
-            raise SettingError(f"{name} must have no password in it, which fsspec has settings for")
-        if not (parts.netloc + parts.path).strip("/"):
-            raise SettingError(f"{name} must name a folder at the URL, got {url}")
-    if config.mirror not in (None, "none") and not is_url(config.mirror):
-        raise SettingError(
-            f"mirror must be a URL such as s3://bucket/runs/x, or none, got {config.mirror}"
-        )
-    if is_url(config.resume) and (config.eval_only or config.plan_only):
-        what = "eval_only" if config.eval_only else "plan_only"
-        raise SettingError(f"resume must be a run folder with {what}, got {config.resume}")
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
@@ -590,8 +571,7 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
     yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
-    for name, without in (("plan_only", False), ("mirror", None)):
-        yield config.eval_only, name, without, "with eval_only"
+    yield config.eval_only, "plan_only", False, "with eval_only"
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not of one's own
         *_on_resolutions(run),
-        *([] if config.cache_gib is None else [data.train.described(config.seed)]),
+        *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,

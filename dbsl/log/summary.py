@@ -66,6 +66,5 @@ def _mishaps(session: Session) -> dict[str, Any]:
         "refused_rounds": session.cluster.refused,
         **session.log.members.state_dict(),
         "bad_images": bad,
-        "mirror_failures": session.mirror.failures,
     }
     return {name: value for name, value in found.items() if value}

@@ -116,7 +116,6 @@ def prepare(
         also=also,
         extras=extras,
     )
-    _check_room(run)
     return run
 
 
@@ -308,14 +307,3 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
             f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
             f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
         )
-
-
-def _check_room(run: Run) -> None:
-    """Raise ``SettingError`` unless the images that are read at once have room in the cache."""
-    config, data = run.config, run.data
-    if config.cache_gib is None:
-        return
-    in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
-    batch = max(run.largest_batch, run.statistics_batch if getattr(config, "ema_decay", 0) else 0)
-    data.train.check_room(batch, in_order=in_order)
-    data.evaluation.check_room(1, in_order=run.evaluation_batch)

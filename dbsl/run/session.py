@@ -43,7 +43,6 @@ from dbsl.run.training import ConfigT, Run
 
 if TYPE_CHECKING:  # rooms above this one
     from dbsl.checkpoint.checkpointer import Checkpointer
-    from dbsl.extras.mirror.mirror import Mirror
     from dbsl.log.log import RunLog
     from dbsl.log.meter import StepMeter
 
@@ -163,7 +162,6 @@ class Session(Generic[ConfigT]):
     stopping: Stopping  # whether the run is to stop
     stopwatch: Stopwatch
     meter: StepMeter  # lines of `log_every`
-    mirror: Mirror  # copies the run folder to a URL, if it is to
     progress: Progress = field(default_factory=Progress)
     log: RunLog = field(init=False)  # metrics, lines, trackers
     checkpointer: Checkpointer = field(init=False)
