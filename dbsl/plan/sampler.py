@@ -76,13 +76,13 @@ class EpochSampler:
         shares: Samples per worker and epoch, each at least `rounds`; where the epoch has begun
             with other shares, of its remainder, which may be too few for that.
         rounds: Rounds per epoch, or those that are left.
-        seed: The run's seed.
+        seed: The run's seed, from which the epoch's order is drawn.
         first_round: Rounds of the epoch that are over.
         start: Samples of the epoch that they took.
         least: Samples of a batch at least: 2 where a model cannot train on one.
         left: Remainder of the epoch, as places in its order, if that is not all from `start` on.
         repeats: Copies of each sample in an epoch.
-        blocks: Draws the epoch's order; None: any order is as likely as another.
+        blocks: Draw the epoch's order; None: any order is as likely as another.
     """
 
     def __init__(
@@ -168,11 +168,9 @@ class StepSampler:
     Args:
         samples: Training samples, at least B.
         global_batch_size: B, samples per step over all workers at most.
-        seed: The run's seed.
+        seed: As for `EpochSampler`, like `repeats` and `blocks`.
         drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
         least: Samples that a part has at least, unless it is empty.
-        repeats: Copies of each sample in an epoch.
-        blocks: Draws the epoch's order; None: any order is as likely as another.
     """
 
     def __init__(
