@@ -31,10 +31,10 @@ from dbsl.plan.ledger import Ledger
 from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import (
-    CurrentPlan,
     EpochEnd,
     Restart,
     Round,
+    Segment,
     plan_from_plain,
     report_from_plain,
 )
@@ -53,7 +53,7 @@ class RoundAhead(NamedTuple):
 
     epoch: int
     round: int
-    segment: CurrentPlan
+    segment: Segment
     workers: list[int]
 
 
@@ -134,7 +134,7 @@ def _joint_restart(
         return Restart(clock=epoch * run.rounds, **common)
     _check_inside_epoch({epoch}, state, run, before, samples)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
-    segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
+    segment = Segment(run.plans[run.stage_at(epoch).resolution])
     counted = progress["counted"] if progress else 0
     ahead = run.sampler.steps(segment, turn)
     return Restart(
@@ -200,7 +200,7 @@ def rounds_ahead(
         segment = ledger.at(epoch, round_)
         if epoch not in ledger.segments:
             number = planner["current"][run.stage_at(epoch).resolution]
-            segment = CurrentPlan(plans[number])
+            segment = Segment(plans[number])
         workers = [
             worker
             for worker, clock in enumerate(clocks)
