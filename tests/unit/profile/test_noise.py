@@ -20,7 +20,7 @@ from dbsl.extras.noise import (
     separate,
 )
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import Round, RoundReport, TimeModel
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
@@ -237,7 +237,7 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
 )
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process(sync, processes, kind):
     model = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(400, 4, 1, 32, model, time_ratio=1.2)
+    plan = plan_dual_batch(400, 4, 1, 32, model, PlanRules(time_ratio=1.2))
     settings = {"enabled": True, "rounds": 1, "least": 1}
     where = {"sync": sync, "processes": processes}
     probe = choose_probe({8: plan}, {8: [model] * 4}, nn.Linear(1, 1), **where, **settings)
@@ -296,7 +296,7 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
 @pytest.mark.parametrize(("device", "every"), [("cpu", 1), ("cuda", 9)])
 def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once(device, every):
     model = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(400, 4, 1, 50, model, time_ratio=1.2)
+    plan = plan_dual_batch(400, 4, 1, 50, model, PlanRules(time_ratio=1.2))
     settings = {"enabled": True, "rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
     with FakeTensorMode():
         trained = nn.Linear(1, 1, device=device)
