@@ -20,15 +20,14 @@ a part of that (`--rounds-per-epoch`; `--push-every` steps). What it does depend
     --push gradients   pulls, adds gradients up,     gradients: the server's optimizer takes a step
                        pushes                        with them
 
-In a joint step every worker computes its part of one global batch. The parts' losses are weighted
-by their samples, so that the gradient is that of the whole batch (but for batch norm, which takes
-each part by itself). A round whose loss or weights are not finite is refused: weights stay as they
-were, and the worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
+In a joint step every worker computes its part of one global batch. Losses are weighted by samples:
+the gradient is that of the whole batch (but for batch norm, which takes each part by itself). A
+round whose loss or weights are not finite is refused, and a line says why: weights stay, and the
+worker's optimizer state is cleared. More than `--max-bad-rounds` of them end the run.
 
-How much each gets: dbsl/plan/follow.py; which samples:
-dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/merges.py, `--merge`, or
-`open_session(..., merge=rule)`. Saving and resuming: dbsl/checkpoint/checkpointer.py.
-`# dbsl:` marks what a plain loop does not have.
+How much each gets: dbsl/plan/solve.py, and as times change dbsl/plan/follow.py. Which samples:
+dbsl/plan/sampler.py. Steps: dbsl/cluster/steps.py. Merges: dbsl/cluster/merges.py. Saving and
+resuming: dbsl/checkpoint/checkpointer.py. `# dbsl:` marks what a plain loop does not have.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dbsl.config.fields import Within
+from dbsl.config.fields import Role, Within
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.parse import parse_config
 from dbsl.config.settings import RunConfig
@@ -70,19 +69,19 @@ class Config(BceConfig, *settings_of_extras(), RunConfig):
     # label smoothing, in [0, 1)
     label_smoothing: Annotated[float, Within(0, 1, open_high=True)] = 0.0
     # epochs between evaluations; the last epoch is always evaluated
-    eval_every: Annotated[int, Within(1)] = 1
+    eval_every: Annotated[int, Within(1), Role.FREE] = 1
     # evaluate the training images too, at the end and without augmentation
-    eval_train: bool = False
+    eval_train: Annotated[bool, Role.FREE] = False
     # save the weights of the best evaluation as model_best.safetensors
-    save_best: bool = True
+    save_best: Annotated[bool, Role.FREE] = True
 
 
 def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> Loss:
     """Return the mean loss of images [B, 3, R, R] and labels, [B] or shares of classes [B, C].
 
-    It may return (loss, figures): {"penalty": tensor, ...} is then logged wherever the loss is.
-    The loop, step times, memory and the noise scale all call this one function. Call `model(...)`,
-    not its layers: DDP may be around it.
+    It may return (loss, figures): {"penalty": tensor, ...} is logged wherever the loss is (steps:
+    --log-every). Measured step times and the noise scale call it, too. A teacher is built at the
+    first call, by a function with @cache. Call `model(...)`, not its layers: DDP may be around it.
     """
     logits = model(images)
     if config.bce_loss:
@@ -90,7 +89,7 @@ def loss_function(model: nn.Module, images: Tensor, labels: Tensor, config: Conf
     return F.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
 
 
-def learning_rate(session: Session, moment: float) -> float:
+def learning_rate(session: Session[Config], moment: float) -> float:
     """Return the learning rate at a moment, in epochs since the start."""
     config, stages = session.config, session.run.stages
     # curve: warmup_epochs, warmup_lr, warmup_prefix, min_lr, cooldown_epochs, lr_k_decay, lr_power
@@ -99,7 +98,7 @@ def learning_rate(session: Session, moment: float) -> float:
     )
 
 
-def train_round(session: Session, turn: Round) -> None:
+def train_round(session: Session[Config], turn: Round) -> None:
     """Train one round: of one worker, or, in joint steps, of all workers of this process."""
     config, stepper, accelerator = session.config, session.stepper, session.accelerator
     with session.round(turn) as work:  # dbsl: pulls weights (not in joint steps); at its end pushes
@@ -130,8 +129,7 @@ def train_round(session: Session, turn: Round) -> None:
 def evaluate(session: Session | EvaluationSession, source: Source | None = None) -> Evaluation:
     """Return accuracy, cross-entropy and top-5 accuracy (None below 6 classes) on a source.
 
-    Without a source it takes the evaluation images. `Evaluation(..., more={"name": number})` logs
-    metrics of your own.
+    Without a source: of the evaluation images. Own metrics: `Evaluation(..., more={"name": 1.0})`.
     """
     model, accelerator = session.model, session.accelerator
     model.eval()
@@ -150,7 +148,7 @@ def evaluate(session: Session | EvaluationSession, source: Source | None = None)
     return Evaluation(correct / samples, loss / samples, round(samples), session.side, top5)
 
 
-def end_epoch(session: Session, end: EpochEnd) -> None:
+def end_epoch(session: Session[Config], end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
     config, cluster, log, ema = session.config, session.cluster, session.log, session.run.ema
     train_time_s, result = session.train_time_s(end), None
@@ -162,7 +160,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
             result = evaluate(session)
             for name, source in session.also.items():  # of open_session(evaluate_also=...)
                 result = result.also(name, evaluate(session, source))
-            result = replace(result, time_s=spent())
+            result = replace(result, time_s=spent())  # here session.finish() makes this the last
         if config.eval_train and last:
             result = result.also("train", evaluate(session, session.run.data.train))
         if last:
@@ -179,7 +177,7 @@ def end_epoch(session: Session, end: EpochEnd) -> None:
     log.epoch_end(end.epoch, result, train_time_s=train_time_s, virtual_time_s=cluster.time_s)
 
 
-def train(session: Session) -> None:
+def train(session: Session[Config]) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     cluster, log = session.cluster, session.log
     for turn in cluster.turns():  # rounds of this process's workers, and ends of epochs
@@ -189,7 +187,7 @@ def train(session: Session) -> None:
             log.round(report, virtual_time_s=cluster.time_s)
         log.members.hear(cluster)  # which workers were lost, or have come back
         if isinstance(turn, EpochEnd):  # all workers have pushed the epoch's last round
-            end_epoch(session, turn)  # session.finish() in it, or here, makes this epoch the last
+            end_epoch(session, turn)
             session.checkpointer.after_epoch(turn)
 
 
@@ -199,10 +197,12 @@ def main(config: Config) -> None:
         config,
         loss_function,
         data=None,  # TensorData(train, evaluation, classes), else the images of --dataset
-        model=None,  # a module, or a function that builds one, else timm's --model
-        optimizer=None,  # (model, config) -> one or several of torch, else timm's --optimizer
-        merge=None,  # (global_ [P], pushed [n, P], factors [n]) -> [P], else --merge
+        model=None,  # a module, or a function that builds one: without --model; else timm's
+        # (model, config) -> one or several of torch, else timm's --optimizer. It needs --lr, and
+        optimizer=None,  # each group keeps its proportion to it under the schedule.
+        merge=None,  # (global_ [P], pushed [n, P], factors [n], by samples) -> [P], else --merge
         evaluate_also=None,  # {name: data, source, dataset of tensors, or name of a dataset}
+        figures=None,  # names of those that train_round gives work.add besides loss_function's
     ) as session:
         if config.eval_only:
             further = {name: evaluate(session, source) for name, source in session.also.items()}

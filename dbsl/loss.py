@@ -1,21 +1,21 @@
-"""A run's loss function as the loop and all measuring call it; and timm's binary cross-entropy."""
+"""A run's loss function as the loop and all measuring call it, and timm's binary cross-entropy."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import Within
+from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
 from dbsl.data.augment import GlobalStreams
 from dbsl.plan.types import RESERVED
 
@@ -36,12 +36,9 @@ def figure_names(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
+    more: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the names of the figures that a loss function gives, from one call with an example.
-
-    Raises:
-        SettingError: If loss or a figure is no mean, or its name stands for something else.
-    """
+    """Return the names of a run's figures: a loss function's, from one call, and `more`."""
     with without_trace(model):
         loss, figures = found(model.train(), images, labels)
         good = isinstance(loss, Tensor) and not loss.dim()
@@ -62,7 +59,14 @@ def figure_names(
                 )
         loss.backward()  # a fault in it shows itself here, not in the first step
     model.zero_grad(set_to_none=True)
-    return tuple(figures)
+    if isinstance(more, str):
+        raise SettingError(f"figures must be a list of names, got {more!r}")
+    names = [*figures]
+    for name in more:
+        if not isinstance(name, str) or name in RESERVED.union(names):
+            raise SettingError(f"one of figures must have a name that no other has, got {name!r}")
+        names.append(name)
+    return tuple(names)
 
 
 def _kind(value: Any) -> str:
@@ -90,15 +94,12 @@ def digest_of(loss_of: LossOf) -> str | None:
 
 
 def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
-    """Return the loss and the figures of these names on the device, [1 + F], without waiting.
-
-    Raises:
-        SettingError: If they have other names.
-    """
+    """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
         raise SettingError(
-            "loss_function must give the same figures in every call, "
-            f"{', '.join(names) or 'none'} as in the first, got {', '.join(figures) or 'none'}"
+            f"work.add must get the figures {', '.join(names) or 'none'} in every step (those of "
+            "loss_function's first call, and those that open_session(figures=[...]) names for the "
+            f"loop), got {', '.join(figures) or 'none'}"
         )
     values = [loss.detach()]
     for name in names:
@@ -111,6 +112,13 @@ def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
     return torch.stack(values)
 
 
+class BceKwargs(TypedDict, total=False):
+    """More arguments of binary cross-entropy, by the names of timm's flags."""
+
+    target_thresh: Annotated[float, Within(0, 1, open_high=True)]
+    sum: bool
+
+
 @dataclass(frozen=True)
 class BceConfig:
     """Whether the loss is binary cross-entropy, and of what kind."""
@@ -118,18 +126,19 @@ class BceConfig:
     # --- binary cross-entropy
     # binary cross-entropy instead of cross-entropy: each class is a yes or no of its own
     bce_loss: bool = False
-    # share of a class above which it counts as whole, and else as absent, with --bce-loss; unset:
-    # shares stay, as label smoothing and mixing make them
-    bce_target_thresh: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # sum the binary cross-entropy over the classes instead of its mean
-    bce_sum: bool = False
+    # more arguments of binary cross-entropy as name=value: target_thresh=0.2, the share of a class
+    # above which it counts as whole, and else as absent (unset: shares stay, as label smoothing and
+    # mixing make them); sum=True adds up the losses of the classes instead of their mean
+    bce_kwargs: Annotated[tuple[str, ...], Needs("bce_loss")] = field(default=(), metadata=PAIRS)
 
     def __post_init__(self) -> None:
         super().__post_init__()  # of RunConfig, whose mixin it is
-        given = {"bce_sum": self.bce_sum, "bce_target_thresh": self.bce_target_thresh is not None}
-        for name, is_given in given.items():
-            if is_given and not self.bce_loss:
-                raise SettingError(f"bce_loss must be given with {name}, got {name} alone")
+        _ = self.bce
+
+    @property
+    def bce(self) -> Mapping[str, Any]:
+        """What `bce_kwargs` has."""
+        return read_kwargs("bce_kwargs", self.bce_kwargs, BceKwargs)
 
 
 def binary_cross_entropy(
@@ -140,5 +149,7 @@ def binary_cross_entropy(
 
     shares = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1])
     shares = (1 - label_smoothing) * shares + label_smoothing / logits.shape[1]
-    loss = BinaryCrossEntropy(target_threshold=config.bce_target_thresh, sum_classes=config.bce_sum)
+    loss = BinaryCrossEntropy(
+        target_threshold=config.bce.get("target_thresh"), sum_classes=config.bce.get("sum", False)
+    )
     return loss(logits.float(), shares)

@@ -1,7 +1,4 @@
-"""What is changed in timm's models for a run: stems, patches, heads, dropout, batch norm.
-
-timm models for a run: a stem for small images, dropout by stage, files that load back.
-"""
+"""timm models for a run: a stem for small images, dropout by stage, files that load back."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, words_of
 from dbsl.base.files import write_bytes, write_with
 from dbsl.base.machine import hub_or_cache, lazy_import
 from dbsl.base.seeds import stream_seed
@@ -26,9 +23,152 @@ from dbsl.config.fields import arguments, check_names
 from dbsl.data.dataset import Data, Statistics
 from dbsl.data.sources import TrainingData
 
-timm = lazy_import("timm")
+huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 
 SMALL_STEM_UP_TO = 64  # pixels: a stem that divides the side by 4 leaves too little of such images
+FINAL, EMA, BEST = "model", "model_ema", "model_best"
+# What timm says of the weights that it has for an architecture; of new ones it is not true.
+_OF_PUBLISHED_WEIGHTS = ("license", "description", "origin_url", "paper_name", "paper_ids", "notes")
+_MARK = 0.123456789  # a dropout probability that no model has by itself
+
+
+def build_model(
+    name: str,
+    num_classes: int,
+    *,
+    final_resolution: int,
+    resolutions: Sequence[int] = (),
+    pretrained: bool = False,
+    seed: int = 0,
+    say: Callable[[str], object] = print,
+    settings: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Return a timm model that takes images of several resolutions, small ones included.
+
+    Up to 64 px, a ResNet gets a 3x3 stride-1 stem and a transformer patches of at most an eighth of
+    the side, which divide all resolutions. Transformers (timm's with ``dynamic_img_size``: ViT,
+    DeiT, EVA, Swin) resample their position embeddings to each resolution.
+
+    Weights that were trained elsewhere keep what fits: the classifier is new where the number of
+    classes is another one, a ResNet's stem where the images are small and its own is not. The
+    model's ``input_statistics`` are what its weights were trained with; None: they are new.
+
+    `name` is in timm's registry, or ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``. `resolutions`, in
+    pixels, are that one where they are unset. `say` takes a line for each part of the weights that
+    is not used; `settings` are more arguments of the model.
+    """
+    if ":" not in name:
+        _check_name(name)
+    from_elsewhere = pretrained or ":" in name
+    with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
+        small_stem = ":" in name and _has_small_stem(name)
+        # The mark tells the classifier's dropout modules from all others.
+        model = _create(
+            name,
+            _transformer_args(final_resolution, resolutions or (final_resolution,)),
+            stream_seed(seed, "initial weights"),
+            pretrained=from_elsewhere and not small_stem,
+            num_classes=num_classes,
+            drop_rate=_MARK,
+            settings=settings or {},
+        )
+        is_small = small_stem or final_resolution <= SMALL_STEM_UP_TO
+        model.small_stem = is_small and _shrink_stem(model)
+        if small_stem:
+            timm.models.load_pretrained(model, num_classes=num_classes)
+    model.named_weights = from_elsewhere
+    model.input_statistics = (
+        _statistics(model.pretrained_cfg, f"of {name}") if from_elsewhere else None
+    )
+    if from_elsewhere:
+        before = model.pretrained_cfg["num_classes"]
+        if before != num_classes:
+            say(f"the classifier is new: {num_classes} classes in the data, {before} in {name}")
+        if model.small_stem and not small_stem:
+            say(
+                f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
+                "weights for a 7x7 stem (resolutions above keep it)"
+            )
+    for module in model.modules():
+        if type(module) is nn.Conv2d and module.stride[1] > 1:
+            module.__class__ = StridedConv2d
+    model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
+    set_dropout(model, 0.0)
+    return model
+
+
+def _check_name(name: str) -> None:
+    if timm.is_model(name):
+        return
+    close = timm.list_models(f"{name[:8]}*")[:5]
+    hint = f" (some names: {', '.join(close)})" if close else ""
+    raise SettingError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
+
+
+def _create(
+    name: str,
+    transformer_args: Mapping[str, Any],
+    seed: int,
+    settings: Mapping[str, Any],
+    **args: Any,
+) -> nn.Module:
+    """Create a model with arguments that Vision Transformers alone know, or without them."""
+    torch.manual_seed(seed)
+    args |= settings
+    # Not such a model, or convolutions come first. A model may raise anything over its settings.
+    not_this = Exception if settings else (TypeError, AssertionError)
+    try:
+        model = timm.create_model(name, **{**transformer_args, **args})
+    except not_this:
+        model = None
+    model_args = dict(transformer_args)
+    if not getattr(model, "dynamic_img_size", False):
+        model = None  # before there are two
+        torch.manual_seed(seed)
+        try:
+            model, model_args = timm.create_model(name, **args), {}
+        except Exception as error:
+            if not settings or isinstance(error, OSError):  # weights that cannot be read
+                raise
+            if isinstance(error, TypeError):
+                _check_settings(name, settings)
+            given = ", ".join(f"{key}={value}" for key, value in settings.items())
+            raise SettingError(
+                f"model must take the settings that are given, got {name} with {given} "
+                f"({words_of(error)})"
+            ) from None
+    model.created_with, model.settings = model_args, dict(settings)
+    return model
+
+
+def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse the first argument that timm's model does not have, with the near ones."""
+    with torch.device("meta"):
+        plain = timm.create_model(name)
+    builder = timm.models.build_model_with_cfg
+    known = arguments(type(plain), timm.create_model, builder)
+    check_names("model_kwargs", settings, known)
+
+
+def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
+    """Return what a transformer is created with, so that it takes all resolutions."""
+    args = {"img_size": final_resolution, "dynamic_img_size": True}
+    if final_resolution <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
+        common = math.gcd(*resolutions)
+        most = max(1, final_resolution // 8)
+        args["patch_size"] = max(side for side in range(1, most + 1) if common % side == 0)
+    return args
+
+
+def _shrink_stem(model: nn.Module) -> bool:
+    """Replace a ResNet's 7x7 stride-2 stem and its pooling; say whether there was one."""
+    conv, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
+    if not isinstance(conv, nn.Conv2d) or conv.kernel_size != (7, 7) or pool is None:
+        return False
+    model.conv1 = nn.Conv2d(conv.in_channels, conv.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
+    model.maxpool = nn.Identity()
+    return True
 
 
 class StridedConv2d(nn.Conv2d):
@@ -46,6 +186,86 @@ class StridedConv2d(nn.Conv2d):
         return super().forward(images)
 
 
+def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:
+    """Load weights of a file into a model that `build_model` made, and its ``input_statistics``.
+
+    Classifier and stem may be missing or of another shape. The statistics are those of the
+    ``config.json`` next to the file, if that is of the same architecture, else timm's for it.
+    """
+    try:
+        Path(file).open("rb").close()  # timm would say by itself that there is none
+        state = timm.models.load_state_dict(file)
+        adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+        state = adapt(state, model) if adapt else state
+    except Exception as error:  # whatever torch and safetensors raise
+        raise SettingError(
+            f"initial_checkpoint must be a file of weights, got {file} ({words_of(error)})"
+        ) from None
+    wanted, config = model.state_dict(), model.pretrained_cfg
+    heads = config.get("classifier") or ()
+    may_be_new = tuple(f"{h}." for h in ([heads] if isinstance(heads, str) else heads))
+    may_be_new += ("conv1.",) if model.small_stem else ()
+    unlike = [n for n in wanted if n not in state or state[n].shape != wanted[n].shape]
+    unlike += [name for name in state if name not in wanted]
+    bad = [name for name in unlike if not name.startswith(may_be_new or ("\0",))]
+    if bad:
+        raise SettingError(
+            f"initial_checkpoint must have the weights of the model, got {file}, which differs in "
+            f"{len(bad)} of them, such as {bad[0]}"
+        )
+    model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
+    if unlike:
+        say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in wanted)}")
+    try:
+        beside = read_model_config(Path(file).parent)
+    except ValueError:  # none, or another program's
+        beside = {}
+    if beside.get("architecture") == config["architecture"]:
+        of_file = f"of {Path(file).with_name('config.json')}"
+        model.input_statistics = _statistics(beside["pretrained_cfg"], of_file)
+    else:
+        of_timm = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
+        model.input_statistics = _statistics(config, of_timm)
+
+
+def _statistics(pretrained_cfg: Mapping[str, Any], source: str) -> Statistics:
+    found = timm.data.resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
+    return Statistics(tuple(found["mean"]), tuple(found["std"]), source)
+
+
+def _has_small_stem(name: str) -> bool:
+    """Whether weights are those of a ResNet whose stem `build_model` has replaced."""
+    source, _, place = name.partition(":")
+    if source == "local-dir":
+        file = Path(place).expanduser() / "config.json"
+    else:
+        repo_id, _, revision = place.partition("@")
+        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision or None)
+    return bool(json.loads(Path(file).read_text(encoding="utf-8")).get("small_stem"))
+
+
+@contextmanager
+def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
+    """Turn whatever goes wrong with weights from elsewhere into one line, without retries."""
+    if ":" not in name and not pretrained:
+        yield
+        return
+    local = name.startswith("local-dir:")
+    with nullcontext(True) if local else hub_or_cache() as answers:
+        try:
+            yield
+        except SettingError:
+            raise
+        except Exception as error:  # network, hub, file or weights: many types
+            reason = words_of(error, 300)
+            if not answers and isinstance(error, OSError):
+                reason = "the hub cannot be reached and its cache does not have them"
+            setting = "model must name" if ":" in name else "pretrained must go with a model of"
+            raise SettingError(
+                f"{setting} weights that can be read, got {name!r} ({reason})"
+            ) from None
+
+
 def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
     """Raise ``SettingError`` unless images of each resolution are whole patches of the model's."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
@@ -60,19 +280,14 @@ def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
 
 
 def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
-    """Return the fewest samples that a model of timm's trains on; see `least_batch`.
-
-    Raises:
-        SettingError: If images of a resolution are too small or too large for it.
-    """
+    """Return the fewest samples that a model of timm's trains on; see `least_batch`."""
     least = 1
     for side in resolutions:
         try:
             least = max(least, least_batch(model, data.example(1, side)[0]))
         except Exception as error:  # of any code of timm's
-            reason = " ".join(str(error).split())[:200]
             raise SettingError(
-                f"model must take images of {side} px, got {name} ({reason})"
+                f"model must take images of {side} px, got {name} ({words_of(error)})"
             ) from None
     return least
 
@@ -137,200 +352,6 @@ def set_dropout(model: nn.Module, probability: float) -> None:
         module.p = probability
 
 
-def transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
-    """Return what a transformer is created with, so that it takes all resolutions."""
-    args = {"img_size": final_resolution, "dynamic_img_size": True}
-    if final_resolution <= SMALL_STEM_UP_TO:  # patches of 16 px would leave 4 of 32 px
-        common = math.gcd(*resolutions)
-        most = max(1, final_resolution // 8)
-        args["patch_size"] = max(side for side in range(1, most + 1) if common % side == 0)
-    return args
-
-
-def shrink_stem(model: nn.Module) -> bool:
-    """Replace a ResNet's 7x7 stride-2 stem and its pooling; say whether there was one."""
-    conv, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
-    if not isinstance(conv, nn.Conv2d) or conv.kernel_size != (7, 7) or pool is None:
-        return False
-    model.conv1 = nn.Conv2d(conv.in_channels, conv.out_channels, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as timm does
-    model.maxpool = nn.Identity()
-    return True
-
-
-huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
-
-
-FINAL, EMA, BEST = "model", "model_ema", "model_best"
-# What timm says of the weights that it has for an architecture; of new ones it is not true.
-_OF_PUBLISHED_WEIGHTS = ("license", "description", "origin_url", "paper_name", "paper_ids", "notes")
-_MARK = 0.123456789  # a dropout probability that no model has by itself
-
-
-def build_model(
-    name: str,
-    num_classes: int,
-    *,
-    final_resolution: int,
-    resolutions: Sequence[int] = (),
-    pretrained: bool = False,
-    seed: int = 0,
-    say: Callable[[str], object] = print,
-    settings: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """Return a timm model that takes images of several resolutions, small ones included.
-
-    Up to 64 px, a ResNet gets a 3x3 stride-1 stem and a transformer patches of at most an eighth of
-    the side, which divide all resolutions. Transformers (timm's with ``dynamic_img_size``: ViT,
-    DeiT, EVA, Swin) resample their position embeddings to each resolution.
-
-    Weights that were trained elsewhere keep what fits: the classifier is new where the number of
-    classes is another one, a ResNet's stem where the images are small and its own is not. The
-    model's ``input_statistics`` are what its weights were trained with; None: they are new.
-
-    Args:
-        name: Name in timm's registry, or ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``.
-        num_classes: Outputs of the classifier.
-        final_resolution: Highest resolution of the run, pixels.
-        resolutions: All of them; unset: that one.
-        pretrained: Load timm's weights.
-        seed: Seed of the initial weights.
-        say: Takes a line for each part of the weights that is not used.
-        settings: More arguments of the model.
-
-    Raises:
-        SettingError: If timm has no such model, it does not take the settings, or its weights
-            cannot be read.
-    """
-    settings = dict(settings or {})
-    named_source, from_elsewhere = ":" in name, pretrained or ":" in name
-    if not named_source and not timm.is_model(name):
-        close = timm.list_models(f"{name[:8]}*")[:5]
-        hint = f" (some names: {', '.join(close)})" if close else ""
-        raise SettingError(
-            f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
-        )
-    with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
-        small_stem = named_source and _has_small_stem(name)
-        # The mark tells the classifier's dropout modules from all others.
-        model = _create(
-            name,
-            transformer_args(final_resolution, resolutions or (final_resolution,)),
-            stream_seed(seed, "initial weights"),
-            pretrained=from_elsewhere and not small_stem,
-            num_classes=num_classes,
-            drop_rate=_MARK,
-            settings=settings,
-        )
-        model.small_stem = (small_stem or final_resolution <= SMALL_STEM_UP_TO) and shrink_stem(
-            model
-        )
-        if small_stem:
-            timm.models.load_pretrained(model, num_classes=num_classes)
-    model.input_statistics, model.named_weights = None, from_elsewhere
-    if from_elsewhere:
-        model.input_statistics = _statistics(model.pretrained_cfg, f"of {name}")
-        before = model.pretrained_cfg["num_classes"]
-        if before != num_classes:
-            say(f"the classifier is new: {num_classes} classes in the data, {before} in {name}")
-        if model.small_stem and not small_stem:
-            say(
-                f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
-                "weights for a 7x7 stem (resolutions above keep it)"
-            )
-    for module in model.modules():
-        if type(module) is nn.Conv2d and module.stride[1] > 1:
-            module.__class__ = StridedConv2d
-    model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
-    set_dropout(model, 0.0)
-    return model
-
-
-def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> None:
-    """Load weights of a file into a model that `build_model` made, and its ``input_statistics``.
-
-    These are of the ``config.json`` beside the file, if that is of the same architecture, else
-    those that timm has for the architecture.
-
-    Raises:
-        SettingError: If the file cannot be read, or weights but for the classifier and the stem are
-            missing, unknown or of another shape.
-    """
-    try:
-        Path(file).open("rb").close()  # timm would say by itself that there is none
-        state = timm.models.load_state_dict(file)
-        adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-        state = adapt(state, model) if adapt else state
-    except Exception as error:  # whatever torch and safetensors raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise SettingError(
-            f"initial_checkpoint must be a file of weights, got {file} ({reason})"
-        ) from None
-    own, config = model.state_dict(), model.pretrained_cfg
-    heads = config.get("classifier") or ()
-    may_be_new = tuple(f"{h}." for h in ([heads] if isinstance(heads, str) else heads))
-    may_be_new += ("conv1.",) if model.small_stem else ()
-    unlike = [n for n in own if n not in state or state[n].shape != own[n].shape]
-    unlike += [name for name in state if name not in own]
-    bad = [name for name in unlike if not name.startswith(may_be_new or ("\0",))]
-    if bad:
-        raise SettingError(
-            f"initial_checkpoint must have the weights of the model, got {file}, which differs in "
-            f"{len(bad)} of them, such as {bad[0]}"
-        )
-    model.load_state_dict({n: v for n, v in state.items() if n not in unlike}, strict=False)
-    if unlike:
-        say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in own)}")
-    try:
-        beside = read_model_config(Path(file).parent)
-    except ValueError:  # none, or another program's
-        beside = {}
-    if beside.get("architecture") == config["architecture"]:
-        of_file = f"of {Path(file).with_name('config.json')}"
-        model.input_statistics = _statistics(beside["pretrained_cfg"], of_file)
-    else:
-        of_timm = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
-        model.input_statistics = _statistics(config, of_timm)
-
-
-def _statistics(pretrained_cfg: Mapping[str, Any], source: str) -> Statistics:
-    found = timm.data.resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
-    return Statistics(tuple(found["mean"]), tuple(found["std"]), source)
-
-
-def _has_small_stem(name: str) -> bool:
-    """Whether weights are those of a ResNet whose stem `build_model` has replaced."""
-    source, _, place = name.partition(":")
-    if source == "local-dir":
-        file = Path(place).expanduser() / "config.json"
-    else:
-        repo_id, _, revision = place.partition("@")
-        file = huggingface_hub.hf_hub_download(repo_id, "config.json", revision=revision or None)
-    return bool(json.loads(Path(file).read_text(encoding="utf-8")).get("small_stem"))
-
-
-@contextmanager
-def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
-    """Turn whatever goes wrong with weights from elsewhere into one line, without retries."""
-    if ":" not in name and not pretrained:
-        yield
-        return
-    local = name.startswith("local-dir:")
-    with nullcontext(True) if local else hub_or_cache() as answers:
-        try:
-            yield
-        except SettingError:
-            raise
-        except Exception as error:  # network, hub, file or weights: many types
-            reason = " ".join(str(error).split()) or type(error).__name__
-            if not answers and isinstance(error, OSError):
-                reason = "the hub cannot be reached and its cache does not have them"
-            setting = "model must name" if ":" in name else "pretrained must go with a model of"
-            raise SettingError(
-                f"{setting} weights that can be read, got {name!r} ({reason[:300]})"
-            ) from None
-
-
 def copy_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the model's state in host memory."""
     # Clone: the model's tensors are views into one vector, and safetensors refuses views.
@@ -348,8 +369,8 @@ def save_model(
 ) -> None:
     """Write ``model.safetensors`` and timm's ``config.json``, each whole or not at all.
 
-    A model of one's own has its weights alone. `resolution` is the image side, in pixels,
-    that it is meant for. `state` is what `copy_model_state` returned earlier; None: the model's.
+    Your own model has its weights alone. `resolution` is the image side, in pixels, that it is
+    meant for. `state` is what `copy_model_state` returned earlier; None: the model's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
@@ -397,9 +418,6 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
 
     With `ema` it has the weights averaged over epochs (``--ema-decay``), with `best` those of the
     evaluation with the best accuracy.
-
-    Raises:
-        SettingError: If the folder has no model that this function can read.
     """
     folder, name = Path(folder), EMA if ema else BEST if best else FINAL
     config = read_model_config(folder)
@@ -407,7 +425,7 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
     try:
         model = timm.create_model(config["architecture"], **args)
         if config.get("small_stem"):
-            shrink_stem(model)
+            _shrink_stem(model)
         model.load_state_dict(load_file(folder / f"{name}.safetensors"))
     except (OSError, KeyError) as error:
         raise SettingError(f"folder must hold {name}.safetensors, got {folder} ({error})") from None
@@ -417,18 +435,13 @@ def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> 
 def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module, Statistics, int]:
     """Return a timm model as it was trained, its input statistics, and its image side.
 
-    Args:
-        name: ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's name with `pretrained`.
-        pretrained: Load timm's weights.
-
-    Raises:
-        SettingError: If the weights cannot be read.
+    `name` is ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's with `pretrained`.
     """
     with _reading_weights(name, pretrained):
         small_stem = ":" in name and _has_small_stem(name)
         model = timm.create_model(name, pretrained=not small_stem)
         if small_stem:
-            shrink_stem(model)
+            _shrink_stem(model)
             timm.models.load_pretrained(model, num_classes=model.num_classes)
     found = timm.data.resolve_data_config(
         pretrained_cfg=model.pretrained_cfg, model=model, use_test_size=True
@@ -439,27 +452,18 @@ def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module
 
 
 def load_own_weights(model: nn.Module, folder: Path) -> None:
-    """Give a model of one's own the weights that a run of it has saved.
-
-    Raises:
-        SettingError: If they are not there, or another model's.
-    """
+    """Give your own model the weights that a run of it has saved."""
     path = folder / "model.safetensors"
     try:
         model.load_state_dict(load_file(path))
     except (OSError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise SettingError(
-            f"resume must have weights of the model, got {path} ({reason})"
+            f"resume must have weights of the model, got {path} ({words_of(error, 300)})"
         ) from None
 
 
 def read_model_config(folder: str | Path) -> dict[str, Any]:
-    """Return what timm knows of the model in a folder: architecture, classes, preprocessing.
-
-    Raises:
-        SettingError: If there is no such model.
-    """
+    """Return what timm knows of the model in a folder: architecture, classes, preprocessing."""
     path = Path(folder) / "config.json"
     needed = ("architecture", "num_classes", "label_names", "pretrained_cfg")
     try:
@@ -472,48 +476,3 @@ def read_model_config(folder: str | Path) -> dict[str, Any]:
             f"folder must hold a model's config.json, got {path} without {missing[0]}"
         )
     return config
-
-
-def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse the first argument that timm's model does not have, with the near ones."""
-    with torch.device("meta"):
-        plain = timm.create_model(name)
-    builder = timm.models.build_model_with_cfg
-    known = arguments(type(plain), timm.create_model, builder)
-    check_names("model_kwargs", settings.keys() - {"drop_path_rate"}, known)
-
-
-def _create(
-    name: str,
-    transformer_args: Mapping[str, Any],
-    seed: int,
-    settings: Mapping[str, Any],
-    **args: Any,
-) -> nn.Module:
-    """Create a model with arguments that Vision Transformers alone know, or without them."""
-    torch.manual_seed(seed)
-    args |= settings
-    # Not one, or one behind convolutions of its own. Of settings a model raises anything.
-    not_this = Exception if settings else (TypeError, AssertionError)
-    try:
-        model = timm.create_model(name, **{**transformer_args, **args})
-    except not_this:
-        model = None
-    model_args = dict(transformer_args)
-    if not getattr(model, "dynamic_img_size", False):
-        model = None  # before there are two
-        torch.manual_seed(seed)
-        try:
-            model, model_args = timm.create_model(name, **args), {}
-        except Exception as error:
-            if not settings or isinstance(error, OSError):  # weights that cannot be read
-                raise
-            if isinstance(error, TypeError):
-                _check_names(name, settings)
-            given = ", ".join(f"{key}={value}" for key, value in settings.items())
-            reason = " ".join(str(error).split())[:200]
-            raise SettingError(
-                f"model must take the settings that are given, got {name} with {given} ({reason})"
-            ) from None
-    model.created_with, model.settings = model_args, dict(settings)
-    return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -13,13 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dbsl.base.errors import (
-    NothingLeft,
-    RunFinished,
-    SettingError,
-    SyncError,
-    join_the_others,
-)
+from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError, join_the_others
 from dbsl.base.machine import threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
@@ -35,7 +29,8 @@ from dbsl.checkpoint.resume import (
 )
 from dbsl.cluster.joining import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
-from dbsl.config.complete import SOURCES, found_by, with_resolved
+from dbsl.config.complete import found_by, with_resolved
+from dbsl.config.fields import sources
 from dbsl.config.hooks import Extra, Extras
 from dbsl.config.parse import run_folder_of
 from dbsl.config.settings import (
@@ -60,17 +55,17 @@ from dbsl.run.connect import connect
 from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
 from dbsl.run.folder import RunFolder, default_folder
 from dbsl.run.prepare import prepare
-from dbsl.run.replaced import OptimizerBuilder, Own
+from dbsl.run.replaced import OptimizerBuilder, Replaced
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, Stopwatch, deadline_of
-from dbsl.run.training import Run
+from dbsl.run.training import ConfigT, Run
 
 ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
 
 @contextmanager
 def open_session(
-    given: RunConfig,
+    given: ConfigT,
     loss_function: LossFunction,
     *,
     data: TrainingData | None = None,
@@ -78,7 +73,8 @@ def open_session(
     optimizer: OptimizerBuilder | None = None,
     merge: MergeRule | None = None,
     evaluate_also: Mapping[str, Any] | None = None,
-) -> Iterator[Session | EvaluationSession | None]:
+    figures: Sequence[str] | None = None,
+) -> Iterator[Session[ConfigT] | EvaluationSession[ConfigT] | None]:
     """Open the run that the settings describe; on leaving, sum it up.
 
     All is checked and read before anything is written. A run that is to be resumed goes on where
@@ -89,64 +85,40 @@ def open_session(
         loss_function: ``loss_function(model, images, labels, config)`` gives the mean loss of a
             batch, [], or it and figures: a dict of means by name, tensors [] or numbers. Labels are
             [B], or with mixing shares of classes [B, C]. All that trains or measures calls it.
-        data: Data of one's own, such as `dbsl.data.sources.TensorData`; None: the images that
+        data: Data of your own, such as `dbsl.data.sources.TensorData`; None: the images that
             `dataset` names.
-        model: A module of one's own, or a function that builds one from the run's seed; None:
+        model: A module of your own, or a function that builds one from the run's seed; None:
             timm's that `model` names.
         optimizer: ``optimizer(model, config)``, which builds a torch optimizer or a sequence of
             them. The schedule moves `lr`, and each group of parameters keeps the proportion to it
             that it was built with. None: timm's that `optimizer` names.
-        merge: A merge rule of one's own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
+        merge: A merge rule of your own, ``merge(global_ [P], pushed [n, P], factors [n]) -> [P]``;
             None: the one that `merge` names. It gets all n workers' weights at a barrier, else each
             push alone.
         evaluate_also: Further evaluation sets by name: a source, data with evaluation samples, a
             map-style dataset of (input tensor, label), or the name of a dataset or folder.
+        figures: Names of figures that the loop gives `work.add` besides the loss function's.
 
     Yields:
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
     stopwatch = Stopwatch()
-    own = Own(data, model, optimizer, evaluate_also)
-    given = own.named(given)
-    stopping = Stopping(deadline_of(given.max_minutes))
-    code = read_code()
-    config = _complete(given, own)
+    replaced = Replaced(data, model, optimizer, evaluate_also, figures or ())
+    given = replaced.named(given)
+    stopping, code = Stopping(deadline_of(given.max_minutes)), read_code()
+    config = _complete(given, replaced)
     extras = Extras.of(config)
-    opening = _Opening(loss_function, own, merge, stopwatch, stopping, code, extras)
-    if config.eval_only:
-        session = _prepare_evaluation(config, own, code)
-        yield session
-        session.accelerator.end_training()
-        return
+    opening = _Opening(loss_function, replaced, merge, stopwatch, stopping, code, extras)
     alone = not meets_at_server(config.sync) or config.plan_only
-    if not alone and (job := find_running_job()):
-        with _joined(config, job, opening) as session:
-            yield session
-        return
-    accelerator = _start_alike(config, code)
-    # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
-    found_out = {"mixed_precision": accelerator.mixed_precision}
-    config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
-    config = pulled(config, accelerator)
-    found = find_checkpoint(config, accelerator)
-    if found and is_finished(found, config):
-        _leave_finished(found, config, given, accelerator, extras)
-        yield None
-        return
-    if found is None:
-        check_effects(config, accelerator.num_processes)
-    before, config = config, adapt_to_processes(config, found, accelerator.num_processes, given)
-    given = _given_now(given, before, config)
-    extras.each(Extra.check, config, accelerator)
-    if config.plan_only:
-        print_run(opening.prepare(config, accelerator), None, accelerator)
-        accelerator.end_training()
-        yield None
-        return
-    with _in_folder(config, given, found, accelerator, opening) as session:
+    if config.eval_only:
+        program = _evaluating(config, opening)
+    elif not alone and (job := find_running_job()):
+        program = _joining(config, job, opening)
+    else:
+        program = _launched(config, given, opening)
+    with program as session:
         yield session
-    _end(session.run.config, session.folder, accelerator, extras)
 
 
 @dataclass(frozen=True)
@@ -154,16 +126,21 @@ class _Opening:
     """What a run is opened with besides its settings; see `open_session`."""
 
     loss_function: LossFunction
-    own: Own
+    replaced: Replaced
     merge: MergeRule | None
     stopwatch: Stopwatch
     stopping: Stopping
     code: Code
     extras: Extras
 
+    def meet(self, config: RunConfig) -> Accelerator:
+        """Meet the other processes; none goes on unless all have the same settings and code."""
+        check = partial(check_alike, config, self.code)
+        return start_accelerator(config.mixed_precision, config.worker_timeout, check)
+
     def prepare(self, config: RunConfig, accelerator: Accelerator) -> Run:
         """Return the run; its steps are in the accelerator's precision."""
-        return prepare(config, accelerator, self.loss_function, self.own, self.extras)
+        return prepare(config, accelerator, self.loss_function, self.replaced, self.extras)
 
     def start(
         self,
@@ -185,6 +162,126 @@ class _Opening:
         return session
 
 
+def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
+    """Return the settings with what a run has found out, where it still holds."""
+    check_tracker(given.report_to)
+    if replaced.optimizer is None:
+        in_parts = steps_in_parts(given)
+        check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
+    config = with_resolved(given)
+    if replaced.optimizer is not None and config.lr is None:
+        raise SettingError(
+            f"lr must be given with the optimizer that {config.optimizer} builds, whose rates "
+            "follow it, got unset"
+        )
+    config = replace(
+        config,
+        cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it
+        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
+    )
+    torch.set_num_threads(config.cpu_threads)
+    return config
+
+
+# --- evaluation alone
+
+
+@contextmanager
+def _evaluating(config: RunConfig, opening: _Opening) -> Iterator[EvaluationSession]:
+    """Load the data, and the weights of `resume`, a run or a checkpoint, else of `model`."""
+    folder = None
+    if config.resume is not None:
+        folder = Path(config.resume)
+        if folder.parent.name != CHECKPOINTS:
+            run_folder = run_folder_of(config.resume, config.output_dir)
+            last = newest(run_folder, with_model=True)
+            folder = last[0] if last else run_folder  # a finished run may have no checkpoint
+        if not (folder / MODEL_FILE).exists():
+            raise SettingError(
+                "resume must name a run that is finished or has a checkpoint of an epoch's end, or "
+                f"such a checkpoint, with eval_only, got {config.resume}"
+            )
+    accelerator = opening.meet(config)
+    yield prepare_evaluation(config, accelerator, opening.replaced, folder)
+    accelerator.end_training()
+
+
+# --- one more worker of a running job
+
+
+@contextmanager
+def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[Session | None]:
+    """Open the run of a job under way for one more worker. Nothing is written but its checkpoints.
+
+    None: the job has no round left. It is a `SyncError` if a setting is another one than the job's,
+    or rank 0 refuses.
+    """
+    join_the_others()
+    try:
+        if config.resume is None:
+            raise SettingError("resume must be auto to join a running job, got unset")
+        folder = run_folder_of(config.resume, config.output_dir)
+        precision = job.settings["mixed_precision"]
+        accelerator = start_joining_accelerator(job.rank, job.processes, precision)
+        threads = job.settings["cpu_threads"]
+        config = replace(config, mixed_precision=precision, cpu_threads=threads)
+        check_joining(job.settings, config, but=sources(type(config)), code=opening.code)
+        run = opening.prepare(config, accelerator)
+        check_joining(job.settings, run.config)
+    except SettingError as error:  # every process of a launch meets it, and this one is alone
+        raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
+    with opening.stopping:
+        try:
+            unmirrored = Mirror(folder, accelerator)  # rank 0 has the run's mirror
+            session = opening.start(run, folder, accelerator, unmirrored, None, job)
+        except NothingLeft as reason:
+            print(reason, flush=True)
+            yield None
+            return
+        session.log = start_log(session)
+        with session.log, _running(session):
+            yield session
+    accelerator.end_training()
+
+
+# --- a run of its own: finished, planned only, or trained
+
+
+@contextmanager
+def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterator[Session | None]:
+    """Meet the other processes and train, unless the run is finished or only to be planned."""
+    accelerator = opening.meet(config)
+    # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
+    found_out = {"mixed_precision": accelerator.mixed_precision}
+    config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
+    config = pulled(config, accelerator)
+    found = find_checkpoint(config, accelerator)
+    if found and is_finished(found, config):
+        _leave_finished(found, config, given, accelerator, opening.extras)
+        yield None
+        return
+    if found is None:
+        check_effects(config, accelerator.num_processes)
+    before, config = config, adapt_to_processes(config, found, accelerator.num_processes, given)
+    given = _given_now(given, before, config)
+    opening.extras.each(Extra.check, config, accelerator)
+    if config.plan_only:
+        print_run(opening.prepare(config, accelerator), None, accelerator)
+        accelerator.end_training()
+        yield None
+        return
+    with _in_folder(config, given, found, accelerator, opening) as session:
+        yield session
+    _end(session.run.config, session.folder, accelerator, opening.extras)
+
+
+def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
+    """Return the settings as given, but for those of other workers, which a resumed run adapts."""
+    names = [field.name for field in fields(given) if getattr(given, field.name) is not None]
+    adapted = {n: getattr(now, n) for n in names if getattr(before, n) != getattr(now, n)}
+    return replace(given, **adapted)
+
+
 @contextmanager
 def _in_folder(
     config: RunConfig,
@@ -193,7 +290,7 @@ def _in_folder(
     accelerator: Accelerator,
     opening: _Opening,
 ) -> Iterator[Session]:
-    """Open a run in a folder of its own, or in that of the checkpoint that was found."""
+    """Train in a folder of its own, or in that of the checkpoint that was found."""
     named = found.run_folder if found else config.output_dir
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
@@ -224,41 +321,6 @@ def _in_folder(
 
 
 @contextmanager
-def _joined(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[Session | None]:
-    """Open the run of a job under way for one more worker. Nothing is written but its checkpoints.
-
-    Raises:
-        SyncError: If the process cannot join: a setting is another one, or rank 0 refuses.
-    """
-    join_the_others()
-    try:
-        if config.resume is None:
-            raise SettingError("resume must be auto to join a running job, got unset")
-        folder = run_folder_of(config.resume, config.output_dir)
-        precision = job.settings["mixed_precision"]
-        accelerator = start_joining_accelerator(job.rank, job.processes, precision)
-        threads = job.settings["cpu_threads"]
-        config = replace(config, mixed_precision=precision, cpu_threads=threads)
-        check_joining(job.settings, config, but=SOURCES, code=opening.code)
-        run = opening.prepare(config, accelerator)
-        check_joining(job.settings, run.config)
-    except SettingError as error:  # every process of a launch meets it, and this one is alone
-        raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
-    with opening.stopping:
-        try:
-            unmirrored = Mirror(folder, accelerator)  # rank 0 has the run's mirror
-            session = opening.start(run, folder, accelerator, unmirrored, None, job)
-        except NothingLeft as reason:
-            print(reason, flush=True)
-            yield None
-            return
-        session.log = start_log(session)
-        with session.log, _running(session):
-            yield session
-    accelerator.end_training()
-
-
-@contextmanager
 def _running(session: Session) -> Iterator[None]:
     """Train within; a run that has come to its end is saved as such, and its workers part."""
     with session.cluster, session.checkpointer:
@@ -267,58 +329,6 @@ def _running(session: Session) -> Iterator[None]:
             yield
         session.checkpointer.finish()
         session.cluster.close()
-
-
-def _start_alike(config: RunConfig, code: Code) -> Accelerator:
-    """Meet the other processes; none goes on unless all have the same settings and code."""
-    check = partial(check_alike, config, code)
-    return start_accelerator(config.mixed_precision, config.worker_timeout, check)
-
-
-def _prepare_evaluation(config: RunConfig, own: Own, code: Code) -> EvaluationSession:
-    """Load the data, and the weights of `resume`, a run or a checkpoint, else of `model`."""
-    folder = None
-    if config.resume is not None:
-        folder = Path(config.resume)
-        if folder.parent.name != CHECKPOINTS:
-            run_folder = run_folder_of(config.resume, config.output_dir)
-            last = newest(run_folder, with_model=True)
-            folder = last[0] if last else run_folder  # a finished run may have no checkpoint
-        if not (folder / MODEL_FILE).exists():
-            raise SettingError(
-                "resume must name a run that is finished or has a checkpoint of an epoch's end, or "
-                f"such a checkpoint, with eval_only, got {config.resume}"
-            )
-    accelerator = _start_alike(config, code)
-    return prepare_evaluation(config, accelerator, own, folder)
-
-
-def _complete(given: RunConfig, own: Own) -> RunConfig:
-    """Return the settings with what a run has found out, where it still holds."""
-    check_tracker(given.report_to)
-    if own.optimizer is None:
-        in_parts = steps_in_parts(given)
-        check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
-    config = with_resolved(given)
-    if own.optimizer is not None and config.lr is None:
-        raise SettingError(
-            f"lr must be given with the optimizer that {config.optimizer} builds, whose rates "
-            "follow it, got unset"
-        )
-    config = replace(
-        config,
-        cpu_threads=config.cpu_threads or threads_of_process(),  # the bits depend on it
-        lr=default_learning_rate(config.optimizer) if config.lr is None else config.lr,
-    )
-    torch.set_num_threads(config.cpu_threads)
-    return config
-
-
-def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
-    """Return the settings as given, but for those of other workers, which a resumed run adapts."""
-    names = [field.name for field in fields(given) if getattr(given, field.name) is not None]
-    adapted = {n: getattr(now, n) for n in names if getattr(before, n) != getattr(now, n)}
-    return replace(given, **adapted)
 
 
 def _leave_finished(

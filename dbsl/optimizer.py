@@ -1,7 +1,4 @@
-"""timm optimizers for a run: settings, checked before it begins, learning rates, saved state.
-
-Gradient clipping of whole optimizer steps, by timm's own functions.
-"""
+"""timm optimizers for a run: checked before it begins, built, clipped, loaded again."""
 
 from __future__ import annotations
 
@@ -13,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
 from dbsl.config.fields import arguments, check_names
 from dbsl.config.settings import ClipMode
 
-BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+timm, optim = lazy_import("timm"), lazy_import("timm.optim")
 
-# Settings of groups of parameters, beside what the optimizer's class takes. All else is state.
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Clip = Callable[[torch.optim.Optimizer], object]
+
+# Settings of groups of parameters, besides what the optimizer's class takes. All else is state.
 _SETTINGS = {"lr", "momentum", "weight_decay", "lr_scale", "eps", "betas"}
 _OF_LAYERS = {"layer_decay_min_scale": "runs with layer_decay"}
 # Names of those that can take the part of a step that one push of a global batch is worth.
@@ -33,11 +33,9 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer that timm does not have, or that takes no step with its settings.
 
-    `in_parts`: or that takes no part of a step.
+    `in_parts`: nor one that takes no part of a step.
     """
-    from timm.optim import create_optimizer_v2, list_optimizers  # slow to import, as timm is
-
-    if name not in list_optimizers():
+    if name not in optim.list_optimizers():
         raise SettingError(
             f"optimizer must be a name that timm.optim.list_optimizers() knows, got {name!r}"
         )
@@ -50,7 +48,7 @@ def check_optimizer(
     try:
         if settings:  # timm would leave some out, and not say so
             elsewhere = {} if "layer_decay" in settings else _OF_LAYERS
-            known = arguments(create_optimizer_v2, optimizer_class(name))
+            known = arguments(optim.create_optimizer_v2, optimizer_class(name))
             check_names("opt_kwargs", settings, known, elsewhere)
         with torch.random.fork_rng(devices=[]):
             model = _TwoLayers(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -63,10 +61,9 @@ def check_optimizer(
         raise
     except Exception as error:  # any optimizer's own checks
         given = ", ".join(f"{key}={value}" for key, value in settings.items())
-        reason = " ".join(str(error).split())[:200]
         must = "the settings that are given" if given else "a step here"
         raise SettingError(
-            f"optimizer must take {must}, got {name}{given and ' with '}{given} ({reason})"
+            f"optimizer must take {must}, got {name}{given and ' with '}{given} ({words_of(error)})"
         ) from None
 
 
@@ -79,9 +76,8 @@ class _TwoLayers(nn.Sequential):
 
 def optimizer_class(name: str) -> type | None:
     """Return the class behind one of timm's names; None: it is the name of another."""
-    from timm.optim import get_optimizer_class, list_optimizers
-
-    return get_optimizer_class(name, bind_defaults=False) if name in list_optimizers() else None
+    known = name in optim.list_optimizers()
+    return optim.get_optimizer_class(name, bind_defaults=False) if known else None
 
 
 def default_learning_rate(optimizer: str) -> float:
@@ -93,8 +89,8 @@ def default_learning_rate(optimizer: str) -> float:
     kind = optimizer_class(optimizer)
     if kind.__name__ in ("SGD", "SGDW", "SGDP"):
         return 0.1
-    own = inspect.signature(kind).parameters["lr"].default
-    return float(own) if isinstance(own, int | float) else 0.001
+    default = inspect.signature(kind).parameters["lr"].default
+    return float(default) if isinstance(default, int | float) else 0.001
 
 
 def build_optimizer(
@@ -111,22 +107,39 @@ def build_optimizer(
     ``layer_decay`` each group of parameters has an ``lr_scale``, which `take_step` multiplies the
     learning rate by.
     """
-    from timm.optim import create_optimizer_v2
-
     if name in ("sgd", "nesterov") and momentum == 0:
         name = "momentum"  # without momentum Nesterov's form is not defined
     common = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
     if optimizer_class(name) in _FUSED:
         common["fused"] = next(model.parameters()).device.type in ("cpu", "cuda")
-    return create_optimizer_v2(model, opt=name, **common | settings)
+    return optim.create_optimizer_v2(model, opt=name, **common | settings)
+
+
+def keep_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Clip nothing."""
+
+
+def make_clip(model: nn.Module, bound: float | None, mode: ClipMode) -> Clip:
+    """Return what clips the gradients of a model right before its optimizer steps.
+
+    `mode` is as timm's ``--clip-mode``. ``agc`` leaves out the last two parameters, the classifier.
+    Without a bound nothing is clipped.
+    """
+    if bound is None:
+        return keep_whole
+    parameters = list(timm.models.model_parameters(model, exclude_head=mode == "agc"))
+
+    def clip(optimizer: torch.optim.Optimizer) -> None:
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:  # fp16: the bound is that of the gradients themselves
+            scaler.unscale_(optimizer.optimizer)
+        timm.utils.dispatch_clip_grad(parameters, bound, mode=mode)
+
+    return clip
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one: Muon for matrices and AdamW for all else, say.
-
-    Args:
-        optimizers: Of different parameters.
-    """
+    """Several optimizers of different parameters as one: Muon for matrices, AdamW for the rest."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
@@ -144,18 +157,14 @@ class JoinedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         groups = iter(self.param_groups)
         for one in self.optimizers:
-            own = list(islice(groups, len(one.param_groups)))
-            one.__setstate__({"state": self.state, "param_groups": own})
+            its_groups = list(islice(groups, len(one.param_groups)))
+            one.__setstate__({"state": self.state, "param_groups": its_groups})
 
 
 def join_optimizers(
     built: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """Return one optimizer of what a function has built.
-
-    Raises:
-        SettingError: If that is no optimizer, nor several.
-    """
+    """Return one optimizer of what a function has built: one, or several."""
     if isinstance(built, torch.optim.Optimizer):
         return built
     several = isinstance(built, Sequence) and bool(built)
@@ -181,11 +190,7 @@ def keep_ratios(optimizer: torch.optim.Optimizer, lr: float) -> torch.optim.Opti
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state, but not the settings that a run's config has.
-
-    Raises:
-        SettingError: If it is the state of other parameters.
-    """
+    """Load an optimizer's state, but not the settings that a run's config has."""
     current = optimizer.state_dict()["param_groups"]
     if len(current) != len(saved["param_groups"]):
         raise SettingError(
@@ -206,33 +211,3 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 # In the parameter's own memory order, or other kernels would round otherwise.
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-timm = lazy_import("timm")
-
-Clip = Callable[[torch.optim.Optimizer], object]
-
-
-def keep_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Clip nothing."""
-
-
-def make_clip(model: nn.Module, bound: float | None, mode: ClipMode) -> Clip:
-    """Return what clips the gradients of a model right before its optimizer steps.
-
-    Args:
-        model: The model that the optimizer steps on.
-        bound: What gradients are clipped to; None: they are not.
-        mode: As timm's ``--clip-mode``. ``agc`` leaves out the last two parameters, the classifier.
-    """
-    if bound is None:
-        return keep_whole
-    parameters = list(timm.models.model_parameters(model, exclude_head=mode == "agc"))
-
-    def clip(optimizer: torch.optim.Optimizer) -> None:
-        scaler = getattr(optimizer, "scaler", None)
-        if scaler is not None:  # fp16: the bound is that of the gradients themselves
-            scaler.unscale_(optimizer.optimizer)
-        timm.utils.dispatch_clip_grad(parameters, bound, mode=mode)
-
-    return clip

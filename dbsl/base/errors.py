@@ -20,6 +20,8 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nob
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
+_SHOWN_S = 2.0  # that a rank waits for the traceback of the one that failed first
+
 _joined = threading.Event()
 
 EXIT_DIVERGED = 3
@@ -108,9 +110,7 @@ def one_line_errors() -> Iterator[None]:
             error = SyncError(f"another process died or fell silent: {reason_of(error)}")
         elif not isinstance(error, _OWN):
             if one_of_several():
-                print(f"rank {os.environ.get('RANK', '?')}:", file=sys.stderr)
-                traceback.print_exc()
-                sys.stderr.flush()
+                _show_fault(error)
                 os._exit(1)
             raise
         # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
@@ -119,9 +119,29 @@ def one_line_errors() -> Iterator[None]:
         _say(f"error: {error}", not of_all or os.environ.get("LOCAL_RANK", "0") == "0")
         status = EXIT_DIVERGED if isinstance(error, DivergedError) else 2
         if one_of_several():
+            from dbsl.base.launcher import note_fault  # torch is there
+
+            note_fault("ended")
             sys.stdout.flush()
             os._exit(status)
         raise SystemExit(status) from None
+
+
+def _show_fault(error: Exception) -> None:
+    """Print the traceback of the rank that fails first, and a line of another's other error."""
+    from dbsl.base.launcher import await_shown_fault, first_fault, note_fault  # torch is there
+
+    rank, own = os.environ.get("RANK", "?"), f"{type(error).__name__}: {in_line(error)}"
+    first, _, text = first_fault(f"{rank} {own}").partition(" ")
+    if first == rank:
+        print(f"rank {rank}:", file=sys.stderr)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        note_fault("shown")
+        return
+    await_shown_fault(_SHOWN_S)
+    if text != own:
+        print(f"rank {rank}: {own} (rank {first} failed first)", file=sys.stderr, flush=True)
 
 
 def _say(text: str, printed: bool) -> None:
@@ -153,10 +173,15 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
+def words_of(error: BaseException, most: int | None = 200) -> str:
+    """Return what an error says in one line of at most so many characters, else its type."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def in_line(error: BaseException) -> str:
     """Return what an error and its cause say, in one line; of a missing library how to get it."""
     said = [error, error.__cause__] if error.__cause__ else [error]
-    text = "; ".join(" ".join(str(one).split()) or type(one).__name__ for one in said)
+    text = "; ".join(words_of(one, None) for one in said)
     missing = next((one.name for one in said if isinstance(one, ModuleNotFoundError)), None)
     return f"{text}: pip install {missing.partition('.')[0]}" if missing else text
 

@@ -32,20 +32,20 @@ from dbsl.checkpoint.restart import (
     check_epochs_under_way,
     complete_settings,
     plan_restart,
+    saved_plan,
     with_lost_workers,
 )
 from dbsl.cluster.weights import vector_length
-from dbsl.cluster.wire import SERVER_RANK, share_text
+from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
-    NODES,
-    PROCESSES,
     RESOLVED,
-    SOURCES,
+    follow,
     is_as_given,
     set_back,
     still_true,
     with_resolved,
 )
+from dbsl.config.fields import NODES, PROCESSES, PerWorker, Role, markers, sources, with_role
 from dbsl.config.parse import parse_config, run_folder_of
 from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, without_rates
 from dbsl.model import BEST
@@ -55,20 +55,8 @@ from dbsl.run.code import SUMS, Code, unlike
 from dbsl.run.folder import check_metrics
 from dbsl.run.training import Run
 
-# What may change freely: no weight depends on it.
-_FREE = {
-    *("resume", "allow_config_change", "output_dir", "report_to", "plan_only", "max_minutes"),
-    *("checkpoint_every", "keep_checkpoints", "save_best", "worker_timeout", "max_bad_rounds"),
-    *("max_bad_images", "loader_workers", "eval_every", "eval_batch_size", "memory_limit"),
-    *("log_every", "lr_batch_size", "noise_scale", "eval_samples", "eval_train"),
-    *("profile", "profile_seconds", "profile_refresh", "push_to_hub", "mirror"),
-}
-# What follows from the number of workers, which may change as well.
-TIMES = ("slope", "intercept", "floor")
-_WORKERS = {"workers", "small_workers", "dedicated_server", *TIMES}
-PER_WORKER = (
-    *(*TIMES, "large_batch_size", "small_batch_size", "local_batch_sizes", "micro_batch_size"),
-)
+_TIMES = with_role(RunConfig, Role.TIMES)
+_PER_WORKER = tuple(markers(RunConfig, PerWorker))
 
 
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -84,7 +72,7 @@ def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tup
 
 def in_short(name: str, value: Any) -> Any:
     """Return a setting's value as JSON has it; times that are the same everywhere are one time."""
-    if name in TIMES and value and len(set(value)) == 1:
+    if name in _TIMES and value and len(set(value)) == 1:
         return [value[0]]
     return plain(value)
 
@@ -96,9 +84,10 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
     """
     before = found.manifest.config
     changed = changed_settings(before, config)
-    free = set(_FREE)
+    cls = type(config)
+    free = set(with_role(cls, Role.FREE))
     if config.workers != found.manifest.workers:
-        free |= _WORKERS | {"global_batch_size", *PER_WORKER}
+        free.update(with_role(cls, Role.WORKERS), _PER_WORKER)
     if "epochs" in changed:
         check_length(found.manifest, config.epochs)
         if config.epochs > changed["epochs"][0]:
@@ -106,17 +95,17 @@ def check_changes(found: Found, config: RunConfig, processes: int, say: Any) -> 
     if None not in changed.get("cache_gib", (None,)):
         free.add("cache_gib")  # without a cache, the order is another
     others = () if found.manifest.processes == processes else (PROCESSES,)
-    follows = _follows(changed, before.get(RESOLVED, ()), config.resolved, *others)
+    follows = _follows(cls, changed, before.get(RESOLVED, ()), config.resolved, *others)
     mathematics = {n: change for n, change in changed.items() if n not in free | follows.keys()}
     why = {name: f" (not given: it follows {source})" for name, source in follows.items()}
     if mathematics:
         # It was allowed when it came into the file, and the run was killed before it had saved.
-        agreed = with_resolved(_read_own(found.run_folder, type(config)))
+        agreed = with_resolved(_read_own(found.run_folder, cls))
         for name in [n for n in mathematics if is_as_given(n, agreed, config)]:
             why[name] = " (as config.yaml has it)"
             del mathematics[name]
     for name, (old, new) in changed.items():
-        if name not in ("resume", "output_dir", "allow_config_change", "mirror"):
+        if name not in with_role(cls, Role.COMMAND):
             say(f"changed since the checkpoint: {_change(name, old, new)}{why.get(name, '')}")
     if mathematics and not config.allow_config_change:
         listed = ", ".join(_change(name, *values) for name, values in mathematics.items())
@@ -131,7 +120,7 @@ def without_effect(run_folder: Path, given: RunConfig) -> str:
     changes = {
         field.name: (getattr(own, field.name), getattr(given, field.name))
         for field in fields(given)
-        if field.name not in _FREE | {RESOLVED}
+        if field.name not in with_role(type(given), Role.FREE)
     }
     return ", ".join(_change(name, *pair) for name, pair in changes.items() if pair[0] != pair[1])
 
@@ -155,7 +144,7 @@ def check_joining(
     listed = [
         f"{name} {as_given(job)} there, {as_given(own)} here"
         for name, (job, own) in changed.items()
-        if name not in _FREE.union(but)
+        if name not in {*with_role(type(now), Role.FREE), *but}
     ]
     if listed:
         raise SettingError(f"settings must be those of the job, got {', '.join(listed)}")
@@ -170,6 +159,7 @@ def check_length(manifest: Manifest, epochs: int) -> None:
 
 
 def _follows(
+    cls: type[RunConfig],
     changed: Mapping[str, tuple[Any, Any]],
     before: Collection[str],
     now: Collection[str],
@@ -184,17 +174,13 @@ def _follows(
     found = {
         name: (old is None or name in before) and (new is None or name in now)
         for name, (old, new) in changed.items()
-        if name in SOURCES
+        if name in sources(cls)
     }
-    sources = {*others, *changed} - _FREE - {name for name in found if found[name]}
-    if found.get("cpu_threads") and None in changed["cpu_threads"]:
-        sources.add(NODES)  # they were unlike, or are so now
-    follows = {}
-    for name in SOURCES:  # sources come first
-        if found.get(name) and (own := [s for s in SOURCES[name] if s in sources]):
-            follows[name] = own[0]
-            sources.add(name)
-    return follows
+    found_out = [name for name in found if found[name]]
+    moved = {*others, *changed}.difference(with_role(cls, Role.FREE), found_out)
+    if "cpu_threads" in found_out and None in changed["cpu_threads"]:
+        moved.add(NODES)  # they were unlike, or are so now
+    return follow(cls, found_out, moved)
 
 
 def _change(name: str, old: Any, new: Any) -> str:
@@ -207,14 +193,6 @@ def plain(value: Any) -> Any:
 
 
 _ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
-# How workers meet: where one of these has changed, no process's own state fits.
-_MEETING = {"sync", "push", "push_every", "rounds_per_epoch", "dedicated_server"}
-# What plans are made from: where one of these has changed, the plans that were saved do not hold.
-_PLANS = {
-    *("small_workers", "time_ratio", "small_share", "update_factor", "rounding"),
-    *("large_batch_size", "small_batch_size", "local_batch_sizes", "global_batch_size"),
-    *("resolutions", "drop_last", "min_batch_size", "slope", "intercept", "floor", "balance"),
-}
 
 
 @dataclass(frozen=True)
@@ -239,14 +217,10 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     run_folder = run_folder_of(config.resume, config.output_dir)
     if not (run_folder / "config.yaml").is_file():
         return None  # auto, at the first start
-    error = name = ""
-    if accelerator.is_main_process:
-        try:
+    name = ""
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process:
             name = _choose(Path(config.resume), run_folder, accelerator)
-        except SettingError as reason:
-            error = str(reason)
-    if error := share_text(error, accelerator):  # in every process, or the others would wait
-        raise CheckpointError(error)
     name = share_text(name, accelerator)
     if not name:
         return Found(run_folder)
@@ -313,7 +287,7 @@ def adapt_to_processes(
     if config.small_workers is not None:
         changes["small_workers"] = min(config.small_workers, workers)
     rows = len(before["resolutions"])
-    for name in PER_WORKER:
+    for name in _PER_WORKER:
         value = getattr(config, name)
         if value in (None, "auto"):
             continue
@@ -321,12 +295,13 @@ def adapt_to_processes(
         per_worker = len(value) > rows or by_hand
         if per_worker and in_short(name, value) == in_short(name, before[name]):
             changes[name] = None
-            if name in TIMES:
-                changes |= dict.fromkeys(TIMES)
+            if name in _TIMES:
+                changes |= dict.fromkeys(_TIMES)
     joint = before["sync"] == "step" or before["push"] == "gradients"
     if joint and config.global_batch_size is None:
         state = read_shard(found.folder, found.manifest, 0)
-        sizes = {plan["global_batch_size"] for plan in state["planner"]["current"].values()}
+        planner = state["planner"]
+        sizes = {saved_plan(planner, r)["global_batch_size"] for r in planner["current"]}
         by_hand = config.local_batch_sizes
         if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
             changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}
@@ -396,7 +371,7 @@ def goes_on_alike(manifest: Manifest, config: RunConfig, processes: int) -> bool
     """Whether each process goes on from its own state: plans are as they were, and how all meet."""
     changed = changed_settings(manifest.config, config)
     alike = (manifest.processes, manifest.workers) == (processes, config.workers)
-    return alike and changed.keys().isdisjoint(_MEETING | _PLANS)
+    return alike and changed.keys().isdisjoint(with_role(type(config), Role.MEETING | Role.PLAN))
 
 
 def take_over_folder(found: Found, run: Run, accelerator: Accelerator) -> None:

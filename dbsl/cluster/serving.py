@@ -175,7 +175,7 @@ class ServingCluster(Cluster):
         """Return the plan of a worker's next round when it may begin; until then it may change."""
         with self._changed:
             if self._may_begin(worker, pulse):
-                self.server.begin(worker)
+                self.server.members.begin(worker)
             place = divmod(self.server.clocks[worker], self._rounds_per_epoch)
             return self._plans.planner.at(*place)
 
@@ -409,11 +409,11 @@ class ServingCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
         self._clock, self._waited_s = state["clock"], state["waited_s"]
-        server = self.server
-        server.load_state_dict(state["server"])
+        self.server.load_state_dict(state["server"])
         # The others save later than the server, perhaps in a round that they have begun since.
-        there = server.active - server.newcomers
-        server.inside = {w: server.clocks[w] for w in there} | server.inside
+        members = self.server.members
+        there = members.active - members.newcomers
+        members.inside = {w: members.clocks[w] for w in there} | members.inside
 
     # --- the end
 

@@ -6,7 +6,8 @@ Nothing is pickled, and what comes is checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from enum import IntEnum
@@ -345,6 +346,18 @@ def share_text(text: str, accelerator: Accelerator) -> str:
     if not dist.is_initialized():
         return text if accelerator.is_main_process else ""
     return share_from(SERVER_RANK, text, accelerator.device)
+
+
+@contextmanager
+def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
+    """Raise a `SettingError` of the main process in here on all: none is to wait for another."""
+    error = ""
+    try:
+        yield
+    except SettingError as reason:
+        error = str(reason)
+    if error := share_text(error, accelerator):
+        raise SettingError(error)
 
 
 def share_from(rank: int, text: str, device: torch.device) -> str:

@@ -15,7 +15,8 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from dbsl.base.errors import SettingError
-from dbsl.config.settings import RunConfig
+from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Found, PerWorker, markers, sources
+from dbsl.config.settings import RunConfig, takes_joint_steps
 
 
 def says_unlike(
@@ -26,62 +27,39 @@ def says_unlike(
 
 
 RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
-# No settings, but sources: how many processes there are, on which nodes, whether all workers share
-# each step, and whether something is said of unlike workers.
-PROCESSES, NODES, JOINT, UNLIKE = "processes", "nodes", "joint steps", "unlike workers"
-
-_DATA = ("dataset", "image_column", "label_column", "train_samples", "holdout")
-_STEP = (
-    *("model", "optimizer", "mixed_precision", "compile", "sync_batch_norm"),
-    *("clip_grad", "clip_mode", "layer_decay", "opt_kwargs"),
-    *("drop_path", "model_kwargs", "grad_checkpointing"),
-)
-_ROUND = ("workers", "rounds_per_epoch", JOINT, "resolutions", *_DATA)
-_BATCHES = ("global_batch_size", "local_batch_sizes")
-
-# Every setting that a run may find out, and what it is found from. Sources come first: what is
-# dropped takes along what was found from it. A setting is a source of its own.
-SOURCES: dict[str, tuple[str, ...]] = {
-    "cpu_threads": (PROCESSES, NODES),  # unset where nodes differ: each process by its cores
-    "mixed_precision": (),  # the machine's, or accelerate launch's
-    "lr": ("optimizer",),
-    "workers": (PROCESSES, "dedicated_server", UNLIKE),
-    "small_workers": ("small_ratio", "workers"),
-    "resolutions": ("dataset", "image_column"),
-    "lr_milestones": ("epochs",),
-    "warmup_epochs": ("epochs",),
-    "local_batch_sizes": ("workers", "resolutions"),
-    "global_batch_size": (*_ROUND, "local_batch_sizes"),
-    "large_batch_size": (*(*_ROUND, *_STEP, *_BATCHES, "memory_limit"),),
-    "micro_batch_size": (
-        *(*_ROUND, *_STEP, *_BATCHES, "memory_limit", "large_batch_size", "push"),
-    ),
-    "slope": (
-        *(*_STEP, "dataset", "resolutions", "workers", "cpu_threads", "large_batch_size"),
-        *(*_BATCHES, "micro_batch_size", "profile", "profile_refresh", "intercept", "floor"),
-    ),
-    "intercept": ("slope",),
-    "floor": ("slope",),
-    "small_batch_size": (
-        *(*_ROUND, "model", "small_workers", "large_batch_size", "slope", "intercept", "floor"),
-        *("time_ratio", "small_share", "min_batch_size", "update_factor", "rounding"),
-    ),
-}
-_LISTS = ("large_batch_size", "micro_batch_size", "slope", "intercept", "floor", "small_batch_size")
-# Settings that say how to find one; with it found they have had their say.
-_DONE = {"slope": {"profile": None, "profile_refresh": False}}
 
 
-def check_names(resolved: Any) -> None:
+def check_names(resolved: Any, cls: type[RunConfig]) -> None:
     """Raise ``SettingError`` unless it maps settings that a run finds out."""
     if not isinstance(resolved, Mapping):
         raise SettingError(f"resolved must map settings to values, got {resolved!r}")
+    known = sources(cls)
     for name in resolved:
-        if name not in SOURCES and name != PROCESSES:
+        if name not in known and name != PROCESSES:
             raise SettingError(
-                f"resolved must name settings that a run finds out ({', '.join(SOURCES)}), "
-                f"got {name}"
+                f"resolved must name settings that a run finds out ({', '.join(known)}), got {name}"
             )
+
+
+def follow(
+    cls: type[RunConfig], found: Collection[str], changed: Collection[str]
+) -> dict[str, str]:
+    """Return which of the settings that were found out change with their sources: name and source.
+
+    What changes so is a source, too.
+    """
+    follows: dict[str, str] = {}
+    known = sources(cls)
+    while True:
+        moved = {*changed, *follows}
+        new = {
+            name: own[0]
+            for name in found
+            if name not in moved and (own := [s for s in known.get(name, ()) if s in moved])
+        }
+        if not new:
+            return follows
+        follows |= new
 
 
 def still_true(
@@ -107,43 +85,41 @@ def still_true(
     }
     if resolved.get(PROCESSES) != processes:
         changed.add(PROCESSES)
-    if _joint(before) != _joint(now):
+    if takes_joint_steps(before) != takes_joint_steps(now):
         changed.add(JOINT)
     if launched_precision not in (None, resolved.get("mixed_precision")):
         changed.add("mixed_precision")
     if _says_unlike(before) != _says_unlike(now):
         changed.add(UNLIKE)
-    for name, sources in SOURCES.items():
-        if name in resolved and changed.intersection(sources):
-            changed.add(name)
+    changed |= follow(type(now), resolved, changed).keys()
     return {name: value for name, value in resolved.items() if name not in changed}
 
 
 def with_resolved(given: RunConfig) -> RunConfig:
     """Return the settings with what an earlier run found out, where it holds, filled in."""
-    values: dict[str, Any] = {}
-    for name, value in given.resolved.items():
-        if name != PROCESSES:
-            values |= {name: value} | _DONE.get(name, {})
-    return replace(given, **values)
+    names = given.resolved.keys() - {PROCESSES}
+    values = {name: given.resolved[name] for name in names}
+    return replace(
+        given, **values, **{end: getattr(type(given), end) for end in _ends(given, names)}
+    )
 
 
 def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> RunConfig:
     """Return the settings with these, which were found out, as they were given."""
-    names = {*names}.union(*(_DONE.get(name, ()) for name in names)) - {PROCESSES}
+    names = {*names, *_ends(config, names)} - {PROCESSES}
     return replace(config, **{name: getattr(given, name) for name in names})
+
+
+def _ends(config: RunConfig, names: Collection[str]) -> set[str]:
+    """Return the settings that have had their say once these are found."""
+    found = markers(type(config), Found)
+    return {end for name in names if name in found for end in found[name].ends}
 
 
 def found_by(given: RunConfig, complete: RunConfig, processes: int) -> dict[str, Any]:
     """Return what a run found out: where its complete settings are not those it was given."""
-    found = {
-        name: getattr(complete, name) for name in SOURCES if not is_as_given(name, given, complete)
-    }
-    return {PROCESSES: processes, **found}
-
-
-def _joint(config: RunConfig) -> bool:
-    return config.sync == "step" or config.push == "gradients"
+    names = [name for name in sources(type(given)) if not is_as_given(name, given, complete)]
+    return {PROCESSES: processes, **{name: getattr(complete, name) for name in names}}
 
 
 def _says_unlike(config: RunConfig) -> bool:
@@ -153,7 +129,8 @@ def _says_unlike(config: RunConfig) -> bool:
 def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
-    if name not in _LISTS or own in (None, "auto") or not own or not value:
+    per_worker = name in markers(type(given), PerWorker) and name != "local_batch_sizes"
+    if not per_worker or own in (None, "auto") or not own or not value:
         return own == value
     length = math.lcm(len(own), len(value))
     return _at_length(own, length) == _at_length(value, length)

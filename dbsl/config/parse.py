@@ -17,9 +17,11 @@ import yaml
 
 from dbsl.base.errors import SettingError
 from dbsl.base.launcher import launched_precision, recall
-from dbsl.config.complete import PROCESSES, RESOLVED, check_names, still_true
-from dbsl.config.fields import UNSET, build, kinds_in_words, read_flags, unknown
-from dbsl.config.settings import CHECKPOINTS, AugmentKwargs, LrKwargs, MixupKwargs, is_url
+from dbsl.config.complete import RESOLVED, check_names, still_true
+from dbsl.config.fields import PROCESSES, UNSET
+from dbsl.config.flags import build, kinds_in_words, read_flags, unknown
+from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
+from dbsl.config.settings import CHECKPOINTS, LrKwargs, is_url
 from dbsl.extras.mirror.bucket import pull_config, url_to_pull
 
 T = TypeVar("T")
@@ -51,7 +53,12 @@ _ELSEWHERE = {
     "per-device-train-batch-size": _LARGE,
     "sched": "--lr-schedule",
     "val-split": "--holdout",
+    "bce-sum": "--bce-kwargs sum=True",
+    "bce-target-thresh": "--bce-kwargs target_thresh=",
+    "drop-connect": "--model-kwargs drop_path_rate=",
+    "drop-path": "--model-kwargs drop_path_rate=",
     "gp": "--model-kwargs global_pool=",
+    "layer-decay": "--opt-kwargs layer_decay=",
     "drop-block": "--model-kwargs drop_block_rate=",
     "opt-eps": "--opt-kwargs eps=",
     "opt-betas": "--opt-kwargs betas=",
@@ -162,7 +169,7 @@ def _own_settings(
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:
     """Return the config with what the last of these files found out, as far as it still holds."""
     given, resolved = yaml_to_argv(_merged(files)), files[-1][RESOLVED]
-    check_names(resolved)
+    check_names(resolved, type(config))
     defaults = {field.name: field.default for field in fields(config)}
     before = SimpleNamespace(**defaults | read_flags(type(config), given))
     found = {name: value for name, value in resolved.items() if name != PROCESSES}

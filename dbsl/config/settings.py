@@ -1,13 +1,4 @@
-"""Settings of plans: batch sizes, emulated machines, stages.
-
-Settings of how weights move between workers.
-
-Settings of the data.
-
-Settings of the network and the optimizer.
-
-Flags and YAML into a checked configuration, and bad input into one line.
-"""
+"""Settings of a run by group, each with its help, and what does not go with what."""
 
 from __future__ import annotations
 
@@ -16,58 +7,47 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Annotated, Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
 from dbsl.base.errors import SettingError
-from dbsl.base.machine import lazy_import
 from dbsl.base.words import as_given
 from dbsl.config.fields import (
+    JOINT,
+    NODES,
     PAIRS,
+    PROCESSES,
+    UNLIKE,
+    Found,
+    Needs,
+    PerWorker,
+    Role,
     Within,
-    check_bounds,
+    check_fields,
     check_names,
+    check_needs,
     in_range,
     parse_kwargs,
     read_kwargs,
 )
-
-timm = lazy_import("timm")
+from dbsl.config.image_settings import DataConfig, check_images, check_mixing
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
-
-
 Rounding = Literal["round", "truncate"]
-
-
 UpdateFactor = Literal["data", "sqrt", "none"]
-
-
 Merge = Literal["mean", "delta", "ratio", "half"]
-
-
 Sync = Literal["bsp", "ssp", "asp", "step"]
-
-
 Push = Literal["weights", "gradients"]
-
-
 Schedule = Literal["cyclic", "progressive", "fixed"]
-
-
 LrSchedule = Literal["step", "cosine", "poly"]
-
-
 LrScaling = Literal["none", "sqrt", "linear"]
-
-
 ResetMomentum = Literal["never", "stage", "round"]
+Balance = Literal["none", "dynamic", "dbs"]
+ClipMode = Literal["norm", "value", "agc"]  # timm's names
+Wire = Literal["float32", "bf16"]
 
-
+CHECKPOINTS = "checkpoints"  # in a run folder
 NO_SIDE = 0  # the only resolution of inputs that are no images
-
-
 LARGEST_SIDE = 8192  # pixels
 
 
@@ -85,14 +65,8 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
     in_range("resolutions", resolutions[-1], 1, LARGEST_SIDE)
 
 
-Balance = Literal["none", "dynamic", "dbs"]
-
-
-ClipMode = Literal["norm", "value", "agc"]  # timm's names
-
-
 # Arguments of timm's optimizers that are settings.
-_NOT_OPT_KWARGS = {name: name for name in ("lr", "momentum", "weight_decay", "layer_decay")}
+_NOT_OPT_KWARGS = {name: name for name in ("lr", "momentum", "weight_decay")}
 
 
 @dataclass(frozen=True)
@@ -100,53 +74,43 @@ class OptimizerConfig:
     """Which optimizer."""
 
     # --- optimizer
-    optimizer: str = "sgd"  # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
+    optimizer: Annotated[str, Role.STEP] = "sgd"
     # momentum of SGD and optimizers that have one, in [0, 1)
     momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
     weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
-    # factor on the learning rate from each layer to the one below it, in (0, 1]; unset: 1
-    layer_decay: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # more arguments of timm's optimizer as name=value, say eps=1e-8 betas=0.9,0.95 amsgrad=True;
-    # layer_decay_min_scale=0.1 is the smallest factor that --layer-decay comes to
-    opt_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
+    # layer_decay=0.75, a factor on the learning rate from each layer to the one below it, down to
+    # layer_decay_min_scale=0.1
+    opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
     # metrics.jsonl is the norm before it
-    clip_grad: Annotated[float | None, Within(0, open_low=True)] = None
+    clip_grad: Annotated[float | None, Within(0, open_low=True), Role.STEP] = None
     # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
     # norm in proportion to that of its weights, the classifier left out (agc)
-    clip_mode: ClipMode = "norm"
+    clip_mode: Annotated[ClipMode, Role.STEP, Needs("clip_grad")] = "norm"
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
         """What the optimizer takes beside its learning rate, momentum and weight decay."""
         more = parse_kwargs("opt_kwargs", self.opt_kwargs)
         check_names("opt_kwargs", more, more, _NOT_OPT_KWARGS)
-        return more if self.layer_decay is None else {"layer_decay": self.layer_decay} | more
+        Within(0, 1, open_low=True).check_in("opt_kwargs", more, "layer_decay")
+        return more
 
 
 def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
     """Return the optimizer's arguments but those that any step of it can take."""
     more = parse_kwargs("opt_kwargs", tuple(opt_kwargs))
-    return {n: v for n, v in more.items() if n not in ("eps", "betas", "layer_decay_min_scale")}
+    any_step = ("eps", "betas", "layer_decay", "layer_decay_min_scale")
+    return {name: value for name, value in more.items() if name not in any_step}
 
 
-class MixupKwargs(TypedDict, total=False):
-    """More arguments of `Mixing`, by the names of timm's Mixup."""
-
-    cutmix_minmax: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)]
-    prob: Annotated[float, Within(0, 1)]
-    switch_prob: Annotated[float, Within(0, 1)]
-    mode: Literal["batch", "pair", "elem"]
-    off_epoch: Annotated[int, Within(0)]
-
-
-Augment = Literal["none", "crop", "paper", "timm"]
-
-
-Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
-
-
-Wire = Literal["float32", "bf16"]
+_Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES, PerWorker()]
+_Sizes = Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1), PerWorker()]
+# What the largest batch that fits is found from.
+_FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
+_JOINTLY = Needs(sync="step") | Needs(push="gradients")
 
 
 @dataclass(frozen=True)
@@ -156,58 +120,102 @@ class BatchConfig:
     # --- workers and their batch sizes
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
-    workers: Annotated[int | None, Within(1)] = None
+    workers: Annotated[
+        int | None,
+        Within(1),
+        Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
+        Found(PROCESSES, "dedicated_server", UNLIKE),
+    ] = None
     # share of workers on the small batch, in [0, 1]
     small_ratio: Annotated[float, Within(0, 1)] = 0.0
     # number of workers on the small batch; wins over --small-ratio
-    small_workers: Annotated[int | None, Within(0)] = None
+    small_workers: Annotated[
+        int | None, Within(0), Role.WORKERS | Role.PLAN, Found("small_ratio", "workers")
+    ] = None
     # time that dual batch may take over all-large, k > 1
-    time_ratio: Annotated[float, Within(1, open_low=True)] = 1.05
+    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[float | None, Within(0, open_low=True)] = None
+    small_share: Annotated[float | None, Within(0, open_low=True), Role.PLAN] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
-    large_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
+    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.TIMED, Found(*_FITS)] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
-    local_batch_sizes: Annotated[tuple[int, ...] | None, Within(1)] = None
+    local_batch_sizes: Annotated[
+        tuple[int, ...] | None,
+        Within(1),
+        PerWorker(),
+        Role.PLAN | Role.SPLIT | Role.TIMED,
+        Found("workers", "resolutions"),
+    ] = None
     # samples per joint step over all workers; unset: the sum of their batches
-    global_batch_size: Annotated[int | None, Within(1)] = None
+    global_batch_size: Annotated[
+        int | None,
+        Within(1),
+        Role.WORKERS | Role.PLAN | Role.SPLIT | Role.TIMED,
+        Found(JOINT, Role.ROUND, "local_batch_sizes"),
+        _JOINTLY,
+    ] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
-    small_batch_size: Annotated[tuple[int, ...] | None, Within(0)] = None
+    small_batch_size: Annotated[
+        tuple[int, ...] | None,
+        Within(0),
+        Role.PLAN,
+        PerWorker(),
+        Found(
+            JOINT,
+            Role.ROUND,
+            "model",
+            "small_workers",
+            "large_batch_size",
+            Role.TIMES,
+            "time_ratio",
+            "small_share",
+            "min_batch_size",
+            "update_factor",
+            "rounding",
+        ),
+    ] = None
     # most samples of a worker on its device at once: it sums the gradients of so many micro-batches
     # in each step; one value, one per resolution, or one per resolution and worker; auto: what fits
     # into memory; unset: the whole batch. Gradients are those of the whole batch, but batch norm
     # normalises by, and mixup and CutMix mix within, a micro-batch
-    micro_batch_size: Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1)] = None
+    micro_batch_size: Annotated[_Sizes, Role.TIMED, Found(*_FITS, "large_batch_size", "push")] = (
+        None
+    )
     # smallest batch that a solved or balanced plan may give a worker
-    min_batch_size: Annotated[int, Within(1)] = 2
+    min_batch_size: Annotated[int, Within(1), Role.PLAN] = 2
     # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
     # free
-    memory_limit: Annotated[float | None, Within(0, open_low=True)] = None
+    memory_limit: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
     # measured
-    slope: tuple[float, ...] | None = None
+    slope: Annotated[
+        _Times,
+        Found(Role.STEP | Role.TIMED | Role.TIMES, ends=("profile", "profile_refresh")),
+        Needs("intercept"),
+    ] = None
     # seconds per step; one value, one per resolution, or one per resolution and worker; unset:
     # measured
-    intercept: tuple[float, ...] | None = None
+    intercept: Annotated[_Times, Found("slope"), Needs("slope")] = None
     # least seconds that a step takes; one value, one per resolution, or one per resolution and
     # worker; unset: measured with the slope, or 0 where that is given
-    floor: tuple[float, ...] | None = None
+    floor: Annotated[_Times, Found("slope"), Needs("slope")] = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
-    profile: str | None = None
+    profile: Annotated[str | None, Role.FREE | Role.TIMED] = None
     # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
     # alone, whose batch does not depend on them
-    profile_seconds: Annotated[float | None, Within(0, open_low=True)] = None
-    profile_refresh: bool = False  # measure step times even if the cache has them
+    profile_seconds: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    # measure step times even if the cache has them
+    profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND | Role.TIMED] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
-    update_factor: UpdateFactor = "data"
+    update_factor: Annotated[UpdateFactor, Role.PLAN] = "data"
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
-    rounding: Rounding = "round"
+    rounding: Annotated[Rounding, Role.PLAN] = "round"
     # plans stay as they are (none), follow measured times (dynamic), or follow the published rule
     # (dbs)
-    balance: Balance = "none"
+    balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
     # rounds between two changes of the plan; unset: an epoch
-    balance_every: Annotated[int | None, Within(1)] = None
+    balance_every: Annotated[int | None, Within(1), Needs("balance", new=True)] = None
 
 
 @dataclass(frozen=True)
@@ -223,9 +231,10 @@ class EmulationConfig:
     # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
     # time
     link_gbps: Annotated[float | None, Within(1e-6)] = None
-    link_ms: Annotated[float, Within(0)] = 0.0  # delay of a message, milliseconds; with --link-gbps
+    # delay of a message, milliseconds; with --link-gbps
+    link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
     # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
-    link_overlap: Annotated[float, Within(0, 1)] = 0.0
+    link_overlap: Annotated[float, Within(0, 1), Needs("link_gbps", sync="step")] = 0.0
 
 
 class LrKwargs(TypedDict, total=False):
@@ -247,29 +256,33 @@ class StageConfig:
     epochs: Annotated[int, Within(1, 10**6)] = 20
     # image sides in pixels, ascending, as --schedule has them; one trains at that alone; unset: 3/4
     # of the images' own side, then all of it; 160 and 224 where sides differ
-    resolutions: tuple[int, ...] | None = None
+    resolutions: Annotated[
+        tuple[int, ...] | None,
+        Role.PLAN | Role.ROUND | Role.TIMED,
+        Found("dataset", "image_column"),
+    ] = None
     # resolution climbs in every learning-rate stage (cyclic), once (progressive), or stays (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
-    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True)] = (0.0,)
+    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True), Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[float | None, Within(0, open_low=True)] = None
+    lr: Annotated[float | None, Within(0, open_low=True), Found("optimizer")] = None
     # samples a step that --lr was chosen for, as a recipe's; a run with other batches says so, with
     # timm's rule for them, and keeps --lr; unset: nothing is said
-    lr_batch_size: Annotated[int | None, Within(1)] = None
+    lr_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
     # learning rate falls at milestones (step), along a cosine, or as a power of what is left (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: LrScaling = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
-    lr_milestones: tuple[int, ...] | None = None
+    lr_milestones: Annotated[tuple[int, ...] | None, Found("epochs")] = None
     # factor on the learning rate at each milestone, with --lr-schedule step
-    lr_gamma: Annotated[float, Within(0, open_low=True)] = 0.2
+    lr_gamma: Annotated[float, Within(0, open_low=True), Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[float | None, Within(0)] = None
+    warmup_epochs: Annotated[float | None, Within(0), Found("epochs")] = None
     # learning rate that cosine and poly end at
-    min_lr: Annotated[float, Within(0)] = 0.0
+    min_lr: Annotated[float, Within(0), Needs(lr_schedule=("cosine", "poly"))] = 0.0
     # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
     # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
     # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
@@ -314,30 +327,34 @@ class SyncConfig:
     # run at most --staleness rounds ahead (ssp), nobody waits (asp), or gradients are averaged at
     # every step (step). With ssp and asp the run survives the death of a process that was launched
     # on its own
-    sync: Sync = "bsp"
+    sync: Annotated[Sync, Role.MEETING] = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
-    push: Push = "weights"
+    push: Annotated[Push, Role.MEETING] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
-    push_every: Annotated[int, Within(1)] = 1
+    push_every: Annotated[int, Within(1), Role.MEETING, Needs(push="gradients")] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
-    drop_last: bool = False
+    drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
-    sync_batch_norm: bool = False
+    sync_batch_norm: Annotated[bool, Role.STEP, Needs(sync="step")] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
-    staleness: Annotated[int, Within(0)] = 1
+    staleness: Annotated[int, Within(0), Needs(sync="ssp", new=True)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
     merge: Merge | None = None
     # learning rate of the server's step, with --merge delta
-    outer_lr: Annotated[float, Within(0, open_low=True)] = 0.7
+    outer_lr: Annotated[float, Within(0, open_low=True), Needs(merge="delta", new=True)] = 0.7
     # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
-    outer_momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
-    rounds_per_epoch: Annotated[int, Within(1)] = 1  # pushes per worker and epoch
-    dedicated_server: bool = False  # rank 0 serves and evaluates but does not train
+    outer_momentum: Annotated[
+        float, Within(0, 1, open_high=True), Needs(merge="delta", new=True)
+    ] = 0.9
+    # pushes per worker and epoch
+    rounds_per_epoch: Annotated[int, Within(1), Role.MEETING | Role.ROUND] = 1
+    # rank 0 serves and evaluates but does not train
+    dedicated_server: Annotated[bool, Role.WORKERS | Role.MEETING] = False
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
-    worker_timeout: Annotated[float, Within(0, 1e9, open_low=True)] = 1800.0
+    worker_timeout: Annotated[float, Within(0, 1e9, open_low=True), Role.FREE] = 1800.0
 
 
 def meets_at_server(sync: Sync) -> bool:
@@ -345,254 +362,8 @@ def meets_at_server(sync: Sync) -> bool:
     return sync in ("ssp", "asp")
 
 
-SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
-
-CropMode = Literal["rrc", "rkrc", "rkrr"]
-TrainInterpolation = Literal[
-    "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
-]
-EraseMode = Literal["const", "rand", "pixel"]
-
-
-@dataclass(frozen=True)
-class AugmentKwargs:
-    """What timm's `transforms_imagenet_train` takes, by the flags of its train.py; unset: its own.
-
-    All but `aa`, the policy, are of ``augment_kwargs``.
-    """
-
-    aa: str | None = None
-    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
-    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
-    hflip: Annotated[float | None, Within(0, 1)] = None
-    vflip: Annotated[float | None, Within(0, 1)] = None
-    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
-    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
-    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
-    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
-    train_crop_mode: CropMode | None = None
-    train_interpolation: TrainInterpolation | None = None
-
-
-@dataclass(frozen=True)
-class EraseKwargs:
-    """What timm's random erasing (arXiv 1708.04896) takes; all but `reprob` of ``augment_kwargs``.
-
-    The fill is 0, one random colour or random pixels; `recount` is the most rectangles of an image.
-    """
-
-    reprob: float
-    remode: EraseMode = "const"
-    recount: Annotated[int, Within(1, 100)] = 1
-
-
-_OF_ERASING = ("remode", "recount")
-_RAND_TRANSFORMS = ("weights", "3a", "3aw")  # names that timm's RandAugment knows
-
-
-@dataclass(frozen=True)
-class ImageConfig:
-    """Which images, and how each is augmented."""
-
-    # --- data
-    dataset: str = "digits"  # digits, a folder, a .parquet file or a Hugging Face hub id
-    image_column: str | None = None  # column of the images; unset: the only one
-    # column of the classes; unset: label, or the class column with most classes
-    label_column: str | None = None
-    # images to train on, a stratified and seeded subset; unset: all
-    train_samples: Annotated[int | None, Within(1)] = None
-    # images to evaluate on, a stratified and seeded subset; unset: all
-    eval_samples: Annotated[int | None, Within(1)] = None
-    # share of the training images to evaluate on instead of the test split, in (0, 1)
-    holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True)] = None
-    # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
-    # settings below; none: nothing; unset: timm with one of those settings, else crop
-    augment: Augment | None = None
-    # processes that decode large images; unset: by the cores; 0: none
-    loader_workers: Annotated[int | None, Within(0)] = None
-    # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
-    # by row group into a cache of that size; unset: the whole data set is on the disk
-    cache_gib: Annotated[float | None, Within(0, open_low=True)] = None
-    # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
-    # larger cache
-    shuffle_block: Annotated[int, Within(1)] = SHUFFLE_BLOCK
-    # images of each split that may be left out because they cannot be decoded
-    max_bad_images: Annotated[int, Within(0)] = 16
-    # --- timm's augmentation
-    # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
-    # (AutoAugment), 3a (DeiT III's); unset: none
-    aa: str | None = None
-    # more options of timm's augmentation as name=value: scale=0.08,1 ratio=0.75,1.33 hflip=0.5
-    # vflip=0 color_jitter=0.4 (three values, or four with hue) color_jitter_prob grayscale_prob
-    # gaussian_blur_prob train_crop_mode (rrc, rkrc, rkrr) train_interpolation=random; with --reprob
-    # remode=const (rand, pixel) recount=1
-    augment_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # --- random erasing and evaluation
-    # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
-    reprob: Annotated[float, Within(0, 1)] = 0.0
-    # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
-    # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
-    crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
-    # how evaluation images are resized; unset: bilinear
-    interpolation: Interpolation | None = None
-    # means of red, green and blue in [0, 1], or one for all; unset: those of the weights that are
-    # started from; else the training images' own where they stay on the device (see --crop-pct);
-    # else ImageNet's
-    mean: Annotated[tuple[float, ...] | None, Within(0, 1)] = None
-    # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
-    std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None
-
-    @property
-    def augmentation(self) -> Augment:
-        """The augmentation that is meant."""
-        given = any(value is not None for value in vars(self.pipeline).values())
-        return self.augment or ("timm" if given else "crop")
-
-    @property
-    def pipeline(self) -> AugmentKwargs:
-        """How timm augments, where it does."""
-        own = {n: v for n, v in self.given_to_augment.items() if n not in _OF_ERASING}
-        return AugmentKwargs(self.aa, **own)
-
-    @property
-    def erasing(self) -> EraseKwargs | None:
-        """The random erasing of timm; None: off."""
-        own = {n: v for n, v in self.given_to_augment.items() if n in _OF_ERASING}
-        return EraseKwargs(self.reprob, **own) if self.reprob else None
-
-    @property
-    def given_to_augment(self) -> Mapping[str, Any]:
-        """What ``augment_kwargs`` has."""
-        takers, but = (AugmentKwargs, EraseKwargs), ("aa", "reprob")
-        return read_kwargs("augment_kwargs", self.augment_kwargs, *takers, but=but)
-
-
-def check_mixing(config: DataConfig) -> None:
-    """Raise ``SettingError`` for the first argument of mixing that does not fit."""
-    given = config.mixing
-    ends = given.get("cutmix_minmax")
-    if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
-        raise _not_two("mixup_kwargs cutmix_minmax", ends)
-    if "switch_prob" in given and not (config.mixup and (config.cutmix or ends)):
-        raise SettingError(
-            "mixup_kwargs must leave out switch_prob except with mixup and CutMix, "
-            f"got {given['switch_prob']:g}"
-        )
-
-
-def check_images(config: ImageConfig) -> None:
-    """Raise ``SettingError`` for the first setting of augmentation that does not fit the others."""
-    pipeline = config.pipeline
-    given = next((name for name, value in vars(pipeline).items() if value is not None), None)
-    if given and config.augment not in (None, "timm"):
-        raise SettingError(
-            f"{'aa' if given == 'aa' else f'augment_kwargs {given}'} must go with augment timm, "
-            f"whose setting it is, got augment {config.augment}"
-        )
-    _check_augmenting(pipeline)
-    if config.cache_gib is None and config.shuffle_block != SHUFFLE_BLOCK:
-        raise SettingError(
-            f"shuffle_block must go with cache_gib, got {config.shuffle_block} alone"
-        )
-    if config.reprob and config.augment == "none":
-        raise SettingError(f"reprob must be 0 with augment none, got {config.reprob:g}")
-    for name in _OF_ERASING if not config.reprob else ():
-        if name in config.given_to_augment:
-            raise SettingError(f"augment_kwargs {name} must go with reprob, got reprob 0")
-    for name in ("mean", "std"):
-        values = getattr(config, name)
-        if values is not None and len(values) not in (1, 3):
-            raise SettingError(f"{name} must be 1 or 3 values, got {len(values)}")
-
-
-def _check_augmenting(kwargs: AugmentKwargs) -> None:
-    """Raise ``SettingError`` for the first argument that timm's augmentation cannot take."""
-    for name in ("scale", "ratio"):
-        ends = getattr(kwargs, name)
-        if ends is not None and (len(ends) != 2 or ends[0] > ends[1]):
-            raise _not_two(f"augment_kwargs {name}", ends)
-    jitter = kwargs.color_jitter or ()
-    if len(jitter) not in (0, 1, 3, 4):
-        raise SettingError(
-            "augment_kwargs color_jitter must be one value, or one each for brightness, "
-            f"contrast, saturation and, if it is to change, hue, got {len(jitter)} values"
-        )
-    if len(jitter) == 4 and jitter[3] > 0.5:
-        raise SettingError(
-            f"augment_kwargs color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}"
-        )
-    if kwargs.aa is None:
-        return
-    for name in ("color_jitter", "color_jitter_prob"):
-        value = getattr(kwargs, name)
-        if value is not None and "3a" not in kwargs.aa:
-            raise SettingError(
-                f"augment_kwargs {name} must be left out with aa {kwargs.aa}, which takes its "
-                f"place, got {as_given(value)}"
-            )
-    _check_policy(kwargs.aa)
-
-
-def _not_two(name: str, values: Sequence[float]) -> SettingError:
-    shown = ",".join(f"{value:g}" for value in values)
-    return SettingError(f"{name} must be two values, ascending, got {shown}")
-
-
-@lru_cache
-def _check_policy(policy: str) -> None:
-    """Raise ``SettingError`` unless it is a policy of timm's, each section of which it reads.
-
-    It passes over sections without a digit in silence, and takes any name of transforms that it
-    does not know for its default. What else is wrong, timm says itself.
-    """
-    name, *sections = policy.split("-")
-    try:
-        for section in sections:
-            if name == "rand" and section.startswith("t"):
-                if section[1:] not in _RAND_TRANSFORMS:
-                    known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
-                    raise ValueError(f"transforms must be one of {known}, got section {section!r}")
-            elif not any(character.isdecimal() for character in section):
-                raise ValueError(f"a section must be a name and a number, got section {section!r}")
-        timm.data.transforms_factory.transforms_imagenet_train(32, auto_augment=policy)
-    except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
-        reason = " ".join(str(error).split())[:200]
-        raise SettingError(
-            "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4, "
-            f"v0, original or 3a, got {policy!r}{f' ({reason})' if reason else ''}"
-        ) from None
-
-
-@dataclass(frozen=True)
-class DataConfig(ImageConfig):
-    """Which images, and what training makes of them."""
-
-    # times that an epoch has an image, in a row and each time augmented anew; an epoch has as many
-    # samples as ever, of fewer images
-    aug_repeats: Annotated[int, Within(1)] = 1
-    # --- mixing
-    mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
-    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
-    cutmix: Annotated[float, Within(0)] = 0.0
-    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
-    # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
-    # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
-    mixup_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images are mixed."""
-        return bool(self.mixup or self.cutmix or self.mixing.get("cutmix_minmax"))
-
-    @property
-    def mixing(self) -> Mapping[str, Any]:
-        """What `dbsl.data.augment.Mixing` takes of ``mixup_kwargs``."""
-        return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
-
-
 # Arguments of timm's `create_model` that settings are, or the data decide.
 _NOT_MODEL_KWARGS = {
-    "drop_path_rate": "drop_path",
     "drop_rate": "dropout",
     "pretrained": "pretrained",
     "checkpoint_path": "initial_checkpoint",
@@ -607,36 +378,30 @@ class ModelConfig:
 
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
-    model: str = "resnet18"
+    model: Annotated[str, Role.STEP] = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
-    pretrained: bool = False
+    pretrained: Annotated[bool, Role.MODEL] = False
     # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
     # images, are new where theirs do not fit. Images are normalised as the config.json beside the
     # file says, else as timm's weights of the model are; --mean and --std win
-    initial_checkpoint: str | None = None
-    # rate of stochastic depth, in [0, 1); unset: the model's own
-    drop_path: Annotated[float | None, Within(0, 1, open_high=True)] = None
-    # more arguments of timm's model as name=value, say global_pool=avg drop_block_rate=0.1
-    # bn_eps=1e-3 init_values=1e-6
-    model_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    initial_checkpoint: Annotated[str | None, Role.MODEL] = None
+    # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
+    # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
+    model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
+        default=(), metadata=PAIRS
+    )
     # compute activations twice instead of keeping them: less memory, more time
-    grad_checkpointing: bool = False
+    grad_checkpointing: Annotated[bool, Role.STEP | Role.MODEL] = False
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
     ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 
     @property
     def model_settings(self) -> dict[str, Any]:
-        """What timm's `create_model` takes beside the name and the number of classes.
-
-        Raises:
-            SettingError: If an argument of `model_kwargs` is another setting's.
-        """
+        """What timm's `create_model` takes beside the name and the number of classes."""
         more = parse_kwargs("model_kwargs", self.model_kwargs)
         check_names("model_kwargs", more, more, _NOT_MODEL_KWARGS)
-        return more if self.drop_path is None else {"drop_path_rate": self.drop_path} | more
-
-
-CHECKPOINTS = "checkpoints"
+        Within(0, 1, open_high=True).check_in("model_kwargs", more, "drop_path_rate")
+        return more
 
 
 @dataclass(frozen=True)
@@ -645,18 +410,20 @@ class MachineConfig:
 
     # --- machine
     # seed of everything random: split, order, weights, dropout
-    seed: Annotated[int, Within(0, 2**63 - 1)] = 0
+    seed: Annotated[int, Within(0, 2**63 - 1), Role.ORDER] = 0
     # threads of torch; unset: this process's part of the cores, at most OMP_NUM_THREADS; a 1 there
     # counts only if the launcher was started with it, because launchers set 1 themselves
-    cpu_threads: Annotated[int | None, Within(1, 1024)] = None
+    cpu_threads: Annotated[
+        int | None, Within(1, 1024), Role.NODE | Role.TIMED, Found(PROCESSES, NODES)
+    ] = None
     # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
     # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
     # TF32, but not matrix products
-    mixed_precision: Precision = "auto"
+    mixed_precision: Annotated[Precision, Role.STEP, Found()] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
-    eval_batch_size: Annotated[int | None, Within(1)] = None
+    eval_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
     # minutes after which it saves and stops with status 75, as after SIGTERM
-    max_minutes: Annotated[float | None, Within(0, open_low=True)] = None
+    max_minutes: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
 
 
 @dataclass(frozen=True)
@@ -674,35 +441,42 @@ class RunConfig(
 
     # --- run
     # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
-    log_every: Annotated[int, Within(0)] = 50
+    log_every: Annotated[int, Within(0), Role.FREE] = 50
     # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
-    checkpoint_every: int | str = "10m"
+    checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
-    keep_checkpoints: Annotated[int, Within(0)] = 2
+    keep_checkpoints: Annotated[int, Within(0), Role.FREE] = 2
     # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
     # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
-    resume: str | None = None
+    resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
     # run goes on; a run that is resumed keeps it; none: not this time
-    mirror: str | None = None
-    allow_config_change: bool = False  # allow --resume with settings that change what is trained
-    plan_only: bool = False  # print the plan and its timeline, then stop
+    mirror: Annotated[str | None, Role.FREE | Role.COMMAND] = None
+    # allow --resume with settings that change what is trained
+    allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
+    # print the plan and its timeline, then stop
+    plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # evaluate the weights of --model or --resume, print one line, and write nothing
-    eval_only: bool = False
+    eval_only: Annotated[bool, Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
-    max_bad_rounds: Annotated[int, Within(0)] = 10
-    compile: bool = False  # use torch.compile; graphs for all batch sizes are made before training
-    noise_scale: bool = True  # estimate the batch size worth having; costs below 2 % of the time
-    output_dir: str | None = None  # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    max_bad_rounds: Annotated[int, Within(0), Role.FREE] = 10
+    # use torch.compile; graphs for all batch sizes are made before training
+    compile: Annotated[bool, Role.STEP] = False
+    # estimate the batch size worth having; costs below 2 % of the time
+    noise_scale: Annotated[bool, Role.FREE] = True
+    # run folder, a new one; unset: runs/<dataset>-<model>-<time>
+    output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # trackers of the run, with commas between: any that Accelerate knows and that is installed
     # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
     # or none; wandb works offline without a login or a network
-    report_to: str = "wandb"
+    report_to: Annotated[str, Role.FREE] = "wandb"
     # what a run found out, as its config.yaml has it; no flag
-    resolved: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
+    resolved: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(
+        default_factory=dict, metadata={"flag": False}
+    )
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        check_fields(self)
         if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
             raise SettingError(
                 f"warmup_epochs must be at most the {self.epochs} epochs of the run, "
@@ -738,13 +512,6 @@ def _check_together(config: RunConfig) -> None:
             "sync_batch_norm must be false with micro_batch_size, where processes differ in how "
             "many they take, got true"
         )
-    if (config.slope is None) != (config.intercept is None):
-        given, other = ("slope", "intercept") if config.slope else ("intercept", "slope")
-        raise SettingError(f"{other} must be given with {given}, got {given} alone")
-    if config.floor is not None and config.slope is None:
-        raise SettingError("slope must be given with floor, got floor alone")
-    if config.clip_mode != "norm" and config.clip_grad is None:
-        raise SettingError(f"clip_grad must be given with clip_mode, got {config.clip_mode} alone")
     _check_rounds(config)
     _check_pushes(config)
     _check_places(config)
@@ -802,16 +569,7 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
 
     A run that goes on may have been begun with it.
     """
-    bounded, outer = config.sync == "ssp", config.merge == "delta"
-    for holds, name, where in (
-        (bounded, "staleness", "except with sync ssp"),
-        (outer, "outer_lr", "except with merge delta"),
-        (outer, "outer_momentum", "except with merge delta"),
-        (config.balance != "none", "balance_every", "with balance none"),
-    ):
-        value = getattr(config, name)
-        if not holds and value != getattr(RunConfig, name):
-            raise SettingError(f"{name} must be left out {where}, got {value:g}")
+    check_needs(config, new=True)
     workers = config.workers if processes == 1 else processes - config.dedicated_server
     name = "small_ratio" if config.small_workers is None else "small_workers"
     if workers == 1 and getattr(config, name):
@@ -821,18 +579,13 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
         )
     if config.lr_schedule == "step":
         return
-    where = f"with lr_schedule {config.lr_schedule}"
-    if config.lr_gamma != RunConfig.lr_gamma:
-        raise SettingError(
-            f"lr_gamma must be left out {where}, which does not fall at milestones, "
-            f"got {config.lr_gamma:g}"
-        )
     climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
     given = config.lr_milestones and "lr_milestones" not in config.resolved
     if given and not climbs and config.reset_momentum != "stage":
         raise SettingError(
-            f"lr_milestones must be left out {where}, unless resolutions climb between them "
-            f"(schedule cyclic) or reset_momentum is stage, got {as_given(config.lr_milestones)}"
+            f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless "
+            "resolutions climb between them (schedule cyclic) or reset_momentum is stage, "
+            f"got {as_given(config.lr_milestones)}"
         )
 
 
@@ -845,9 +598,6 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield joint, "lr_scaling", "none", f"{where}, where the batch is one for all workers"
     yield joint, "small_workers", 0, shared
     yield joint, "small_ratio", 0, shared
-    yield not joint, "global_batch_size", None, f"except {where}"
-    yield not joint, "drop_last", False, f"except {where}"
-    yield not step, "sync_batch_norm", False, "except with sync step"
     waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
     yield config.sync_batch_norm, "compile", False, waits
     resized = "with balance, which changes batch sizes as it trains: each would be compiled"
@@ -860,7 +610,6 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield step, "dedicated_server", False, "with sync step, which has no server"
     yield gradients, "reset_momentum", "never", "with push gradients"
     yield gradients, "rounds_per_epoch", 1, "with push gradients (see push_every)"
-    yield not gradients, "push_every", 1, "with push weights"
     yield config.slope is not None, "profile", None, "with slope"
     parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
     yield steps_in_parts(config), "clip_grad", None, parts
@@ -869,12 +618,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
     yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
-    yield config.lr_schedule == "step", "min_lr", 0, "except with lr_schedule cosine or poly"
     for name, without in (("plan_only", False), ("mirror", None)):
         yield config.eval_only, name, without, "with eval_only"
-    yield config.link_gbps is None, "link_ms", 0.0, "except with link_gbps"
-    linked = config.link_gbps is not None and step
-    yield not linked, "link_overlap", 0.0, "except with link_gbps and sync step"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import sample_seeds, stream_seed
-from dbsl.config.settings import AugmentKwargs, EraseKwargs
+from dbsl.config.image_settings import AugmentKwargs, EraseKwargs
 from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")

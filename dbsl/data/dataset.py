@@ -16,7 +16,7 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import cores_of_process, lazy_import
 from dbsl.base.seeds import generator
-from dbsl.config.settings import Augment, ImageConfig, Interpolation
+from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
 from dbsl.data.images import (
     Decoded,
     ImageLoader,

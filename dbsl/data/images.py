@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from dbsl.base.errors import SettingError
+from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
 from dbsl.data.transforms import Transform, cut, to_device, upright
 from dbsl.plan.sampler import Blocks
@@ -303,8 +303,7 @@ def _attempt(function: Callable[..., Image.Image], *arguments: Any) -> Image.Ima
     try:
         return function(*arguments)
     except Exception as error:
-        reason = re.sub(r" (file )?<_io.BytesIO .*?>", "", " ".join(str(error).split()))
-        return reason or type(error).__name__
+        return re.sub(r" (file )?<_io.BytesIO .*?>", "", words_of(error, None))
 
 
 def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:

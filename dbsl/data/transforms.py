@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import sample_uniforms, stream_seed
-from dbsl.config.settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
+from dbsl.config.image_settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
 from dbsl.data.augment import GlobalStreams, check_blur, erase, image_seeds, timm_transform
 
 # Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.

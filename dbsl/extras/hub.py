@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from accelerate import Accelerator
 
@@ -18,6 +18,7 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import lazy_import
 from dbsl.base.words import px
 from dbsl.cluster.wire import share_text
+from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log.log import no_result
@@ -54,7 +55,7 @@ class HubSettings(RunConfig):
     """Whether a finished run goes to the hub."""
 
     # repository user/name on the hub for model, card and figures of the finished run
-    push_to_hub: str | None = None
+    push_to_hub: Annotated[str | None, Role.FREE | Role.COMMAND] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

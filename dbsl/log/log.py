@@ -715,6 +715,7 @@ class RunLog:
             "final_ema_loss": last.ema_loss,
             "train_accuracy": last.train_accuracy,
             "train_loss": last.train_loss,
+            **{f"final_{name}": value for name, value in last.more.items()},
             "last_epoch_refused": self._all_refused or None,
             "train_time_s": self._train_time_s,
             "images_per_s": self._samples / max(self._train_time_s, 1e-9),

@@ -15,7 +15,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
-from dbsl.run.evaluation import Evaluation, further_sets
+from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
 
 MAX_PRINTED_WORKERS = 8
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
@@ -312,7 +312,9 @@ def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") 
         f"  {name} {100 * accuracy:.1f} %, {loss_name} {short_loss(loss)}"
         for name, (accuracy, loss) in further_sets(evaluation.more).items()
     )
-    return f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}{others}"
+    own = more_in_words(evaluation)
+    result = f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}"
+    return f"{result}{others}{own}"
 
 
 def two_digits(value: float) -> str:

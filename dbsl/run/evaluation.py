@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +21,8 @@ from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.model import check_patches, check_sides, load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
 from dbsl.plan.types import RESERVED
-from dbsl.run.accelerator import first_on_node
-from dbsl.run.replaced import Own
+from dbsl.run.replaced import Replaced
+from dbsl.run.training import ConfigT
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Evaluation:
     ema_loss: float | None = None
     train_accuracy: float | None = None  # on the training images, without augmentation
     train_loss: float | None = None
-    # Metrics of one's own by name, which go to metrics.jsonl and, as eval/NAME, to the trackers.
+    # Your own metrics by name, which go to metrics.jsonl and, as eval/NAME, to the trackers.
     more: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +57,19 @@ class Evaluation:
         return replace(self, **own, more=more)
 
 
+_MOST_PRINTED = 8  # metrics of one's own in a line
+
+
+def more_in_words(evaluation: Evaluation) -> str:
+    """Return the metrics of one's own that an evaluation has, for its line."""
+    sets = further_sets(evaluation.more)
+    told = {f"{name}_{kind}" for name in sets for kind in ("accuracy", "loss")}
+    own = [(name, value) for name, value in evaluation.more.items() if name not in told]
+    left = len(own) - _MOST_PRINTED
+    text = "".join(f"  {name} {short_loss(value)}" for name, value in own[:_MOST_PRINTED])
+    return text + (f"  ({left} more)" if left > 0 else "")
+
+
 _RESERVED = ("ema", "top5", "train")  # whose figures an evaluation has
 
 
@@ -71,24 +84,15 @@ def further_sets(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 @dataclass(frozen=True)
-class EvaluationSession:
-    """As much of a session as an evaluation needs.
+class EvaluationSession(Generic[ConfigT]):
+    """As much of a `Session` as an evaluation needs."""
 
-    Attributes:
-        config: The settings.
-        accelerator: Device, precision, processes.
-        data: The data; its evaluation samples are of interest.
-        model: The model with its weights, on its device.
-        side: Image side, pixels.
-        also: Further evaluation sets, by name.
-    """
-
-    config: RunConfig
+    config: ConfigT
     accelerator: Accelerator
     data: TrainingData
-    model: nn.Module
-    side: int
-    also: Mapping[str, Source] = field(default_factory=dict)
+    model: nn.Module  # with its weights, on its device
+    side: int  # of images, pixels
+    also: Mapping[str, Source] = field(default_factory=dict)  # further evaluation sets, by name
 
     @property
     def num_classes(self) -> int:
@@ -101,10 +105,7 @@ class EvaluationSession:
         return self.accelerator.num_processes > 1
 
     def evaluation_images(self, source: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return batches of images [B, 3, R, R] and labels [B]: this process's part of them all.
-
-        See `Session.evaluation_images`.
-        """
+        """Return this process's batches; see `Session.evaluation_images`."""
         config, accelerator = self.config, self.accelerator
         size = evaluation_batch_size(config.eval_batch_size, accelerator.device.type, largest=0)
         transform = self.data.transform(self.side, "none", config.seed)
@@ -118,11 +119,12 @@ class EvaluationSession:
         self.accelerator.print(
             f"accuracy {100 * result.accuracy:.2f} %{top5}, loss {short_loss(result.loss)}, "
             f"{result.samples} {self.data.unit}s ({self.data.eval_split}){px(self.side, ' at ')}"
+            f"{more_in_words(result)}"
         )
         for name, other in further.items():
             self.accelerator.print(
                 f"{name}: accuracy {100 * other.accuracy:.2f} %, loss {short_loss(other.loss)}, "
-                f"{other.samples} {self.data.unit}s"
+                f"{other.samples} {self.data.unit}s{more_in_words(other)}"
             )
 
 
@@ -135,25 +137,21 @@ def evaluation_images(
 
 
 def further_sources(
-    own: Own, config: RunConfig, data: TrainingData, accelerator: Accelerator
+    replaced: Replaced, config: RunConfig, data: TrainingData, accelerator: Accelerator
 ) -> dict[str, Source]:
-    """Return the further evaluation sets that a script names.
-
-    Raises:
-        SettingError: If a name is no word or is taken, or a set does not fit the training data.
-    """
+    """Return the further evaluation sets that a script names."""
     sources = {}
-    for name, given in (own.evaluate_also or {}).items():
+    for name, given in (replaced.evaluate_also or {}).items():
         if not re.fullmatch(r"\w+", str(name)) or name in _RESERVED:
             raise SettingError(
                 f"evaluate_also must have words for names, not {' or '.join(_RESERVED)}, "
                 f"got {name!r}"
             )
         if isinstance(given, str | Path):
-            if own.data is not None:
+            if replaced.data is not None:
                 raise SettingError(
-                    f"evaluate_also must have sources or datasets of tensors with data of one's "
-                    f"own, got {given}"
+                    f"evaluate_also must have sources or datasets of tensors with your own data, "
+                    f"got {given}"
                 )
             changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
             with accelerator.local_main_process_first():
@@ -164,43 +162,15 @@ def further_sources(
 
 
 def prepare_evaluation(
-    config: RunConfig, accelerator: Accelerator, own: Own, folder: Path | None
-) -> EvaluationSession:
-    """Load data and weights.
-
-    Args:
-        config: The settings.
-        accelerator: Device, precision, processes.
-        own: Data and a model that are not those that the settings name.
-        folder: Run folder or checkpoint with the weights; None: those of `config.model`.
-
-    Raises:
-        SettingError: If there are no weights, or data and model tell other classes apart.
-    """
-    if own.model is not None and folder is None:
-        raise SettingError("resume must name the run whose weights are evaluated, got none")
-    if folder is not None:
-        trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
-        if own.model is None and config.model != (trained or config.model):
-            raise SettingError(
-                f"model must be left out with resume and eval_only, got {config.model} and the "
-                f"run's {trained}"
-            )
+    config: ConfigT, accelerator: Accelerator, replaced: Replaced, folder: Path | None
+) -> EvaluationSession[ConfigT]:
+    """Load the data, and the weights in a run folder or a checkpoint; None: of `config.model`."""
     name = config.model if folder is None else f"local-dir:{folder}"
-    if ":" not in name and not config.pretrained:
-        raise SettingError(
-            "model must have weights with eval_only (local-dir:FOLDER, hf-hub:USER/NAME, "
-            f"--pretrained, or a run's by --resume), got {name}"
-        )
-    if own.data:
-        data = own.data.on(accelerator.device)
-    else:
-        with first_on_node(accelerator):  # one decodes, the others read its cache
-            data = load_data(config, config.seed, accelerator.device)
-    if own.model is not None:
+    _check_weights(config, replaced, folder, name)
+    data = replaced.load_data(config, accelerator)
+    if replaced.model is not None:
         side = (config.resolutions or data.resolutions)[-1]
-        sized = replace(config, resolutions=(side,))
-        model = own.build(sized, data, accelerator)
+        model = replaced.build(replace(config, resolutions=(side,)), data, accelerator)
         load_own_weights(model, folder)
     else:
         model, statistics, trained_at = load_timm_weights(name, pretrained=config.pretrained)
@@ -215,20 +185,35 @@ def prepare_evaluation(
         data = data.normalised_as(statistics)
         model = model.to(accelerator.device, memory_format=torch.channels_last)
         check_sides(name, model, data, (side,))
-    also = further_sources(own, replace(config, resolutions=(side,)), data, accelerator)
+    also = further_sources(replaced, replace(config, resolutions=(side,)), data, accelerator)
     return EvaluationSession(config, accelerator, data, model, side, also)
 
 
+def _check_weights(config: RunConfig, replaced: Replaced, folder: Path | None, name: str) -> None:
+    """Raise ``SettingError`` unless there are weights, and of the model that is given."""
+    if replaced.model is not None and folder is None:
+        raise SettingError("resume must name the run whose weights are evaluated, got none")
+    if folder is not None:
+        trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
+        if replaced.model is None and config.model != (trained or config.model):
+            raise SettingError(
+                f"model must be left out with resume and eval_only, got {config.model} and the "
+                f"run's {trained}"
+            )
+    if ":" not in name and not config.pretrained:
+        raise SettingError(
+            "model must have weights with eval_only (local-dir:FOLDER, hf-hub:USER/NAME, "
+            f"--pretrained, or a run's by --resume), got {name}"
+        )
+
+
 def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: Accelerator) -> None:
-    """Warn of data whose classes have other names than those that the weights tell apart.
+    """Warn of classes with other names than the weights', refuse the same in another order.
 
     The same classes may be spelled otherwise, as ImageNet's are.
-
-    Raises:
-        SettingError: If they are the same names in another order.
     """
     trained = model.pretrained_cfg.get("label_names")
-    given = getattr(data, "class_names", ())  # data of one's own may have none
+    given = getattr(data, "class_names", ())  # your own data may have none
     if not isinstance(trained, list | tuple) or len(trained) != len(given):
         return
     unlike = [n for n, (a, b) in enumerate(zip(trained, given, strict=True)) if a != b]

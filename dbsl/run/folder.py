@@ -20,8 +20,9 @@ from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.launcher import remember
 from dbsl.base.words import px
-from dbsl.cluster.wire import share_text
+from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.complete import RESOLVED
+from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
 from dbsl.plan.types import Plan
@@ -31,26 +32,15 @@ LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
 RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
 RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
-# They belong to the command, not to the run that it starts.
-_NOT_KEPT = ("output_dir", "resume", "allow_config_change", "plan_only", "eval_only")
-_NOT_KEPT += ("push_to_hub", "mirror", "profile_refresh", RESOLVED)
 
 
 class RunFolder:
     """A run's folder, locked on the main process until `release` or the process's end.
 
-    The operating system frees the lock of a process that is killed.
-
-    A folder that this run has made goes again, if the run ends before it has written anything.
-
-    Args:
-        path: Where it is.
-        accelerator: Tells the main process.
-        new: Whether it must not be there yet; else it is a run's that is resumed.
-        named: Whether somebody chose the path; else a number is added where it is taken.
-
-    Raises:
-        SettingError: On every process, if the folder exists, cannot be written or is another run's.
+    The operating system frees the lock of a process that is killed. A folder that this run has made
+    goes again, if the run ends before it has written anything. A `new` one must not be there yet;
+    else it is a run's that is resumed. Unless somebody chose (`named`) the path, a number is added
+    where it is taken.
     """
 
     def __init__(
@@ -59,19 +49,17 @@ class RunFolder:
         self.path = path
         self._lock: FileLock | None = None
         self._made: list[Path] = []  # folders, the innermost first
-        error = None
-        if accelerator.is_main_process:
-            try:
-                self._open(new, named)
-            except SettingError as reason:
-                error = str(reason)
-            except OSError as reason:
-                error = f"output_dir must be a folder that can be written, got {path} ({reason})"
-            if error:
-                self.release()
-        error = share_text(error or "", accelerator)
-        if error:  # the other processes must stop too, not wait for this one
-            raise SettingError(error)
+        with refused_by_all(accelerator):
+            if accelerator.is_main_process:
+                try:
+                    self._open(new, named)
+                except (SettingError, OSError) as reason:
+                    self.release()
+                    if isinstance(reason, SettingError):
+                        raise
+                    raise SettingError(
+                        f"output_dir must be a folder that can be written, got {path} ({reason})"
+                    ) from reason
         self.path = Path(share_text(str(self.path), accelerator))
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
@@ -87,11 +75,12 @@ class RunFolder:
             return
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
+        commands = with_role(type(given), Role.COMMAND)
         extras = defaults_of_extras()  # left out: a run that uses none reads back without them
         settings = {
             name: value
             for name, value in asdict(given).items()
-            if name not in _NOT_KEPT and (name not in extras or value != extras[name])
+            if name not in commands and (name not in extras or value != extras[name])
         }
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
 

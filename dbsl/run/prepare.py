@@ -1,9 +1,4 @@
-"""Data, a model and an optimizer from the script, in place of those that settings name.
-
-What a run's settings must meet once launch, data, workers and plans are known.
-
-From a config to what its run trains with: data, stages, model and a plan per resolution.
-"""
+"""From a config to what its run trains with: data, stages, model and a plan per resolution."""
 
 from __future__ import annotations
 
@@ -19,9 +14,8 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
 from dbsl.config.hooks import Extras
-from dbsl.config.settings import NO_SIDE, RunConfig, takes_joint_steps
+from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
-from dbsl.data.dataset import Data, load_data
 from dbsl.data.sources import TrainingData
 from dbsl.extras.average import WeightAverage
 from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
@@ -30,7 +24,9 @@ from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import build_model, check_patches, check_sides, least_batch, load_initial
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.joint_steps import check_parts
+from dbsl.plan.ledger import Members
 from dbsl.plan.machines import Workers
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import count_workers
 from dbsl.plan.stages import (
     Stage,
@@ -41,144 +37,77 @@ from dbsl.plan.stages import (
     unused_resolutions,
 )
 from dbsl.plan.text import with_notes
-from dbsl.plan.types import CurrentPlan, Plan, Round, TimeModel
+from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back
-from dbsl.run.accelerator import first_on_node, nodes_of
+from dbsl.run.accelerator import nodes_of
 from dbsl.run.evaluation import further_sources
-from dbsl.run.replaced import Own, check_scores
-from dbsl.run.training import Run, round_sampler, steps_of
+from dbsl.run.replaced import Replaced, check_scores
+from dbsl.run.training import ConfigT, Run
 from dbsl.run.workers import know_workers
 
-
-def check_processes(config: RunConfig, accelerator: Accelerator) -> None:
-    """Raise ``SettingError`` for a setting that goes with another number of processes."""
-    processes = accelerator.num_processes
-    if config.time_noise and processes > 1:
-        raise SettingError(
-            f"time_noise must be 0 with several processes, whose times are real, "
-            f"got {config.time_noise:g}"
-        )
-    if config.link_gbps is not None and processes > 1:
-        raise SettingError(
-            "link_gbps must be unset with several processes, whose network is real, "
-            f"got {config.link_gbps:g}"
-        )
-    if config.wire != "float32" and processes == 1:
-        raise SettingError(
-            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
-        )
-    if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
-        raise SettingError(
-            f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
-            f"true in {processes} processes on {accelerator.device.type}"
-        )
-
-
-def check_micro_batches(known: Workers, least: int) -> None:
-    """Raise ``SettingError`` for micro-batches smaller than `least` samples."""
-    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
-    if sizes and min(sizes) < least:
-        raise SettingError(
-            f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
-            f"of a single sample, got {min(sizes)}"
-        )
-
-
-def check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
-    """Raise ``SettingError`` unless each worker can have `least` samples in each round."""
-    samples = len(data.train)
-    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
-    needed = config.workers * rounds * least
-    if samples < needed:
-        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
-        raise SettingError(
-            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
-            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
-            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
-        )
-
-
-def check_room(run: Run) -> None:
-    """Raise ``SettingError`` unless the images that are read at once have room in the cache."""
-    config, data = run.config, run.data
-    if config.cache_gib is None:
-        return
-    in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
-    batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
-    data.train.check_room(batch, in_order=in_order)
-    data.evaluation.check_room(1, in_order=run.evaluation_batch)
-
-
-_NOTHING_OWN = Own()
+_NOTHING = Replaced()
 
 
 def prepare(
-    config: RunConfig,
+    config: ConfigT,
     accelerator: Accelerator,
     loss_function: LossFunction,
-    own: Own = _NOTHING_OWN,
+    replaced: Replaced = _NOTHING,
     extras: Extras | None = None,
-) -> Run:
+) -> Run[ConfigT]:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
-    Args:
-        config: The run's settings.
-        accelerator: Device, precision, processes.
-        loss_function: As for `open_session`. It is called once for the names of its figures, and
-            is a part of the steps that are measured.
-        own: Data and a model that are not those that the settings name.
-        extras: The run's; None: those that the settings ask for.
+    The loss function is called once for the names of its figures, and is a part of the steps that
+    are measured. Without `extras` the settings say which.
     """
 
     def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
         with accelerator.autocast():  # the config is as complete as it is when this is called
             return with_figures(loss_function(model, images, labels, config))
 
-    default_workers = config.workers is None and accelerator.num_processes == 1
-    default_resolutions = config.resolutions is None or "resolutions" in config.resolved
-    config, nodes = _count_workers(config, accelerator)
-    emulation = _make_emulation(config)
-    data = own.data.on(accelerator.device) if own.data else _load_images(config, accelerator)
-    config, stages = _make_stages(config, data, accelerator)
-    model = _build_model(config, data, own, accelerator)
-    also = further_sources(own, config, data, accelerator)
-    if model.input_statistics:  # what its weights were trained with
-        data = data.normalised_as(model.input_statistics)
-    least = least_batch(model, data.example(1, config.resolutions[0])[0])
-    check_samples(data, config, least)
-    figures = figure_names(found, model, *data.example(2, config.resolutions[0]))
-
     @wraps(loss_function)  # whose text step times are kept by
     def loss_of(*batch: Any) -> Tensor:
         return found(*batch)[0]
 
-    own.check_optimizer(config, model)
-    builder = own.optimizer and partial(own.build_optimizer, config)
+    given = config
+    config, nodes = _count_workers(config, accelerator)
+    emulation = _make_emulation(config)
+    data = replaced.load_data(config, accelerator)
+    config, stages = _make_stages(config, data, accelerator)
+    model = _build_model(config, data, replaced, accelerator)
+    also = further_sources(replaced, config, data, accelerator)
+    if model.input_statistics:  # what its weights were trained with
+        data = data.normalised_as(model.input_statistics)
+    least = least_batch(model, data.example(1, config.resolutions[0])[0])
+    _check_samples(data, config, least)
+    example = data.example(2, config.resolutions[0])
+    figures = figure_names(found, model, *example, replaced.figures)
+    replaced.check_optimizer(config, model)
+    builder = replaced.optimizer and partial(replaced.build_optimizer, config)
     known, config = know_workers(config, model, data, accelerator, loss_of, builder)
     give_back(accelerator.device)  # what measuring took
-    check_micro_batches(known, least)
+    _check_micro_batches(known, least)
     maker = PlanMaker(config, known, len(data.train), least)
-    plans = {
-        resolution: with_notes(plan, known, resolution)
-        for resolution, plan in _first_plans(config, maker, len(data.train), accelerator).items()
-    }
+    plans = _first_plans(config, maker, known, len(data.train), accelerator)
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
     config = replace(config, small_batch_size=maker.small_batch_size())
+    # Data of one's own may not know of blocks.
+    blocks = getattr(data.train, "blocks", None)
+    sampler = TurnSampler(config, len(data.train), rounds, least, blocks)
     run = Run(
         config=config,
         data=data,
         stages=stages,
         model=model,
         plans=plans,
-        planner=make_planner(config, maker, plans, stages, known.models, rounds, len(data.train)),
-        models=known.models,
+        planner=make_planner(maker, known, plans, stages, sampler),
+        known=known,
+        sampler=sampler,
         emulation=emulation,
         transforms={
             r: data.transform(r, config.augmentation, config.seed) for r in config.resolutions
         },
-        rounds=rounds,
-        least=least,
         noise=choose_probe(
             plans,
             known.models,
@@ -191,18 +120,16 @@ def prepare(
         ),
         mixing=mixing,
         loss_of=loss_of,
-        build_optimizer=partial(own.build_optimizer, config),
+        build_optimizer=partial(replaced.build_optimizer, config),
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
-        measured=known.measured,
-        micro_batch_sizes=known.micro_batch_sizes,
-        default_workers=default_workers,
-        default_resolutions=default_resolutions,
+        default_workers=given.workers is None and accelerator.num_processes == 1,
+        default_resolutions=given.resolutions is None or "resolutions" in given.resolved,
         nodes=nodes,
         figures=figures,
         also=also,
         extras=Extras.of(config) if extras is None else extras,
     )
-    check_room(run)
+    _check_room(run)
     return run
 
 
@@ -218,7 +145,7 @@ def _count_workers(
         local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
-    check_processes(config, accelerator)
+    _check_processes(config, accelerator)
     return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
 
 
@@ -259,7 +186,7 @@ def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
 
 
 def _first_plans(
-    config: RunConfig, maker: PlanMaker, samples: int, accelerator: Accelerator
+    config: RunConfig, maker: PlanMaker, known: Workers, samples: int, accelerator: Accelerator
 ) -> dict[int, Plan]:
     """Return the plan that each resolution starts with."""
     plans = {r: maker.first(r, accelerator.print) for r in config.resolutions}
@@ -270,7 +197,7 @@ def _first_plans(
                 least=maker.least,
                 drop_last=config.drop_last,
             )
-    return plans
+    return {resolution: with_notes(plan, known, resolution) for resolution, plan in plans.items()}
 
 
 def _make_stages(
@@ -303,11 +230,11 @@ def _make_stages(
 
 
 def _build_model(
-    config: RunConfig, data: TrainingData, own: Own, accelerator: Accelerator
+    config: RunConfig, data: TrainingData, replaced: Replaced, accelerator: Accelerator
 ) -> nn.Module:
-    """Return the model on the device: one's own, or timm's."""
-    if own.model is not None:
-        return own.build(config, data, accelerator)
+    """Return the model on the device: your own, or timm's."""
+    if replaced.model is not None:
+        return replaced.build(config, data, accelerator)
     model = build_model(
         config.model,
         data.num_classes,
@@ -333,57 +260,29 @@ def _build_model(
     return model
 
 
-def _load_images(config: RunConfig, accelerator: Accelerator) -> Data:
-    if config.resolutions == (NO_SIDE,):
-        raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
-    with first_on_node(accelerator):  # one process decodes, the others read its cache
-        return load_data(config, config.seed, accelerator.device)
-
-
 def make_planner(
-    config: RunConfig,
     maker: PlanMaker,
+    known: Workers,
     plans: Mapping[int, Plan],
     stages: Sequence[Stage],
-    models: Mapping[int, Sequence[TimeModel]],
-    rounds: int,
-    samples: int,
+    sampler: TurnSampler,
 ) -> Planner:
     """Return what gives each epoch its plan, of a run with these plans at the start."""
-
-    def split_at(segment: CurrentPlan, round_: int) -> int:
-        if segment.plan.global_batch_size is not None:
-            return 0  # a joint step has the same samples with any plan
-        sampler = round_sampler(segment, rounds, samples, config.seed, maker.least)
-        return sampler.start_of(round_)
-
-    def samples_of(segment: CurrentPlan, epoch: int, worker: int, round_: int) -> int:
-        turn = Round((worker,), epoch, round_)
-        steps = steps_of(segment, turn, config, rounds, samples, maker.least)
-        return sum(len(part.indices) for step in steps for part in step.parts)
-
+    config = sampler.config
     return Planner(
         plans,
         lambda epoch: stage_at(stages, epoch).resolution,
-        models,
+        known.models,
+        members=Members(config.workers, sampler.rounds),
         balance=config.balance,
-        every=config.balance_every or rounds,
-        rounds_per_epoch=rounds,
-        replan=maker.replan,
-        resize=maker.resize,
-        split_at=split_at,
-        without=maker.without,
-        samples_of=samples_of,
+        every=config.balance_every or sampler.rounds,
+        maker=maker,
+        sampler=sampler,
     )
 
 
 def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
-    """Return the rounds of an epoch: as configured, or a round for each push of gradients.
-
-    Raises:
-        SettingError: If an epoch has fewer joint steps than rounds, or resolutions differ in their
-            steps, so that pushes do not line up.
-    """
+    """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
     steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
     if config.push != "gradients":
         if steps and config.rounds_per_epoch > min(steps):
@@ -398,3 +297,65 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
             f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
         )
     return -(-steps.pop() // config.push_every)
+
+
+# --- what a run must meet once launch, data, workers and plans are known
+
+
+def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
+    """Raise ``SettingError`` for a setting that goes with another number of processes."""
+    processes = accelerator.num_processes
+    if config.time_noise and processes > 1:
+        raise SettingError(
+            f"time_noise must be 0 with several processes, whose times are real, "
+            f"got {config.time_noise:g}"
+        )
+    if config.link_gbps is not None and processes > 1:
+        raise SettingError(
+            "link_gbps must be unset with several processes, whose network is real, "
+            f"got {config.link_gbps:g}"
+        )
+    if config.wire != "float32" and processes == 1:
+        raise SettingError(
+            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
+        )
+    if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
+        raise SettingError(
+            f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
+            f"true in {processes} processes on {accelerator.device.type}"
+        )
+
+
+def _check_micro_batches(known: Workers, least: int) -> None:
+    """Raise ``SettingError`` for micro-batches smaller than `least` samples."""
+    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
+    if sizes and min(sizes) < least:
+        raise SettingError(
+            f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
+            f"of a single sample, got {min(sizes)}"
+        )
+
+
+def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
+    """Raise ``SettingError`` unless each worker can have `least` samples in each round."""
+    samples = len(data.train)
+    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
+    needed = config.workers * rounds * least
+    if samples < needed:
+        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+        raise SettingError(
+            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
+            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
+            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
+        )
+
+
+def _check_room(run: Run) -> None:
+    """Raise ``SettingError`` unless the images that are read at once have room in the cache."""
+    config, data = run.config, run.data
+    if config.cache_gib is None:
+        return
+    in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
+    batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
+    data.train.check_room(batch, in_order=in_order)
+    data.evaluation.check_room(1, in_order=run.evaluation_batch)

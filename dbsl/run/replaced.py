@@ -1,4 +1,4 @@
-"""Data, a model and an optimizer from the script, in place of those that settings name."""
+"""Data, a model and an optimizer of your own, in place of those that settings name."""
 
 from __future__ import annotations
 
@@ -14,87 +14,71 @@ from torch import nn
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.steps import takes_parts
-from dbsl.config.settings import DataConfig, RunConfig, steps_in_parts
+from dbsl.config.fields import Role, with_role
+from dbsl.config.image_settings import DataConfig
+from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts
+from dbsl.data.dataset import load_data
 from dbsl.data.sources import TrainingData
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
+from dbsl.run.accelerator import first_on_node
 
 OptimizerBuilder = Callable[
     [nn.Module, RunConfig], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
 
-
-# Settings that say which data and which model; with one's own they have nothing to say.
+# Settings that say which data, model or optimizer; with your own they have nothing to say.
 _OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
-
-
-_OF_MODEL = ("pretrained", "initial_checkpoint", "dropout", "drop_path", "model_kwargs")
-
-
-_OF_MODEL += ("grad_checkpointing", "layer_decay")
-
-
 # A function may read momentum and weight_decay of the settings that it is given.
-_OF_OPTIMIZER = ("layer_decay", "opt_kwargs")
+_OF_OPTIMIZER = ("opt_kwargs",)
 
 
 @dataclass(frozen=True)
-class Own:
-    """What a run has of its own.
-
-    Attributes:
-        data: Such as `dbsl.data.sources.TensorData`; None: the dataset that the settings name.
-        model: A module, or a function that builds one from the run's seed; None: timm's model that
-            the settings name.
-        optimizer: Builds one or several on a model, by the settings; None: timm's that they name.
-        evaluate_also: Further evaluation sets, by name: a source, data with evaluation samples, a
-            map-style dataset of tensors, or the name of a dataset.
-    """
+class Replaced:
+    """What a script gives in place of what its settings name; see `dbsl.open.open_session`."""
 
     data: TrainingData | None = None
     model: nn.Module | Callable[[], nn.Module] | None = None
     optimizer: OptimizerBuilder | None = None
     evaluate_also: Mapping[str, Any] | None = None
+    figures: Sequence[str] = ()
 
     def named(self, given: RunConfig) -> RunConfig:
-        """Return the settings with the names of the data and the model that there are.
-
-        Raises:
-            SettingError: If data or model is no such thing, or a setting asks for others.
-        """
+        """Return the settings with the names of what is replaced; refuse those that name others."""
         if self.data is not None:
-            if not isinstance(self.data, TrainingData):
-                names = (*TrainingData.__annotations__, "on", "transform", "example")
-                missing = next(name for name in names if not hasattr(self.data, name))
+            names = (*TrainingData.__annotations__, "on", "transform", "example")
+            if missing := [name for name in names if not hasattr(self.data, name)]:
                 raise SettingError(
                     "data must have what dbsl.data.sources.TrainingData names, got "
-                    f"{type(self.data).__name__} without {missing!r}"
+                    f"{type(self.data).__name__} without {missing[0]!r}"
                 )
             if self.model is None:
-                raise SettingError("model must be given with data of one's own, got none")
-            given = _named(given, "dataset", self.data.name, "data", _OF_DATA)
-        if self.model is not None:
-            if not callable(self.model):
-                raise SettingError(
-                    "model must be a module or a function that builds one, got "
-                    f"{type(self.model).__name__}"
-                )
-            given = _named(given, "model", _name(self.model), "a model", _OF_MODEL)
-        if self.optimizer is not None:
-            if not callable(self.optimizer):
-                raise SettingError(
-                    "optimizer must be a function of model and settings, got "
-                    f"{type(self.optimizer).__name__}"
-                )
-            name = _name(self.optimizer)
-            given = _named(given, "optimizer", name, "an optimizer", _OF_OPTIMIZER)
+                raise SettingError("model must be given with your own data, got none")
+            given = _named(given, "dataset", self.data.name, _OF_DATA)
+        of_model = with_role(type(given), Role.MODEL)
+        for setting, value, kind, void in (
+            ("model", self.model, "module or a function that builds one", of_model),
+            ("optimizer", self.optimizer, "function of model and settings", _OF_OPTIMIZER),
+        ):
+            if value is None:
+                continue
+            if not callable(value):
+                raise SettingError(f"{setting} must be a {kind}, got {type(value).__name__}")
+            given = _named(given, setting, _name(value), void)
+        if self.model is not None and "layer_decay" in given.optimizer_settings:
+            raise SettingError("opt_kwargs must leave out layer_decay with your own model")
         return given
 
-    def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
-        """Return what steps on a model; its groups keep their rates in proportion to `lr`.
+    def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:
+        """Return your own data, or the images that the settings name."""
+        if self.data:
+            return self.data.on(accelerator.device)
+        if config.resolutions == (NO_SIDE,):
+            raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
+        with first_on_node(accelerator):  # one process decodes, the others read its cache
+            return load_data(config, config.seed, accelerator.device)
 
-        Raises:
-            SettingError: If the function builds none.
-        """
+    def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+        """Return what steps on a model; its groups keep their rates in proportion to `lr`."""
         if self.optimizer is not None:
             built = join_optimizers(self.optimizer(model, config))
         else:
@@ -137,11 +121,7 @@ class Own:
             )
 
     def build(self, config: RunConfig, data: TrainingData, accelerator: Accelerator) -> nn.Module:
-        """Return the model on the device, with the same weights in all processes.
-
-        Raises:
-            SettingError: If it cannot take the data, or tells other classes apart.
-        """
+        """Return the model on the device, with the same weights in all processes."""
         model = self.model
         if not isinstance(model, nn.Module):
             with torch.random.fork_rng(devices=[]):
@@ -167,19 +147,17 @@ class Own:
         return model
 
 
-def _named(
-    given: RunConfig, setting: str, name: str, what: str, others: tuple[str, ...]
-) -> RunConfig:
+def _named(given: RunConfig, setting: str, name: str, void: tuple[str, ...]) -> RunConfig:
     """Return the settings with a name; refuse another one, and settings without a meaning."""
     defaults = {field.name: field.default for field in fields(given)}
-    for other in others:
+    own = f"with your own {'data' if setting == 'dataset' else setting}"
+    for other in void:
         value = getattr(given, other)
         if value != defaults[other]:
-            raise SettingError(f"{other} must be left out with {what} of one's own, got {value}")
+            raise SettingError(f"{other} must be left out {own}, got {value}")
     if getattr(given, setting) not in (defaults[setting], name):
         raise SettingError(
-            f"{setting} must be left out or {name} with {what} of one's own, "
-            f"got {getattr(given, setting)}"
+            f"{setting} must be left out or {name} {own}, got {getattr(given, setting)}"
         )
     return replace(given, **{setting: name})
 

@@ -1,7 +1,4 @@
-"""How far a process is in its round, and the reports that are pushed with its weights.
-
-A run under way in this process: what train.py's loop works with.
-"""
+"""A run under way in this process: what train.py's loop works with."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from accelerate import Accelerator
@@ -42,7 +39,13 @@ from dbsl.plan.types import (
 from dbsl.run.connect import Stepper
 from dbsl.run.evaluation import evaluation_images
 from dbsl.run.stopping import Stopping, Stopwatch
-from dbsl.run.training import Run
+from dbsl.run.training import ConfigT, Run
+
+if TYPE_CHECKING:  # rooms above this one
+    from dbsl.checkpoint.checkpointer import Checkpointer
+    from dbsl.extras.mirror.mirror import Mirror
+    from dbsl.log.log import RunLog
+    from dbsl.log.meter import StepMeter
 
 
 @dataclass
@@ -149,43 +152,26 @@ def make_reports(
 
 
 @dataclass
-class Session:
-    """A run under way in this process.
+class Session(Generic[ConfigT]):
+    """A run under way in this process."""
 
-    Attributes:
-        run: What it trains with: config, data, model, stages, plans.
-        folder: The run folder.
-        accelerator: Device, precision, processes.
-        cluster: How the weights of this process's workers meet those of the others.
-        stepper: What an optimizer step is.
-        stopping: Tells whether the run is to stop.
-        progress: How far this process is in its round.
-        stopwatch: The run's seconds.
-        meter: Lines of `log_every`; `dbsl.log.meter`.
-        mirror: Copies the run folder to a URL, if it is to; `dbsl.extras.mirror.mirror`.
-        log: Metrics, lines, trackers; `dbsl.log.log`.
-        checkpointer: Saves; `dbsl.checkpoint.checkpointer`.
-        finishing: Whether this process wishes that the run ends early, by `finish`.
-        finishes_next: Whether all processes know that the next epoch's end is the last.
-    """
-
-    run: Run
+    run: Run[ConfigT]  # what it trains with: config, data, model, stages, plans
     folder: Path
     accelerator: Accelerator
-    cluster: Cluster
-    stepper: Stepper
-    stopping: Stopping
+    cluster: Cluster  # how the weights of this process's workers meet those of the others
+    stepper: Stepper  # what an optimizer step is
+    stopping: Stopping  # whether the run is to stop
     stopwatch: Stopwatch
-    meter: Any
-    mirror: Any
+    meter: StepMeter  # lines of `log_every`
+    mirror: Mirror  # copies the run folder to a URL, if it is to
     progress: Progress = field(default_factory=Progress)
-    log: Any = None
-    checkpointer: Any = None
-    finishing: bool = False
-    finishes_next: bool = False
+    log: RunLog = field(init=False)  # metrics, lines, trackers
+    checkpointer: Checkpointer = field(init=False)
+    finishing: bool = False  # this process wishes that the run ends early, by `finish`
+    finishes_next: bool = False  # all processes know that the next epoch's end is the last
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ConfigT:
         """The run's settings, complete."""
         return self.run.config
 
@@ -225,7 +211,7 @@ class Session:
         evaluates = self.accelerator.is_main_process or self.shares_evaluation
         sources += [self.run.data.evaluation, *self.also.values()] if evaluates else []
         for source in sources:
-            if start := getattr(source, "start", None):  # data of one's own may not know of it
+            if start := getattr(source, "start", None):  # your own data may not know of it
                 start()
         if self.cluster.control is not None:  # they would wait for each other on the clock
             self.cluster.control.highest(0)
@@ -330,26 +316,16 @@ class Session:
 
 
 class Work:
-    """The optimizer steps of a turn, those that a resumed run took before left out.
-
-    Attributes:
-        lr_factor: Factor on the learning rate by the worker's batch size (`--lr-scaling`).
-
-    Args:
-        session: The run under way.
-        turn: Whose round it is, and which.
-        stage: Its stage.
-        plan: The plan in force in it.
-    """
+    """The optimizer steps of a turn, those that a resumed run took before left out."""
 
     def __init__(self, session: Session, turn: Round, stage: Stage, plan: CurrentPlan) -> None:
         run, self._session = session.run, session
         self._turn, self._stage, self._plan = turn, stage, plan
-        self._all = run.steps(plan, turn)
+        self._all = run.sampler.steps(plan, turn)
         self._left = self._all[session.progress.steps :]
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
-        self.lr_factor = run.rate_factor(plan, turn)
+        self.lr_factor = run.rate_factor(plan, turn)  # by the worker's batch (`--lr-scaling`)
         self._measures = run.noise.due(turn)
         self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
@@ -372,11 +348,7 @@ class Work:
             yield part, *self._batch
 
     def add(self, part: Part, samples: int, loss: Tensor, figures: Figures) -> None:
-        """Count a part's mean loss and figures, on the device: .item() would wait for it.
-
-        Raises:
-            SettingError: If the figures have other names than at the start.
-        """
+        """Count a part's mean loss and figures, on the device: .item() would wait for it."""
         progress = self._session.progress
         means = scalars(loss, figures, self._session.run.figures)
         so_far = progress.sums.get(part.worker, self._zeros)
@@ -411,7 +383,7 @@ class Work:
         tensor = 0 if number is None else 1 + number
         return {self._turn.workers[0]: BAD_WEIGHTS + tensor}
 
-    def reports(self) -> list[Any]:
+    def reports(self) -> list[RoundReport]:
         """Return what the round came to, worker by worker; it waits for the device, once."""
         session, progress = self._session, self._session.progress
         sums, finite, noise = read_round(progress, session.cluster.outgoing)

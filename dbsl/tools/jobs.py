@@ -31,27 +31,17 @@ _END_PATIENCE_S = 120.0  # for runs that were asked to stop: a step and a checkp
 
 @dataclass(frozen=True)
 class Launch:
-    """One run to be made.
+    """One run to be made."""
 
-    Attributes:
-        title: In words, for people.
-        folder: Its run folder.
-        flags: Flags of train.py, without those that name the folder.
-        environment: Variables of its process, beside those of this one.
-    """
-
-    title: str
+    title: str  # for people
     folder: Path
-    flags: tuple[str, ...] = field(repr=False)
+    flags: tuple[str, ...] = field(repr=False)  # train.py's, without those that name the folder
+    # Variables of its process, in addition to those of this one.
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Read flags as train.py does, and train nothing.
-
-    Raises:
-        SettingError: If train.py would refuse them.
-    """
+    """Refuse flags that train.py would refuse."""
     parse_config(_script().Config, flags)
 
 
@@ -70,11 +60,7 @@ def launch_all(
 
     One at a time prints here; of several each writes to ``<folder>.log``. With several GPUs they
     take turns on them. `on_finished` is called after each run that came to its end, by one thread
-    at a time.
-
-    Raises:
-        RunStopped: If this process was asked to stop, or a run was; all have saved by then.
-        SettingError: If a run failed; those under way are stopped first, and can go on.
+    at a time. If a run fails, or this process is asked to stop, those under way save and end first.
     """
     waiting = [(n, one) for n, one in enumerate(launches, 1) if not is_finished(one.folder)]
     runs = _Runs(len(launches), jobs, stopping, on_finished)

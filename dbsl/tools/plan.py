@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import check_bounds, parse_flags
+from dbsl.config.fields import check_fields
+from dbsl.config.flags import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
 from dbsl.plan.types import TimeModel
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m dbsl.plan`` and return the exit status."""
     try:
         arguments = parse_flags(_Arguments, argv, prog="python -m dbsl.plan")
-        check_bounds(arguments)
+        check_fields(arguments)
         slopes, floors = arguments.slope, arguments.floor
         floors = floors * len(slopes) if len(floors) == 1 else floors
         for name, values in (("intercept", arguments.intercept), ("floor", floors)):
@@ -61,13 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.small_workers,
             arguments.large_batch_size,
             [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
-            time_ratio=arguments.time_ratio,
-            small_batch_size=arguments.small_batch_size,
-            small_share=arguments.small_share,
-            min_batch_size=arguments.min_batch_size,
-            rounds=arguments.rounds_per_epoch,
-            factor=arguments.update_factor,
-            rounding=arguments.rounding,
+            PlanRules(
+                time_ratio=arguments.time_ratio,
+                small_batch_size=arguments.small_batch_size,
+                small_share=arguments.small_share,
+                min_batch_size=arguments.min_batch_size,
+                rounds=arguments.rounds_per_epoch,
+                factor=arguments.update_factor,
+                rounding=arguments.rounding,
+            ),
         )
     except SettingError as error:
         print(f"error: {error}", file=sys.stderr)

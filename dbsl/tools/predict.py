@@ -48,16 +48,8 @@ def predict(
 ) -> Iterator[tuple[Path, torch.Tensor | str]]:
     """Yield each file with the probabilities of the classes, [C], or why it cannot be read.
 
-    Images are prepared as the run's ``config.json`` says, through timm's evaluation transform.
-
-    Args:
-        run: A run folder, a checkpoint, or a downloaded model of ``--push-to-hub``.
-        files: Images.
-        best: Use the weights of the best evaluation.
-        ema: Use the averaged weights.
-
-    Raises:
-        SettingError: If the folder has no such model.
+    `run` is a run folder, a checkpoint, or a downloaded model of ``--push-to-hub``. Its
+    ``config.json`` says how images are prepared, by timm's evaluation transform.
     """
     config = read_model_config(run)
     there = torch.accelerator.is_available()

@@ -21,7 +21,7 @@ import yaml
 from accelerate.state import AcceleratorState
 
 import train
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import Data, load_data
 from dbsl.log.rows import read_metrics
 from dbsl.plan.stages import default_resolutions

@@ -29,7 +29,7 @@ from dbsl.profile.memory import PeakMemory
 from dbsl.profile.timing import StepProfile
 from dbsl.run.accelerator import start_accelerator
 from dbsl.run.prepare import prepare
-from dbsl.run.replaced import Own
+from dbsl.run.replaced import Replaced
 from experiments.benchmarks.record import record
 
 SIZES = (16, 32, 64)
@@ -148,7 +148,7 @@ def as_planned(fork: Fork) -> StepProfile:
         return seen[-1]
 
     with patch.object(cache, "profile_steps", noted):
-        prepare(config, accelerator, fork.loss, Own(None, fork.model, fork.optimizer))
+        prepare(config, accelerator, fork.loss, Replaced(None, fork.model, fork.optimizer))
     return seen[0]
 
 

@@ -46,7 +46,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from dbsl.base.seeds import generator
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data import images
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform

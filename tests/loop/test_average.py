@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dbsl.cluster.weights import FlatWeights
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import train
-from dbsl.config.fields import parse_flags
+from dbsl.config.flags import parse_flags
 from dbsl.config.parse import parse_config, read_settings
 from tests.helpers import ROOT, slow
 

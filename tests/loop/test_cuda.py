@@ -20,7 +20,7 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.steps import ComputeClock, JointSteps
 from dbsl.cluster.weights import FlatWeights, make_ready, uncompiled
 from dbsl.cluster.wire import Transfer
-from dbsl.config.settings import EraseKwargs
+from dbsl.config.image_settings import EraseKwargs
 from dbsl.data.augment import erase
 from dbsl.data.sources import image_batch
 from dbsl.extras.noise import NoiseProbe

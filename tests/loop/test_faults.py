@@ -15,10 +15,13 @@ from dbsl.checkpoint.disk import checkpoints_in
 from dbsl.cluster.launch import _interface_to
 from dbsl.plan.machines import check_global_batch
 from experiments.benchmarks import fuzz
+from tests.helpers import slow
 from tests.loop.test_resume import MODES, ROUNDS, run
 
 
-@pytest.mark.parametrize("mode", ["bsp", "asp", "step", "gradients"])
+@pytest.mark.parametrize(
+    "mode", ["bsp", pytest.param("asp", marks=slow), "step", pytest.param("gradients", marks=slow)]
+)
 def test_rounds_that_are_not_finite_are_refused_and_too_many_stop_the_run(tmp_path, mode):
     with pytest.raises(
         ValueError, match=r"max_bad_rounds must be at least the \d+ rounds .* got 3"
@@ -144,7 +147,10 @@ def test_processes_talk_on_the_interface_that_reaches_the_launcher():
 
 @pytest.mark.parametrize(
     ("what", "cases"),
-    [("checkpoints", 12), ("manifests", 150), ("configs", 40), ("parquet files", 60)],
+    [
+        *(("checkpoints", 3), ("manifests", 150), ("configs", 40), ("parquet files", 60)),
+        pytest.param("checkpoints", 40, marks=slow),
+    ],
 )
 def test_corrupt_input_gives_clean_errors_only(what, cases):
     row = fuzz.run_target(what, cases, seed=1)

@@ -305,12 +305,17 @@ def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
     ("model", "settings", "message"),
     [
         (lambda: linear(classes=5), {}, r"3 classes, \[2, 3\] .*, got \[2, 5\] of"),
-        (None, {}, "model must be given with data of one's own, got none"),
+        (None, {}, "model must be given with your own data, got none"),
         (lambda: "net", {}, "model must build a module, got str"),
-        (linear, {"mixup": 0.2}, "mixup must be left out with data of one's own, got 0.2"),
-        (linear, {"resolutions": (8,)}, "resolutions must be left out with data"),
-        (linear, {"dropout": (0.1,)}, "dropout must be left out with a model of one's own"),
-        (linear, {"dataset": "cifar"}, "dataset must be left out or mine with data .* got cifar"),
+        (linear, {"mixup": 0.2}, "mixup must be left out with your own data, got 0.2"),
+        (linear, {"resolutions": (8,)}, "resolutions must be left out with your own d"),
+        (linear, {"dropout": (0.1,)}, "dropout must be left out with your own model"),
+        (
+            linear,
+            {"opt_kwargs": ("layer_decay=0.5",)},
+            "opt_kwargs must leave out layer_decay with",
+        ),
+        (linear, {"dataset": "cifar"}, "dataset must be left out or mine with your .* got cifar"),
         (linear, {"model": "resnet50"}, "model must be left out or linear with .* got resnet50"),
     ],
 )
@@ -398,6 +403,15 @@ def test_a_metric_of_ones_own_is_in_the_metrics_at_each_evaluation(fork, tmp_pat
             values = [row[f"{of}accuracy_of_{number}"] for number in range(10)]
             assert sum(values) / 10 == pytest.approx(row[f"{of}accuracy"])
     assert ["train_accuracy_of_9" in row for row in found] == [False, True]
+
+
+def test_metrics_of_ones_own_are_in_the_epochs_line_and_in_the_summary(fork, tmp_path, capsys):
+    summary = run(fork("class_accuracy"), tmp_path / "run", TINY)
+    row = rows(tmp_path / "run", "eval")[-1]
+    assert all(summary[f"final_accuracy_of_{n}"] == row[f"accuracy_of_{n}"] for n in range(10))
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("epoch 2/2"))
+    assert f"  accuracy_of_0 {row['accuracy_of_0']:.3f}  accuracy_of_1 " in line
+    assert f"  accuracy_of_7 {row['accuracy_of_7']:.3f}  (2 more)  " in line
 
 
 def test_a_metric_of_ones_own_goes_to_the_trackers():
@@ -513,8 +527,14 @@ def test_a_second_head_is_learnt_and_evaluation_is_of_the_first(fork, tmp_path, 
     assert [part.shape for part in net.train()(images)] == [(4, 10), (4, 2)]
 
 
-def test_training_accuracy_is_a_figure_of_each_step(fork, tmp_path):
-    run(fork("step_metric"), tmp_path / "run", {**TINY, "log_every": 1})
+@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=pytest.mark.slow)])
+def test_a_step_has_figures_of_the_loss_function_and_of_the_loop(fork, tmp_path, mode):
+    settings = {**TINY, "sync": mode, "log_every": 1}
+    run(fork("step_metric"), tmp_path / "run", settings)
+    for row in rows(tmp_path / "run", "step"):  # the metre measures the same gradients
+        if mode == "bsp":
+            assert row["slope"] == pytest.approx(row["gradient_norm"], rel=1e-4)
+        assert row["slope"] > 0
     rounds = rows(tmp_path / "run", "round")
     assert len(rows(tmp_path / "run", "step")) == sum(row["steps"] for row in rounds)
     assert all(0 <= row["right"] <= 1 for row in rows(tmp_path / "run", "step"))
@@ -735,7 +755,11 @@ def dampened(model, config):
     ("optimizer", "settings", "message"),
     [
         (muon, {}, "lr must be given with the optimizer that muon builds"),
-        (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with an opti"),
+        (
+            muon,
+            {"lr": 0.1, "opt_kwargs": ("eps=1",)},
+            "opt_kwargs must be left out with your",
+        ),
         (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
         (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
         (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),

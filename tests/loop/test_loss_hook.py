@@ -125,12 +125,13 @@ def distilling(teacher):
     return loss_function
 
 
-def run(folder, loss_function, model=Net, **settings):
+def run(folder, loss_function, model=Net, figures=None, **settings):
     config = train.Config(**{**SETTINGS, **settings, "output_dir": str(folder)})
     AcceleratorState._reset_state(True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "loss_function", loss_function)
-        with open_session(config, loss_function, data=table(), model=model) as session:
+        own = {"data": table(), "model": model, "figures": figures}
+        with open_session(config, loss_function, **own) as session:
             train.train(session)
 
 
@@ -276,8 +277,24 @@ def test_figures_that_change_their_names_are_refused(tmp_path):
         loss = F.cross_entropy(model(inputs), labels)
         return loss, {"first": 1.0} | ({"late": 2.0} if len(calls) > 3 else {})
 
-    with pytest.raises(SettingError, match="in every call, first as in the first, got first, late"):
+    places = r"loss_function's first call.* open_session\(figures=\[\.\.\.\]\) names for the loop"
+    message = rf"work.add must get the figures first in every step .*{places}.* got first, late"
+    with pytest.raises(SettingError, match=message):
         run(tmp_path / "run", loss_function, **MODES["bsp"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("slope", "figures must be a list of names, got 'slope'"),
+        (["epoch"], "one of figures must have a name that no other has, got 'epoch'"),
+        (["like_the_loss"], "one of figures must have a name that no other has, got 'like_the_"),
+    ],
+)
+def test_figures_of_the_loop_with_a_name_that_is_taken_are_refused(tmp_path, names, message):
+    with pytest.raises(SettingError, match=message):
+        run(tmp_path / "run", numbered, figures=names)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_is_no_mean_is_refused_and_a_bug_shows_itself_before_anything_is_written(

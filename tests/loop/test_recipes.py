@@ -26,6 +26,7 @@ A3 = {
     **{"--mixup": 0.1, "--cutmix": 1.0, "--aa": "rand-m6-mstd0.5-inc1", "--hflip": 0.5},
     **{"--smoothing": 0.0, "--drop": (0.0,), "--drop-path": None, "--aug-repeats": 1},
     **{"--reprob": 0.0, "--model-ema": 0.0, "--crop-pct": 0.95, "--warmup-prefix": False},
+    **{"--bce-target-thresh": 0.2},
 }
 # facebookresearch/deit at HEAD, README_revenge.md line 81 and the defaults of its main.py;
 # --ThreeAugment is timm's policy 3a, deit_small_patch16_LS timm's deit3_small_patch16_224.
@@ -53,8 +54,9 @@ def test_a_recipe_has_each_published_setting(name):
         flag, _, argument = HERE[option][2:].replace("-", "_").partition(" ")
         found = getattr(config, flag)
         if argument:
-            of_all = (config.given_to_augment, config.curve, config.mixing)
-            found = ChainMap(*of_all, config.optimizer_settings).get(argument)
+            of_all = (config.given_to_augment, config.curve, config.mixing, config.bce)
+            more = (config.optimizer_settings, config.model_settings)
+            found = ChainMap(*of_all, *more).get(argument)
         assert found == value, option
     assert (config.sync, config.global_batch_size) == ("step", 2048)
 

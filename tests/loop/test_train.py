@@ -12,9 +12,10 @@ import torch
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.fields import read_source
+from dbsl.config.flags import read_source
+from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import COMMON, config_to_yaml, parse_config
-from dbsl.config.settings import ImageConfig, check_effects
+from dbsl.config.settings import check_effects
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
@@ -517,9 +518,9 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
             ["--lr-schedule", "cosine", "--schedule", "fixed", "--lr-milestones", "1,2"],
             "lr_milestones must be left out with lr_schedule cosine, unless resolutions climb",
         ),
-        (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be left out with lr_sch"),
+        (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
         (["--clip-grad", "0"], "clip_grad must be above 0, got 0"),
-        (["--clip-mode", "agc"], "clip_grad must be given with clip_mode, got agc alone"),
+        (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
         (["--balance", "dbs", "--compile"], "compile must be false with balance"),
@@ -597,14 +598,14 @@ def test_yaml_that_says_other_than_it_seems_is_refused_in_one_line(tmp_path, tex
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"staleness": 3}, "staleness must be left out except with sync ssp, got 3"),
-        ({"staleness": 0, "sync": "asp"}, "staleness must be left out except with sync ssp, got 0"),
-        ({"outer_lr": 0.5}, "outer_lr must be left out except with merge delta, got 0.5"),
+        ({"staleness": 3}, "staleness must be 1 except with sync ssp, got 3"),
+        ({"staleness": 0, "sync": "asp"}, "staleness must be 1 except with sync ssp, got 0"),
+        ({"outer_lr": 0.5}, "outer_lr must be 0.7 except with merge delta, got 0.5"),
         (
             {"outer_momentum": 0.5, "merge": "mean"},
-            "outer_momentum must be left out except with mer",
+            "outer_momentum must be 0.9 except with mer",
         ),
-        ({"balance_every": 3}, "balance_every must be left out with balance none, got 3"),
+        ({"balance_every": 3}, "balance_every must be unset except with balance, got 3"),
         ({"workers": 1, "small_workers": 1}, "small_workers must be 0 with one worker, .* got 1"),
         ({"workers": 1, "small_ratio": 0.1}, "small_ratio must be 0 with one worker, .* got 0.1"),
     ],

@@ -20,10 +20,11 @@ LABELS = torch.tensor([0, 1, 2, 3, 1, 1])
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("more", [{}, {"bce_sum": True}, {"bce_target_thresh": 0.2}])
+@pytest.mark.parametrize("more", [{}, {"sum": True}, {"target_thresh": 0.2}])
 def test_binary_cross_entropy_is_timms_with_smoothing_and_mixing(logits, smoothing, more):
-    config = Config(bce_loss=True, label_smoothing=smoothing, **more)
-    named = {"bce_sum": "sum_classes", "bce_target_thresh": "target_threshold"}
+    pairs = tuple(f"{name}={value}" for name, value in more.items())
+    config = Config(bce_loss=True, label_smoothing=smoothing, bce_kwargs=pairs)
+    named = {"sum": "sum_classes", "target_thresh": "target_threshold"}
     given = {named[name]: value for name, value in more.items()}
     theirs = timm.loss.BinaryCrossEntropy(smoothing=smoothing, **given)
     found = loss_function(AS_IT_IS, logits, LABELS, config)
@@ -42,8 +43,12 @@ def test_cross_entropy_smooths_mixed_labels_as_timm_does(logits):
 
 
 def test_settings_of_binary_cross_entropy_go_with_it():
-    with pytest.raises(ValueError, match="bce_loss must be given with bce_"):
-        Config(bce_sum=True)
+    with pytest.raises(
+        ValueError, match="bce_kwargs must be empty except with bce_loss, got sum=True"
+    ):
+        Config(bce_kwargs=("sum=True",))
+    with pytest.raises(ValueError, match=r"bce_kwargs target_thresh must be in \[0, 1\), got 1"):
+        Config(bce_loss=True, bce_kwargs=("target_thresh=1",))
 
 
 @pytest.mark.parametrize("classes", [4, 7])

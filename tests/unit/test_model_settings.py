@@ -17,7 +17,8 @@ DATA = SimpleNamespace(
 
 
 def test_settings_of_a_model_are_timms_and_come_back_with_it(tmp_path):
-    config = RunConfig(drop_path=0.2, model_kwargs=("init_values=0.1", "global_pool=avg"))
+    kwargs = ("drop_path_rate=0.2", "init_values=0.1", "global_pool=avg")
+    config = RunConfig(model_kwargs=kwargs)
     model = build_model("test_vit", 2, final_resolution=32, settings=config.model_settings)
     assert [round(float(b.drop_path1.drop_prob), 3) for b in model.blocks[1:]][-1] == 0.2
     assert model.blocks[0].ls1.gamma[0] == 0.1
@@ -41,12 +42,25 @@ def test_settings_that_a_model_does_not_take_are_refused():
         ("num_classes=3", "num_classes to the data"),
         ("in_chans=1", "in_chans to the data"),
         ("pretrained=True", "pretrained to pretrained"),
-        ("drop_path_rate=0.1", "drop_path_rate to drop_path"),
     ],
 )
 def test_an_argument_of_a_model_that_is_another_setting_is_refused(argument, message):
     with pytest.raises(SettingError, match=f"^model_kwargs must leave {message}$"):
         _ = RunConfig(model_kwargs=(argument,)).model_settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_kwargs": ("drop_path_rate=1",)}, r"drop_path_rate must be in \[0, 1\), got 1"),
+        ({"opt_kwargs": ("layer_decay=2",)}, r"opt_kwargs layer_decay must be in \(0, 1\], got 2"),
+        ({"opt_kwargs": ("layer_decay=a",)}, "have a number as layer_decay, got 'a'"),
+    ],
+)
+def test_rates_of_layers_and_of_depth_have_bounds(settings, message):
+    config = RunConfig(**settings)
+    with pytest.raises(SettingError, match=message):
+        _ = config.optimizer_settings, config.model_settings
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def give_gradients(model):
 
 def test_a_step_is_timms_own_with_its_eps_betas_layer_decay_and_more():
     config = OptimizerConfig(
-        layer_decay=0.5, opt_kwargs=("eps=1e-3", "betas=0.8,0.7", "amsgrad=True")
+        opt_kwargs=("layer_decay=0.5", "eps=1e-3", "betas=0.8,0.7", "amsgrad=True")
     )
     mine, theirs = small_vit(), small_vit()
     ours = build_optimizer("adamw", mine, 1.0, 0.9, 0.1, **config.optimizer_settings)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, load_model, save_model

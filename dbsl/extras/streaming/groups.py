@@ -21,7 +21,7 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
-from dbsl.base.errors import ReadError, SettingError
+from dbsl.base.errors import ReadError, SettingError, words_of
 from dbsl.base.files import put_in_place
 from dbsl.base.machine import lazy_import
 
@@ -36,35 +36,25 @@ _FILE, _HELD, _ALIVE = ".arrow", ".held", ".alive"
 
 
 class Bringing(Protocol):
-    """What brings files into a cache; `dbsl.extras.streaming.streaming.Prefetch` is such."""
+    """What brings files into a cache, as `dbsl.extras.streaming.streaming.Prefetch` does."""
 
     def stop(self) -> None:
         """Bring no more, and let go of everything."""
 
 
 class GroupCache:
-    """The files in a folder, and which of them this process holds.
+    """The files in a folder of this machine, and which of them this process holds.
 
-    Attributes:
-        folder: The folder, on a disk of this machine.
-        limit: Bytes that all files may take.
-        processes: Processes of this machine that share them.
-        share: Bytes that this process may hold at a time.
-        bringing: What brings files that this process needs, or brought them.
-
-    Args:
-        folder: Made if it is not there.
-        limit: Bytes that all files may take. Processes of one run name the same.
-        processes: How many of them share the folder.
+    All files may take `limit` bytes. Processes of one run name the same limit and folder.
     """
 
     def __init__(self, folder: Path, limit: int, processes: int = 1) -> None:
         self.folder, self.limit, self.processes = folder, limit, processes
-        self.share = limit // processes
+        self.share = limit // processes  # bytes that this process may hold at a time
         self._name, self._known, self._whole = uuid.uuid4().hex, set[str](), set[str]()
-        self._held: dict[str, int] = {}
+        self._held: dict[str, int] = {}  # bytes
         self._holders: dict[str, set[object]] = {}  # who holds what
-        self.bringing: Bringing | None = None
+        self.bringing: Bringing | None = None  # of files that this process needs, or needed
         self._mutex = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         alive = FileLock(folder / f"{self._name}{_ALIVE}", thread_local=False)
@@ -89,9 +79,6 @@ class GroupCache:
             weights: Their bytes, by name; together with what is held at most `share`.
             later: Files that will be needed after these, and when: the last of them go first.
             holder: Who holds them in this process. A file stays until all its holders let go.
-
-        Raises:
-            ReadError: If another process does not give the folder's lock back.
         """
         with self._mutex, self._locked():
             self._held |= {n: w for n, w in weights.items() if n not in self._held}
@@ -118,15 +105,8 @@ class GroupCache:
     def fetch(self, name: str, write: Callable[[Path], None], what: str) -> Path:
         """Return the file of a name, written unless it is there whole.
 
-        One process of the machine writes it. A file that cannot be written is tried again.
-
-        Args:
-            name: Of a file that this process holds.
-            write: Writes it to a path.
-            what: Says what it is, for people.
-
-        Raises:
-            ReadError: If it still cannot be written.
+        One process of the machine writes it. A file that cannot be written is tried again. This
+        process must hold it; `what` says what it is, for people.
         """
         path = self.folder / name
         if name in self._whole and path.exists():
@@ -140,9 +120,9 @@ class GroupCache:
                 if refused or (isinstance(error, OSError) and error.errno in _DISK):
                     raise
                 if pause is None:
-                    reason = " ".join(str(error).split())[:200] or type(error).__name__
                     raise ReadError(
-                        f"{what} cannot be read, tried {len(PAUSES_S) + 1} times ({reason})"
+                        f"{what} cannot be read, tried {len(PAUSES_S) + 1} times "
+                        f"({words_of(error)})"
                     ) from error
             time.sleep(pause)
         raise AssertionError("unreachable")

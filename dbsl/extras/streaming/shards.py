@@ -1,9 +1,7 @@
-"""Images in parquet shards: row groups from metadata, labels from their column, no image read.
+"""Splits whose images lie in parquet shards: in a folder, at a URL, or in a hub repository.
 
-Shards lie in a folder, at a URL that fsspec knows, or in a hub repository. A row group is what is
-read of them at once.
-
-A split whose images lie in row groups, read from the files that a cache has of them.
+Opening one reads metadata and labels, and no image. What is read at once is a row group: it goes
+into a file of the cache, from which images come.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,35 +24,27 @@ from dbsl.data.images import ImageSplit
 from dbsl.data.tables import EVAL_SPLITS, HUB_ID, choose_columns, label_splits, same_classes
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
-parquet = lazy_import("pyarrow.parquet")
+local, parquet = lazy_import("fsspec.implementations.local"), lazy_import("pyarrow.parquet")
 
 _READERS = 16  # files whose metadata are read at a time
 _ROWS = 256  # decoded from a shard at a time, for the sake of memory
 _FORMAT = 1
 _SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache beside the image
 
-Keep = Callable[[str, Callable[[Path], None]], Path]
+Keep = Callable[[str, Callable[[Path], None]], Path]  # the file of a name, written unless there
+File = tuple[str, str]  # path or URL of a shard, and what tells that it has not changed
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The row groups of one split.
+    """The row groups of one split; arrays are int64 [G]."""
 
-    Attributes:
-        files: Path or URL of each shard, and what tells that it has not changed.
-        column: Column of the images.
-        file: Shard of each row group, int64 [G].
-        number: Its number in the shard, int64 [G].
-        sizes: Rows of each row group, int64 [G].
-        weights: Bytes of its images, or a little more, int64 [G].
-    """
-
-    files: tuple[tuple[str, str], ...]
-    column: str
-    file: np.ndarray
-    number: np.ndarray
-    sizes: np.ndarray
-    weights: np.ndarray
+    files: tuple[File, ...]
+    column: str  # of the images
+    file: np.ndarray  # shard of each row group
+    number: np.ndarray  # its number in the shard
+    sizes: np.ndarray  # its rows
+    weights: np.ndarray  # bytes of its images, or a little more
 
     def named(self, group: int) -> str:
         """Return which row group it is, for people."""
@@ -85,223 +75,16 @@ class Shards:
                     file.close()
 
 
-def open_shards(
-    dataset: str,
-    image_column: str | None,
-    label_column: str | None,
-    folder: Path,
-    keep: Keep,
-) -> tuple[ShardedSplit, ShardedSplit | None, tuple[str, ...]]:
-    """Return train, the evaluation split if one has labels, and the names of the classes.
-
-    Args:
-        dataset: A folder of parquet files, one such file, a URL of either, or a hub id.
-        image_column: Column of images; may be left out where there is one.
-        label_column: Column of classes; unset: ``label``, or the ClassLabel with most classes.
-        folder: Where row groups are cached.
-        keep: Returns the file of a name, written by a function unless it is there.
-
-    Raises:
-        SettingError: If there are no such shards.
-    """
-    try:
-        files = _find_files(dataset)
-        train_name = next(iter(files)) if len(files) == 1 else "train"
-        if train_name not in files:
-            raise SettingError(f"there is no split 'train', but {', '.join(files)}")
-        wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
-        features = {name: _read_features(files[name][0]) for name in dict.fromkeys(wanted)}
-    except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise SettingError(
-            "dataset must be parquet shards with cache_gib (a folder, a file, a URL or a hub id "
-            f"that can be reached), got {dataset!r} ({reason or type(error).__name__})"
-        ) from error
-    image_column, label_column = choose_columns(
-        dataset, features[train_name], image_column, label_column
-    )
-    shards, tables = {}, {}
-    for name, columns in features.items():
-        if label_column not in columns or image_column not in columns:
-            continue
-        shards[name], labels = _read_index(files[name], image_column, label_column, keep)
-        of_labels = datasets.Features({label_column: columns[label_column]})
-        info = datasets.DatasetInfo(features=of_labels)
-        tables[name] = datasets.Dataset(labels, info=info, fingerprint=name)
-
-    def split(name: str, labels: np.ndarray) -> ShardedSplit:
-        return ShardedSplit(
-            None,
-            np.arange(len(labels)),
-            labels,
-            image_column,
-            label_column,
-            dataset,
-            name,
-            shards=shards[name],
-            folder=folder,
-        )
-
-    return label_splits(dataset, tables, train_name, label_column, split)
-
-
-def _find_files(dataset: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the shards of each split, and what tells that each has not changed."""
-    path = Path(dataset).expanduser()
-    if "://" in dataset:
-        found = _at_url(dataset)
-    elif path.is_file():
-        found = datasets.data_files.DataFilesDict.from_patterns({"train": [str(path.resolve())]})
-    elif path.exists():
-        found = datasets.load_dataset_builder(str(path)).config.data_files
-    elif HUB_ID.fullmatch(dataset) and dataset != "digits":
-        with hub_or_cache() as answers:
-            if not answers:
-                raise OSError("there is no such folder, and the hub cannot be reached")
-            found = datasets.load_dataset_builder(dataset).config.data_files
-    else:
-        raise FileNotFoundError("there is no such folder")
-    files = {}
-    for name, of_split in (found or {}).items():
-        known = zip(of_split, of_split.origin_metadata, strict=True)
-        shards = [(url, "/".join(map(str, origin))) for url, origin in known]
-        files |= {str(name): [s for s in shards if ".parquet" in Path(s[0]).suffixes]}
-    files = {name: shards for name, shards in files.items() if shards}
-    if not files:
-        raise SettingError("it has no parquet files")
-    return files
-
-
-def _at_url(url: str) -> Any:
-    """Return the files of each split at a URL: of a folder, or of one file."""
-    resolve = datasets.data_files.DataFilesDict.from_patterns
-    if url.endswith(".parquet"):
-        return resolve({"train": [url]})
-    base = url.rstrip("/")
-    return resolve(datasets.data_files.get_data_patterns(base), base_path=base)
-
-
-def _read_features(file: tuple[str, str]) -> datasets.Features:
-    with _opened(*file) as shard:
-        return datasets.Features.from_arrow_schema(shard.schema_arrow)
-
-
-def _read_index(
-    files: Sequence[tuple[str, str]], image_column: str, label_column: str, keep: Keep
-) -> tuple[Shards, Any]:
-    """Return a split's row groups and a table of its labels; both are kept in one file."""
-    key = json.dumps([_FORMAT, files, image_column, label_column])
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
-    path = keep(name, lambda target: _write_index(files, image_column, label_column, target))
-    with pa.OSFile(str(path)) as source:
-        table = pa.ipc.open_file(source).read_all()
-    groups = np.array(json.loads(table.schema.metadata[b"row groups"]), np.int64).reshape(-1, 4)
-    groups = groups[groups[:, 2] > 0]
-    return Shards(tuple(files), image_column, *groups.T), table.replace_schema_metadata(None)
-
-
-def _write_index(
-    files: Sequence[tuple[str, str]], image_column: str, label_column: str, path: Path
-) -> None:
-    """Read the metadata and the label column of all shards, and write what they say."""
-    with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
-        found = list(pool.map(lambda file: _read_one(file, image_column, label_column), files))
-    described = (datasets.Features.from_arrow_schema(labels.schema) for _, labels in found)
-    same_classes(zip((url for url, _ in files), described, strict=True))
-    groups = [(number, *group) for number, (of_file, _) in enumerate(found) for group in of_file]
-    table = pa.concat_tables([labels for _, labels in found], promote_options="permissive")
-    table = table.replace_schema_metadata({"row groups": json.dumps(groups)})
-    with pa.ipc.new_file(str(path), table.schema) as file:
-        file.write_table(table)
-
-
-def _read_one(
-    file: tuple[str, str], image_column: str, label_column: str
-) -> tuple[list[tuple[int, int, int]], Any]:
-    """Return number, rows and bytes of each row group of a shard, and a table of its labels."""
-    with _opened(*file) as shard:
-        missing = {image_column, label_column} - {*shard.schema_arrow.names}
-        if missing:
-            raise SettingError(
-                f"dataset must have the columns {image_column!r} and {label_column!r} in all "
-                f"shards, got {file[0]} without {missing.pop()!r}"
-            )
-        groups = []
-        for number in range(shard.num_row_groups):
-            rows = shard.metadata.row_group(number)
-            columns = map(rows.column, range(rows.num_columns))
-            size = sum(
-                column.total_uncompressed_size
-                for column in columns
-                if column.path_in_schema.partition(".")[0] == image_column
-            )
-            spare = _SPARE[0] * rows.num_rows + _SPARE[1]
-            groups.append((number, rows.num_rows, size + spare))
-        labels = shard.read(columns=[label_column], use_threads=False)
-    return groups, labels
-
-
-@contextmanager
-def _opened(url: str, origin: str) -> Iterator[Any]:
-    """Open a shard; its metadata are read once."""
-    system, path = fsspec.core.url_to_fs(url)
-    metadata = _metadata(url, origin)
-    if "file" in _protocols(system):
-        with parquet.ParquetFile(path, metadata=metadata, buffer_size=2**20) as shard:
-            yield shard
-    else:  # a column of a row group is one request; readers would fetch more than that
-        with (
-            system.open(path, "rb", cache_type="none") as file,
-            parquet.ParquetFile(file, metadata=metadata) as shard,
-        ):
-            yield shard
-
-
-@lru_cache(maxsize=256)
-def _metadata(url: str, origin: str) -> Any:
-    with fsspec.open(url, "rb") as file:
-        return parquet.read_metadata(file)
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    names = system.protocol
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-pa = lazy_import("pyarrow")
-
-
-class RowGroups(Protocol):
-    """Row groups of shards; `dbsl.extras.streaming.shards.Shards` is such."""
-
-    files: tuple[tuple[str, str], ...]
-    column: str
-    file: np.ndarray
-    number: np.ndarray
-    sizes: np.ndarray
-    weights: np.ndarray
-
-    def named(self, group: int) -> str:
-        """Return which row group it is, for people."""
-
-    def write(self, group: int, rows: np.ndarray | None, path: Path) -> None:
-        """Write rows of a row group as an Arrow file; None: all rows."""
-
-
 @dataclass(frozen=True, eq=False)
 class ShardedSplit(ImageSplit):
     """Encoded images in row groups, and labels, of one split.
 
     Sample numbers follow the rows. A file in the cache has the rows of a row group that are samples
     of the split: what is held out of a split, or left out of a subset, takes no room.
-
-    Attributes:
-        shards: All row groups of the split.
-        folder: The cache.
     """
 
-    shards: RowGroups
-    folder: Path
+    shards: Shards  # all row groups of the split
+    folder: Path  # the cache
 
     @cached_property
     def first_rows(self) -> np.ndarray:
@@ -374,3 +157,163 @@ class ShardedSplit(ImageSplit):
     def _check_path(self, path: str) -> None:
         """Refuse an image that lies elsewhere: what a shard names may be any file, or a URL."""
         raise SettingError("its bytes must lie in the shard")
+
+
+def open_shards(
+    dataset: str,
+    image_column: str | None,
+    label_column: str | None,
+    folder: Path,
+    keep: Keep,
+) -> tuple[ShardedSplit, ShardedSplit | None, tuple[str, ...]]:
+    """Return train, the evaluation split if one has labels, and the names of the classes.
+
+    `dataset` is a folder of parquet files, one such file, a URL of either, or a hub id; `folder` is
+    where row groups are cached.
+    """
+    try:
+        files = _find_files(dataset)
+        train_name = next(iter(files)) if len(files) == 1 else "train"
+        if train_name not in files:
+            raise SettingError(f"there is no split 'train', but {', '.join(files)}")
+        wanted = [name for name in (train_name, *EVAL_SPLITS) if name in files]
+        features = {name: _read_features(files[name][0]) for name in dict.fromkeys(wanted)}
+    except Exception as error:  # no network, no such name, a broken file: libraries raise all kinds
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise SettingError(
+            "dataset must be parquet shards with cache_gib (a folder, a file, a URL or a hub id "
+            f"that can be reached), got {dataset!r} ({reason or type(error).__name__})"
+        ) from error
+    image_column, label_column = choose_columns(
+        dataset, features[train_name], image_column, label_column
+    )
+    shards, tables = {}, {}
+    for name, columns in features.items():
+        if label_column not in columns or image_column not in columns:
+            continue
+        shards[name], labels = _read_index(files[name], image_column, label_column, keep)
+        of_labels = datasets.Features({label_column: columns[label_column]})
+        info = datasets.DatasetInfo(features=of_labels)
+        tables[name] = datasets.Dataset(labels, info=info, fingerprint=name)
+
+    def split(name: str, labels: np.ndarray) -> ShardedSplit:
+        rows, columns = np.arange(len(labels)), (image_column, label_column)
+        return ShardedSplit(None, rows, labels, *columns, dataset, name, shards[name], folder)
+
+    return label_splits(dataset, tables, train_name, label_column, split)
+
+
+def _find_files(dataset: str) -> dict[str, list[File]]:
+    """Return the shards of each split, and what tells that each has not changed."""
+    path = Path(dataset).expanduser()
+    if "://" in dataset:
+        found = _at_url(dataset)
+    elif path.is_file():
+        found = datasets.data_files.DataFilesDict.from_patterns({"train": [str(path.resolve())]})
+    elif path.exists():
+        found = datasets.load_dataset_builder(str(path)).config.data_files
+    elif HUB_ID.fullmatch(dataset) and dataset != "digits":
+        with hub_or_cache() as answers:
+            if not answers:
+                raise OSError("there is no such folder, and the hub cannot be reached")
+            found = datasets.load_dataset_builder(dataset).config.data_files
+    else:
+        raise FileNotFoundError("there is no such folder")
+    files = {}
+    for name, of_split in (found or {}).items():
+        known = zip(of_split, of_split.origin_metadata, strict=True)
+        shards = [(url, "/".join(map(str, origin))) for url, origin in known]
+        files |= {str(name): [s for s in shards if ".parquet" in Path(s[0]).suffixes]}
+    files = {name: shards for name, shards in files.items() if shards}
+    if not files:
+        raise SettingError("it has no parquet files")
+    return files
+
+
+def _at_url(url: str) -> Any:
+    """Return the files of each split at a URL: of a folder, or of one file."""
+    resolve = datasets.data_files.DataFilesDict.from_patterns
+    if url.endswith(".parquet"):
+        return resolve({"train": [url]})
+    base = url.rstrip("/")
+    return resolve(datasets.data_files.get_data_patterns(base), base_path=base)
+
+
+def _read_features(file: File) -> datasets.Features:
+    with _opened(*file) as shard:
+        return datasets.Features.from_arrow_schema(shard.schema_arrow)
+
+
+def _read_index(
+    files: Sequence[File], image_column: str, label_column: str, keep: Keep
+) -> tuple[Shards, Any]:
+    """Return a split's row groups and a table of its labels; both are kept in one file."""
+    key = json.dumps([_FORMAT, files, image_column, label_column])
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
+    path = keep(name, lambda target: _write_index(files, image_column, label_column, target))
+    with pa.OSFile(str(path)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    groups = np.array(json.loads(table.schema.metadata[b"row groups"]), np.int64).reshape(-1, 4)
+    groups = groups[groups[:, 2] > 0]
+    return Shards(tuple(files), image_column, *groups.T), table.replace_schema_metadata(None)
+
+
+def _write_index(files: Sequence[File], image_column: str, label_column: str, path: Path) -> None:
+    """Read the metadata and the label column of all shards, and write what they say."""
+    with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
+        found = list(pool.map(lambda file: _read_one(file, image_column, label_column), files))
+    described = (datasets.Features.from_arrow_schema(labels.schema) for _, labels in found)
+    same_classes(zip((url for url, _ in files), described, strict=True))
+    groups = [(number, *group) for number, (of_file, _) in enumerate(found) for group in of_file]
+    table = pa.concat_tables([labels for _, labels in found], promote_options="permissive")
+    table = table.replace_schema_metadata({"row groups": json.dumps(groups)})
+    with pa.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+
+
+def _read_one(
+    file: File, image_column: str, label_column: str
+) -> tuple[list[tuple[int, int, int]], Any]:
+    """Return number, rows and bytes of each row group of a shard, and a table of its labels."""
+    with _opened(*file) as shard:
+        missing = {image_column, label_column} - {*shard.schema_arrow.names}
+        if missing:
+            raise SettingError(
+                f"dataset must have the columns {image_column!r} and {label_column!r} in all "
+                f"shards, got {file[0]} without {missing.pop()!r}"
+            )
+        groups = []
+        for number in range(shard.num_row_groups):
+            rows = shard.metadata.row_group(number)
+            columns = map(rows.column, range(rows.num_columns))
+            size = sum(
+                column.total_uncompressed_size
+                for column in columns
+                if column.path_in_schema.partition(".")[0] == image_column
+            )
+            spare = _SPARE[0] * rows.num_rows + _SPARE[1]
+            groups.append((number, rows.num_rows, size + spare))
+        labels = shard.read(columns=[label_column], use_threads=False)
+    return groups, labels
+
+
+@contextmanager
+def _opened(url: str, origin: str) -> Iterator[Any]:
+    """Open a shard; its metadata are read once."""
+    system, path = fsspec.core.url_to_fs(url)
+    metadata = _metadata(url, origin)
+    if isinstance(system, local.LocalFileSystem):
+        with parquet.ParquetFile(path, metadata=metadata, buffer_size=2**20) as shard:
+            yield shard
+    else:  # a column of a row group is one request; readers would fetch more than that
+        with (
+            system.open(path, "rb", cache_type="none") as file,
+            parquet.ParquetFile(file, metadata=metadata) as shard,
+        ):
+            yield shard
+
+
+@lru_cache(maxsize=256)
+def _metadata(url: str, origin: str) -> Any:
+    with fsspec.open(url, "rb") as file:
+        return parquet.read_metadata(file)

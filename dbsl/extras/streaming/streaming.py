@@ -1,6 +1,6 @@
 """Images from shards that are larger than the disk: through a bounded cache, in blocks.
 
-Row groups on their way: in the cache before a batch needs them, and held until it has them.
+Row groups are in the cache before a batch needs them, and held until it has them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,15 @@ from dbsl.plan.sampler import Blocks
 datasets = lazy_import("datasets")
 
 _BATCHES_AHEAD = 2  # a loader process's: DataLoader's default
+_THREADS = 4  # row groups that are read at a time
+_PATIENCE_S = 600.0  # without a row group, when one is waited for
+_LOOK_S = 0.5  # after which a thread that waits for room looks whether anybody still needs it
 
 
 class StreamLoader(ImageLoader):
     """Images in row groups that come into a cache before loader processes read them.
 
-    Attributes:
-        blocks: Draws the order of an epoch, in which few row groups are needed at a time.
-
-    Args:
-        split: The images.
-        device: Where batches are made.
-        loader_workers: Processes; 0: this one.
-        max_bad: Most images that may fail to be decoded before that is an error.
-        cache: Where row groups come to.
-        block: Images that are shuffled together.
+    `block` images are shuffled together, so that an epoch needs few row groups at a time.
     """
 
     def __init__(
@@ -85,9 +79,7 @@ class StreamLoader(ImageLoader):
     def check_room(self, batch: int, in_order: int = 0) -> None:
         """Raise ``SettingError`` if the cache is too small for an epoch.
 
-        Args:
-            batch: Images of a batch in an epoch's order, at most.
-            in_order: Images of a batch in the order of their numbers, at most.
+        A batch has at most `batch` images in an epoch's order, `in_order` in that of their numbers.
         """
         # A stretch of samples that begins inside of a block ends inside of another.
         blocks = 1 + max(1, -(-(self._ahead + 1) * batch // self.blocks.smallest))
@@ -99,20 +91,16 @@ class StreamLoader(ImageLoader):
         needed = min(needed, int(total[-1]))
         if needed > self._cache.share:
             why = f" for blocks of {self.blocks.block} images and batches of {batch}"
-            raise too_small(needed, self._cache, why)
+            raise _too_small(needed, self._cache, why)
 
     def _received(self, number: int) -> None:
         self._awaited.on_its_way.through(number)
 
 
 class _Awaited(list):
-    """Requests of loader processes, each given out once its row groups are in the cache.
+    """Requests of loader processes, each given out once its row groups are in the cache."""
 
-    Attributes:
-        on_its_way: The row groups of the latest requests.
-    """
-
-    on_its_way: Prefetch | None = None
+    on_its_way: Prefetch | None = None  # the row groups of the latest requests
 
     def __iter__(self) -> Iterator[Any]:
         row_groups = self.on_its_way
@@ -127,12 +115,7 @@ class _Awaited(list):
 
 
 class Streams:
-    """A data set's splits as streams through one cache.
-
-    Args:
-        cache_gib: GiB that the cache may take.
-        block: Images that are shuffled together.
-    """
+    """A data set's splits as streams through one cache of so many GiB; see `StreamLoader`."""
 
     def __init__(self, cache_gib: float, block: int) -> None:
         folder = Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / "row-groups"
@@ -160,12 +143,10 @@ class Streams:
         """Return the first images of a split, all of one row group, or why one is not to be had."""
         name, weight = split.names[0], int(split.weights[0])
         if weight > self._cache.share:
-            raise too_small(weight, self._cache, " for a row group")
+            raise _too_small(weight, self._cache, " for a row group")
         self._cache.hold({name: weight})
         try:
-            self._cache.fetch(
-                name, lambda path: split.write(0, path), split.shards.named(int(split.groups[0]))
-            )
+            _fetch(self._cache, split, 0)
             return list(split.decode(np.arange(min(most, split.begins[1]))))
         finally:
             self._cache.release(name)
@@ -177,25 +158,12 @@ class Streams:
         return StreamLoader(split, device, loader_workers, max_bad, self._cache, self._block)
 
 
-_THREADS = 4  # row groups that are read at a time
-_PATIENCE_S = 600.0  # without a row group, when one is waited for
-_LOOK_S = 0.5  # after which a thread that waits for room looks whether anybody still needs it
-
-
 class Prefetch:
     """Brings the row groups of batches into the cache, in the order of the batches.
 
     As many are on their way, or held, as this process may hold. A row group is let go with the last
-    batch that needs it. What an earlier one of the same cache still brings is ended.
-
-    Args:
-        cache: Where they come to.
-        split: Whose row groups.
-        batches: Sample numbers of each batch, int64 [B].
-        ahead: Batches that may be waited for before the first of them is through.
-
-    Raises:
-        SettingError: If the process may not hold what it needs at a time.
+    batch that needs it. What an earlier one of the same cache still brings is ended. `batches` are
+    sample numbers, int64 [B]; `ahead` of them may be waited for before the first is through.
     """
 
     def __init__(
@@ -228,11 +196,7 @@ class Prefetch:
             threading.Thread(target=self._work).start()
 
     def wait(self, batch: int) -> None:
-        """Return when all row groups of a batch, and of those before it, are in the cache.
-
-        Raises:
-            ReadError: If one cannot be read.
-        """
+        """Return when all row groups of a batch, and of those before it, are in the cache."""
         with self._changed:
             while self.stopped or self._whole < self._needed[batch]:
                 if self._error is not None:
@@ -272,18 +236,14 @@ class Prefetch:
         np.add.at(change, self._last[self._queue] + ahead + 1, -self._split.weights[self._queue])
         needed = int(np.cumsum(change)[:batches].max(initial=0))
         if needed > self._cache.share:
-            raise too_small(needed, self._cache)
+            raise _too_small(needed, self._cache)
 
     def _work(self) -> None:
         """Bring one row group after the other."""
         try:
             while (number := self._next()) is not None:
                 place = int(self._queue[number])
-                self._cache.fetch(
-                    self._split.names[place],
-                    lambda path, place=place: self._split.write(place, path),
-                    self._split.shards.named(int(self._split.groups[place])),
-                )
+                _fetch(self._cache, self._split, place)
                 with self._changed:
                     self._there[number] = True
                     while self._whole < len(self._there) and self._there[self._whole]:
@@ -334,7 +294,13 @@ class Prefetch:
             self._cache.release(*(split.names[place] for place in new), holder=self)
 
 
-def too_small(needed: int, cache: GroupCache, why: str = "") -> SettingError:
+def _fetch(cache: GroupCache, split: ShardedSplit, place: int) -> None:
+    """Bring the file of the place-th row group into the cache."""
+    named = split.shards.named(int(split.groups[place]))
+    cache.fetch(split.names[place], lambda path: split.write(place, path), named)
+
+
+def _too_small(needed: int, cache: GroupCache, why: str = "") -> SettingError:
     """Return what to say of a cache in which a process may hold less than it needs, bytes."""
     least, given = needed * cache.processes / 2**30, cache.limit / 2**30
     digits = 2 - int(np.floor(np.log10(least)))

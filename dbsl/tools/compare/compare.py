@@ -6,8 +6,6 @@ Every YAML is an arm, a config of train.py. A run that is finished is not run ag
 stopped goes on, so that the same command takes up where it was left. The tables are written after
 every run. Their rows count as finished runs of the same settings, so that a clone of a repository
 with committed rows goes on where another machine stopped.
-
-``python -m dbsl.compare``.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.words import plural
-from dbsl.config.fields import POSITIONAL, REPEATED, in_range, parse_flags
+from dbsl.config.fields import in_range
+from dbsl.config.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.config.parse import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
@@ -97,26 +97,27 @@ class CompareConfig:  # every field is a flag, its comment the help
         """The seeds of each arm's runs."""
         return range(self.first_seed, self.first_seed + self.seeds)
 
+    @property
+    def group(self) -> str:
+        """The folder of the arms, by which runs and tables are named."""
+        return Path(self.arms[0]).resolve().parent.name
+
+    @property
+    def output(self) -> Path:
+        """The folder of tables and pictures."""
+        return Path(self.output_dir or f"results/{self.group}")
+
 
 @dataclass(frozen=True)
 class Arm:
-    """A config to be run with several seeds.
+    """A config to be run with several seeds."""
 
-    Attributes:
-        name: Name of its row in the table: the file's.
-        run: Name of its runs' folders.
-        path: The file.
-        settings: All settings of the file, its bases and `extra`.
-        extra: Settings that are not from the file.
-        dataset: Name of the data set; `settings` may name a local copy.
-    """
-
-    name: str
-    run: str
+    name: str  # of its row in the table: the file's, and the values varied
+    run: str  # of its runs' folders
     path: Path
-    settings: Mapping[str, Any]
-    extra: Mapping[str, Any]
-    dataset: str = ""
+    settings: Mapping[str, Any]  # of the file, its bases and `extra`
+    extra: Mapping[str, Any]  # settings that are not from the file
+    dataset: str = ""  # its name; `settings` may name a local copy
 
     def with_epochs(self, epochs: int, before: int) -> Arm:
         """Return the arm with other epochs; milestones and warm-up move in proportion."""
@@ -160,8 +161,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the arms that are not finished, and report."""
     argv = sys.argv[1:] if argv is None else list(argv)
     config = parse_flags(CompareConfig, argv, prog="python -m dbsl.compare")
-    command = _command(argv, config.arms)
-    group = Path(config.arms[0]).resolve().parent.name
     shared = _shared(config.set)
     arms = [
         _read_arm(Path(path), end, {**shared, **values})
@@ -169,115 +168,121 @@ def main(argv: Sequence[str] | None = None) -> None:
         for end, values in _variations(config.vary)
     ]
     baseline = config.baseline or arms[0].name
-    output = Path(config.output_dir or f"results/{group}")
+    report = partial(
+        write_comparison,
+        baseline=baseline,
+        target=config.target,
+        folder=config.output,
+        command=_command(argv, config.arms),
+    )
     with Stopping(then="stopping the runs, which save") as stopping:
-        runs = _make(arms, config, group, stopping, output, "arms")
-        print(write_comparison(runs, baseline, config.target, output, command))
+        runs = _Table("arms", arms, config).make(stopping)
+        print(report(runs))
         if not config.equal_time:
             return
         if not runs[baseline]:
             raise SettingError(f"equal_time must have a finished run of {baseline}, got none")
         scaled = [
-            arm.with_epochs(
-                equal_time_epochs(runs[arm.name], runs[baseline]), runs[arm.name][0].epochs
-            )
+            arm.with_epochs(equal_time_epochs(own, runs[baseline]), own[0].epochs)
             for arm in arms
-            if runs[arm.name]
+            if (own := runs[arm.name])
         ]
-        runs = _make(scaled, config, group, stopping, output, "equal_time")
+        runs = _Table("equal_time", scaled, config).make(stopping)
         print("\nwith epochs that take the baseline's time:")
-        print(write_comparison(runs, baseline, config.target, output, command, "equal_time"))
+        print(report(runs, name="equal_time"))
 
 
-def _make(
-    arms: Sequence[Arm],
-    config: CompareConfig,
-    group: str,
-    stopping: Stopping,
-    output: Path,
-    name: str,
-) -> dict[str, list[Run]]:
-    """Make the runs of arms, and return those that are finished.
+class _Table:
+    """One table of a comparison, and the runs that it lacks.
 
-    Rows of the tables in `output` count as finished runs where arm, seed and settings agree. Those
-    of other settings are refused; of equal time they are what the baseline's time was before, and
-    make room for new ones.
+    Its rows count as finished runs where arm, seed and settings agree. Rows of other settings are
+    refused; but those of equal time stand for what the baseline's time was before, and make room.
     """
-    recorded = read_runs(output, name)
-    done = _rows_of(arms, recorded)
-    launches, folders = [], {}
-    for seed in config.seed_range:  # all arms with one seed before any with the next
-        for arm in arms:
-            if (arm.name, seed) in done:
-                continue
-            folder = Path(config.runs_dir) / f"{group}-{arm.run}-s{seed}"
-            if config.report_only and not is_finished(folder):
-                continue
-            folders[folder] = (arm, seed)
-            flags = arm.flags(seed, folder, config.jobs)
-            names = _names_in_trackers(group, arm.run, seed)
-            launches.append(Launch(f"{arm.run}, seed {seed}", folder, flags, names))
 
-    # All is checked before anything is written.
-    for arm in {arm.name: arm for f, (arm, _) in folders.items() if not is_finished(f)}.values():
-        _check_settings(arm)
-    for folder, (arm, _) in folders.items():
-        _check_same(arm, folder)
-    if name == "arms":
-        _check_rows(arms, recorded, output)
-    for folder, (arm, _) in folders.items():
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            write_text(_note_of(folder), config_to_yaml(arm.settings))
+    def __init__(self, name: str, arms: Sequence[Arm], config: CompareConfig) -> None:
+        self.name, self.arms, self.config = name, arms, config
+        self.recorded = read_runs(config.output, name)
+        self.done = self._of_arms(self.recorded)
+        self.lacking: dict[Path, tuple[Arm, int]] = {}  # by the folder of the run
+        for seed in config.seed_range:  # all arms with one seed before any with the next
+            for arm in arms:
+                folder = Path(config.runs_dir) / f"{config.group}-{arm.run}-s{seed}"
+                is_needed = is_finished(folder) or not config.report_only
+                if (arm.name, seed) not in self.done and is_needed:
+                    self.lacking[folder] = arm, seed
 
-    def finished() -> dict[str, list[Run]]:
-        for folder, (arm, seed) in folders.items():
-            if (arm.name, seed) not in done and is_finished(folder):
-                done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
-        of_arms: dict[str, list[Run]] = {arm.name: [] for arm in arms}
-        if done or output.exists():
+    def make(self, stopping: Stopping) -> dict[str, list[Run]]:
+        """Make the runs that are lacking, and return all that are finished, by arm."""
+        self._check()
+        for folder, (arm, _) in self.lacking.items():
+            if not folder.exists():
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                write_text(_note_of(folder), config_to_yaml(arm.settings))
+        if not self.config.report_only:
+            jobs, group = self.config.jobs, self.config.group
+            launches = [
+                Launch(
+                    f"{arm.run}, seed {seed}",
+                    folder,
+                    arm.flags(seed, folder, jobs),
+                    _names_in_trackers(group, arm.run, seed),
+                )
+                for folder, (arm, seed) in self.lacking.items()
+            ]
+            launch_all(launches, jobs, stopping, on_finished=self._collect)
+        return self._collect()
+
+    def _check(self) -> None:
+        """Refuse what cannot be run or written, before anything is."""
+        to_run = [arm for folder, (arm, _) in self.lacking.items() if not is_finished(folder)]
+        for arm in {arm.name: arm for arm in to_run}.values():
+            _check_settings(arm)
+        for folder, (arm, _) in self.lacking.items():
+            _check_same(arm, folder)
+        self._check_rows(self.recorded)
+
+    def _collect(self) -> dict[str, list[Run]]:
+        """Read the runs that have ended, write the table, and return all finished runs by arm."""
+        for folder, (arm, seed) in self.lacking.items():
+            if (arm.name, seed) not in self.done and is_finished(folder):
+                self.done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
+        found: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
+        output = self.config.output
+        if self.done or output.exists():
             with only_writer(output):
-                now = read_runs(output, name)  # another command may have written since
-                done.update(_rows_of(arms, now) | done)
-                for (own, _), run in sorted(done.items()):
-                    of_arms[own].append(run)
-                if name == "arms":
-                    _check_rows(arms, now, output)
-                if filled := {own: rows for own, rows in of_arms.items() if rows}:
+                now = read_runs(output, self.name)  # another command may have written since
+                self.done.update(self._of_arms(now) | self.done)
+                for (name, _), run in sorted(self.done.items()):
+                    found[name].append(run)
+                self._check_rows(now)
+                if filled := {name: rows for name, rows in found.items() if rows}:
                     rows = now | filled  # rows of other arms stay
                     # In one order, whichever run ends first.
-                    order = dict.fromkeys((*recorded, *of_arms, *rows))
-                    write_runs({arm: rows[arm] for arm in order if arm in rows}, output, name)
+                    order = dict.fromkeys((*self.recorded, *found, *rows))
+                    write_runs({arm: rows[arm] for arm in order if arm in rows}, output, self.name)
+        seeds = self.config.seed_range
+        return {name: [run for run in rows if run.seed in seeds] for name, rows in found.items()}
+
+    def _of_arms(self, rows: Mapping[str, Sequence[Run]]) -> dict[tuple[str, int], Run]:
+        """Return the rows that are runs of the arms as they are now, by arm and seed."""
         return {
-            own: [r for r in rows if r.seed in config.seed_range] for own, rows in of_arms.items()
+            (arm.name, run.seed): run
+            for arm in self.arms
+            for run in rows.get(arm.name, ())
+            if run.settings == arm.hash
         }
 
-    if not config.report_only:
-        launch_all(launches, config.jobs, stopping, on_finished=finished)
-    return finished()
-
-
-def _rows_of(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]]) -> dict[tuple[str, int], Run]:
-    """Return the rows that are runs of the arms as they are now, by arm and seed."""
-    return {
-        (arm.name, run.seed): run
-        for arm in arms
-        for run in rows.get(arm.name, ())
-        if run.settings == arm.hash
-    }
-
-
-def _check_rows(arms: Sequence[Arm], rows: Mapping[str, Sequence[Run]], output: Path) -> None:
-    """Refuse a table that has rows of the arms with other settings: new ones would replace them."""
-    for arm in arms:
-        other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]
-        if other:
-            which = "other settings" if other[0].settings else "settings that were not recorded"
-            raise SettingError(
-                f"output_dir must have no rows of arm {arm.name} with other settings, got "
-                f"{plural(len(other), 'row')} of {which} in {output}/arms_runs.csv; take another "
-                "output_dir, or remove them"
-            )
+    def _check_rows(self, rows: Mapping[str, Sequence[Run]]) -> None:
+        """Refuse rows of the arms with other settings: new ones would replace them."""
+        for arm in self.arms if self.name == "arms" else ():
+            other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]
+            if other:
+                which = "other settings" if other[0].settings else "settings that were not recorded"
+                raise SettingError(
+                    f"output_dir must have no rows of arm {arm.name} with other settings, got "
+                    f"{plural(len(other), 'row')} of {which} in {self.config.output}/arms_runs.csv;"
+                    " take another output_dir, or remove them"
+                )
 
 
 def _names_in_trackers(group: str, arm: str, seed: int) -> dict[str, str]:

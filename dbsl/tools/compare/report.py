@@ -1,7 +1,4 @@
-"""Output of a comparison: CSV files of arms, single runs and curves, a picture, and a table.
-
-A picture of arms: accuracy over training time, and at the last epoch with its interval.
-"""
+"""Output of a comparison: CSV files of arms, single runs and curves, a picture, and a table."""
 
 from __future__ import annotations
 
@@ -40,13 +37,8 @@ def write_comparison(
 ) -> str:
     """Write ``<name>.csv`` and ``.png``; return a table for people.
 
-    Averaged weights, where runs have them, are an arm of their own beside that of the raw ones.
-
-    Raises:
-        SettingError: If no run is finished.
+    Averaged weights, where runs have them, are another arm below that of the raw ones.
     """
-    from dbsl.tools.compare.report import draw_arms  # slow to import
-
     shown = {}
     for arm, own in runs.items():
         shown[arm] = own
@@ -62,12 +54,12 @@ def write_comparison(
         for row in rows
     ]
     write_table(folder / f"{name}.csv", arms)
-    draw_arms(runs, folder / f"{name}.png")
+    save_figure(arms_figure(runs), folder / f"{name}.png")
     width = max(len(row["arm"]) for row in rows)
     lines = [
         f"{'arm':<{width}}  seeds  accuracy %   95 %  over {baseline}   loss   time s  "
         f"to {rows[0]['target']:.1f} %  s/point",
-        *(_yaml_line(row, width, len(baseline)) for row in rows),
+        *(_line(row, width, len(baseline)) for row in rows),
         "accuracy and loss at the last epoch; differences are paired by seed; *: p below 0.05, "
         "corrected for the number of arms (Holm); s/point: worker seconds more than "
         f"{baseline}'s for each point over it; {folder}",
@@ -102,11 +94,7 @@ def _undetected(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Keep other commands from writing tables into a folder for a while.
-
-    Raises:
-        SettingError: If one is still writing after a minute.
-    """
+    """Keep other commands from writing tables into a folder for a while."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / _LOCK)
     try:
@@ -152,11 +140,7 @@ def write_runs(runs: Mapping[str, Sequence[Run]], folder: Path, name: str = "arm
 
 
 def read_runs(folder: Path, name: str = "arms") -> dict[str, list[Run]]:
-    """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm.
-
-    Raises:
-        SettingError: If a table cannot be read.
-    """
+    """Return the runs of tables that `write_runs` wrote, on this machine or another, by arm."""
     singles, curves = folder / f"{name}_runs.csv", defaultdict(list)
     if not singles.exists():
         return {}
@@ -233,7 +217,7 @@ def _common(runs: Sequence[Run], key: str) -> str:
     return " / ".join(sorted({dict(run.made_on).get(key, "") for run in runs}))
 
 
-def _yaml_line(row: Mapping[str, Any], width: int, baseline: int) -> str:
+def _line(row: Mapping[str, Any], width: int, baseline: int) -> str:
     def number(value: float, text: str) -> str:
         return format(value, text) if math.isfinite(value) else "-"
 
@@ -250,17 +234,8 @@ def _yaml_line(row: Mapping[str, Any], width: int, baseline: int) -> str:
     )
 
 
-def draw_arms(arms: Mapping[str, Sequence[Run]], path: Path) -> None:
-    """Draw `arms_figure` into a PNG."""
-    save_figure(arms_figure(arms), path)
-
-
 def arms_figure(arms: Mapping[str, Sequence[Run]]) -> Figure:
-    """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals.
-
-    Args:
-        arms: Finished runs by arm; arms without any are left out.
-    """
+    """Return mean accuracy over mean training time, and last-epoch accuracy with 95 % intervals."""
     finished = {name: runs for name, runs in arms.items() if runs}
     figure = Figure(figsize=(13, max(5.5, 0.32 * len(finished))), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -27,42 +27,23 @@ MADE_ON = ("device", "precision", "torch", "timm")  # fields of summary.json
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run of an arm.
-
-    Attributes:
-        seed: Its seed.
-        accuracy: At the last epoch, in [0, 1].
-        loss: Cross-entropy on the evaluation set at the last epoch.
-        train_time_s: Seconds of training; those of a simulated cluster are on its workers' clock,
-            as if they trained side by side.
-        samples: Trained on, repeated ones counted.
-        curve: Seconds of training and accuracy after each evaluated epoch.
-        epochs: Epochs of the run.
-        workers: Workers that trained it side by side.
-        ema_accuracy: Accuracy of the averaged weights at the last epoch, if the run averaged any.
-        ema_loss: Their loss.
-        total_time_s: Seconds by the clock on the wall, start and evaluation included.
-        made_on: The device, its precision, and the versions that made it, by name.
-        train_accuracy: On the training images without augmentation, if the run measured it.
-        train_loss: On these.
-        settings: Hash of the settings that made it; empty where they were not recorded.
-    """
+    """One finished run of an arm; accuracies in [0, 1] and losses are those of the last epoch."""
 
     seed: int
     accuracy: float
     loss: float
-    train_time_s: float
-    samples: int
-    curve: tuple[tuple[float, float], ...]
+    train_time_s: float  # of a simulated cluster: on its workers' clock, as if side by side
+    samples: int  # trained on, repeated ones counted
+    curve: tuple[tuple[float, float], ...]  # training seconds and accuracy at each evaluation
     epochs: int = 1
     workers: int = 1
-    ema_accuracy: float | None = None
+    ema_accuracy: float | None = None  # of the averaged weights, if the run averaged any
     ema_loss: float = math.nan
-    total_time_s: float = math.nan
-    made_on: tuple[tuple[str, str], ...] = ()
-    train_accuracy: float | None = None
+    total_time_s: float = math.nan  # by the clock on the wall, start and evaluation included
+    made_on: tuple[tuple[str, str], ...] = ()  # `MADE_ON` by name
+    train_accuracy: float | None = None  # on unaugmented training images, if it was measured
     train_loss: float | None = None
-    settings: str = ""
+    settings: str = ""  # hash of the settings that made it; empty: not recorded
 
     def time_to(self, accuracy: float) -> float:
         """Return the seconds of training until it was so accurate, or inf.
@@ -80,21 +61,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with Student's 95 % interval.
-
-    Attributes:
-        mean: The mean.
-        sd: Standard deviation of single values; NaN of fewer than two.
-        half: Half the interval's width; NaN of fewer than two.
-        count: Values.
-        p: Of the two-sided t-test that the mean is 0; NaN of fewer than two.
-    """
+    """A mean over seeds with Student's 95 % interval; NaN is what fewer than two do not tell."""
 
     mean: float
-    sd: float
-    half: float
+    sd: float  # of single values
+    half: float  # of the interval's width
     count: int
-    p: float = math.nan
+    p: float = math.nan  # of the two-sided t-test that the mean is 0
 
     @property
     def detectable(self) -> float:
@@ -103,11 +76,7 @@ class Interval:
 
 
 def read_run(folder: Path) -> Run:
-    """Return a finished run from its folder.
-
-    Raises:
-        SettingError: If it is not finished, or a file cannot be read.
-    """
+    """Return a finished run from its folder."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -135,11 +104,7 @@ def read_run(folder: Path) -> Run:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return mean, standard deviation and 95 % t-interval of independent values.
-
-    Raises:
-        SettingError: If there are none.
-    """
+    """Return mean, standard deviation and 95 % t-interval of one or more independent values."""
     if not values:
         raise SettingError("values must be one or more, got none")
     if len(values) < 2:
@@ -155,9 +120,7 @@ def interval(values: Sequence[float]) -> Interval:
 def detectable(count: int, power: float = 0.8) -> float:
     """Return the effect, in standard deviations, that a two-sided 5 % t-test finds so often.
 
-    Args:
-        count: Values, one or more; of one, nothing is detectable: NaN.
-        power: Probability to find it, in (0, 1).
+    In a single value nothing is detectable: NaN.
     """
     if count < 2:
         return math.nan
@@ -211,17 +174,11 @@ def averaged(runs: Sequence[Run]) -> list[Run]:
 
 
 def equal_time_epochs(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
-    """Return the most epochs, at least 1, for which an arm takes at most the baseline's time.
-
-    Args:
-        runs: Runs of the arm, all of one number of epochs.
-        baseline: Runs of the baseline.
-    """
+    """Return the most epochs, at least 1, for which an arm takes at most the baseline's time."""
     budget_s = fmean(run.train_time_s for run in baseline)
     epoch_s = fmean(run.train_time_s / run.epochs for run in runs)
-    return max(
-        1, math.floor(budget_s / epoch_s * (1 + 1e-9))
-    )  # the factor keeps all epochs of equal times
+    # The factor keeps all epochs of equal times.
+    return max(1, math.floor(budget_s / epoch_s * (1 + 1e-9)))
 
 
 def table(
@@ -233,11 +190,7 @@ def table(
     percentage point of accuracy over it. It is negative where the arm is better and cheaper, and
     NaN where it is not better. *p*: of the paired t-test, *p_holm* corrected for the number of
     arms; *detectable*: the difference that so many seeds would find in four of five cases.
-
-    Args:
-        arms: Finished runs by arm.
-        baseline: The arm that others are compared with.
-        target: Accuracy to time; unset: a point below the baseline's mean at its last epoch.
+    `target` is the accuracy to time; unset: a point below the baseline's mean at its last epoch.
     """
     finished = {name: runs for name, runs in arms.items() if runs}
     if target is None:

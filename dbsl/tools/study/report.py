@@ -1,7 +1,4 @@
-"""Results of a study: a table, the knees with their rules, files and pictures.
-
-Pictures of a study: steps, examples and best learning rate against batch size, log-log.
-"""
+"""Results of a study: a table, the knees with their rules, files and pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +33,14 @@ from dbsl.tools.study.scaling import (
 )
 
 REPORT, TABLE = "report.json", "results.csv"
+_ENDINGS = {"COMPLETE": "complete", "INCOMPLETE": "cut short", "INFEASIBLE": "diverged"}
+_REGIONS = (
+    ("perfect scaling", "#009e73"),
+    ("diminishing returns", "#e69f00"),
+    ("no gain", "#999999"),
+)
 Budgets = tuple[int | None, int | None]  # steps, examples
+Results = Mapping[str, Sequence[Result]]  # by workload, batch sizes ascending; none is empty
 
 
 def write_report(
@@ -48,18 +52,9 @@ def write_report(
 ) -> str:
     """Write ``report.json``, ``results.csv`` and ``plots/``; return the report for people.
 
-    Args:
-        workloads: Studies by workload.
-        folder: Where to.
-        goal: Value to fall under; None, or where trials ended at it: each study's own.
-        objective: Column of the measurements that the goal is about.
-        budgets: Steps and examples after which measurements do not count.
-
-    Raises:
-        SettingError: If there is no goal, or a workload's studies have different ones.
+    `goal` is the value of `objective` to fall under; None, or where trials ended at it: each
+    study's own. Measurements after the budgets do not count.
     """
-    from dbsl.tools.study.report import draw_study  # slow to import
-
     steps, examples = (math.inf if budget is None else budget for budget in budgets)
     lines, rows, report, results, goals = [], [], {}, {}, {}
     for name, studies in workloads.items():
@@ -85,7 +80,9 @@ def write_report(
     write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
     drawn = {name: own for name, own in results.items() if own}
     if drawn:
-        draw_study(drawn, goals, folder / "plots")
+        save_figure(steps_figure(drawn, goals), folder / "plots/steps.png")
+        save_figure(examples_figure(drawn, goals), folder / "plots/examples.png")
+        save_figure(rates_figure(drawn), folder / "plots/learning_rate.png")
         lines.append(f"pictures in {folder / 'plots'}, all numbers in {folder / TABLE}")
     else:
         lines.append(f"no batch size reached its goal: no pictures; see {folder / TABLE}")
@@ -119,7 +116,6 @@ def _goal_of(name: str, studies: Sequence[Study], goal: float | None) -> float:
 
 def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
     parameters = result.trial.parameters if result else {}
-    states = [trial.status for trial in study.trials]
     return {
         "dataset": study.dataset,
         "model": study.model,
@@ -132,8 +128,14 @@ def _row(study: Study, result: Result | None, goal: float) -> dict[str, Any]:
         "learning_rate": f"{parameters['learning_rate']:.6g}" if result else "",
         "momentum": f"{parameters.get('momentum', 0.0):.6g}" if result else "",
         "at_edge": " ".join(result.at_edge) if result else "",
-        **{s.lower(): states.count(s) for s in ("COMPLETE", "INCOMPLETE", "INFEASIBLE")},
+        **{status.lower(): count for status, count in _endings(study).items()},
     }
+
+
+def _endings(study: Study) -> dict[str, int]:
+    """Return how many trials came to which end."""
+    statuses = [trial.status for trial in study.trials]
+    return {status: statuses.count(status) for status in _ENDINGS}
 
 
 def _describe(
@@ -152,13 +154,8 @@ def _describe(
     first = next((result for result in found.values() if result), None)
     for study in studies:
         result = found[study.batch_size]
-        states = [trial.status for trial in study.trials]
-        ended = {
-            "complete": states.count("COMPLETE"),
-            "cut short": states.count("INCOMPLETE"),
-            "diverged": states.count("INFEASIBLE"),
-        }
-        trials = ", ".join(f"{count} {state}" for state, count in ended.items() if count) or "none"
+        ended = [f"{count} {_ENDINGS[how]}" for how, count in _endings(study).items() if count]
+        trials = ", ".join(ended) or "none"
         if result is None:
             lines.append(f"{study.batch_size:>7} {'not reached':>19}{' ' * 37}  {trials}")
             continue
@@ -189,28 +186,6 @@ def _edge_warnings(found: Mapping[int, Result | None]) -> list[str]:
         for result in found.values()
         if result and result.at_edge
     ]
-
-
-_REGIONS = (
-    ("perfect scaling", "#009e73"),
-    ("diminishing returns", "#e69f00"),
-    ("no gain", "#999999"),
-)
-
-Results = Mapping[str, Sequence[Result]]
-
-
-def draw_study(results: Results, goals: Mapping[str, float], folder: Path) -> None:
-    """Write ``steps.png``, ``examples.png`` and ``learning_rate.png`` into a folder.
-
-    Args:
-        results: By workload, batch sizes ascending; none is empty.
-        goals: By workload.
-        folder: Where to; it is made.
-    """
-    save_figure(steps_figure(results, goals), folder / "steps.png")
-    save_figure(examples_figure(results, goals), folder / "examples.png")
-    save_figure(rates_figure(results), folder / "learning_rate.png")
 
 
 def steps_figure(results: Results, goals: Mapping[str, float]) -> Figure:

@@ -30,46 +30,30 @@ EDGE_RULE = f"in the outermost {EDGE:.0%} of the range searched".replace("%", " 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: what it was given, and what was measured on its way.
+    """One training: what it was given, and what was measured on its way."""
 
-    Attributes:
-        trial_id: Number in its study.
-        status: COMPLETE; INCOMPLETE (cut short, says nothing); INFEASIBLE (diverged).
-        steps: Steps taken.
-        parameters: Values of the metaparameters, ``learning_rate`` among them.
-        measurements: Columns of equal length: ``step`` and the metrics, float64.
-    """
-
-    trial_id: int
-    status: Status
-    steps: int
-    parameters: Mapping[str, Any]
+    trial_id: int  # in its study; counts from 1
+    status: Status  # INCOMPLETE: cut short, says nothing; INFEASIBLE: diverged
+    steps: int  # taken
+    parameters: Mapping[str, Any]  # metaparameters, ``learning_rate`` among them
+    # Columns of equal length, float64: ``step`` and the metrics.
     measurements: Mapping[str, np.ndarray] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Study:
-    """All trials of a workload at one batch size.
-
-    Attributes:
-        dataset: Name of the data set.
-        model: Name of the model.
-        optimizer: Name of the optimizer.
-        batch_size: Samples per step.
-        trials: By ascending number.
-        search: The range of each metaparameter that was searched, as in ``study.json``.
-        goal: Error that its trials were to fall under, if the study says so.
-        ends_at_goal: Whether trials ended there, or where they could not be the first any more.
-            They then say nothing about another goal, be it easier or harder.
-    """
+    """All trials of a workload at one batch size."""
 
     dataset: str
     model: str
     optimizer: str
     batch_size: int
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...]  # by ascending number
+    # The range of each metaparameter that was searched, as in ``study.json``.
     search: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    goal: float | None = None
+    goal: float | None = None  # error that its trials were to fall under, if the study says so
+    # Whether trials ended there, or where they could not be the first any more. They then say
+    # nothing about another goal, be it easier or harder.
     ends_at_goal: bool = False
 
     @property
@@ -80,19 +64,12 @@ class Study:
 
 @dataclass(frozen=True)
 class Result:
-    """The trial that got past the goal first, at one batch size.
-
-    Attributes:
-        batch_size: Samples per step.
-        steps: Steps to result.
-        trial: The trial.
-        at_edge: Metaparameters whose value lies on the edge of what was searched (`edges`).
-    """
+    """The trial that got past the goal first, at one batch size."""
 
     batch_size: int
-    steps: int
+    steps: int  # to the goal
     trial: Trial
-    at_edge: tuple[str, ...] = ()
+    at_edge: tuple[str, ...] = ()  # metaparameters on the edge of what was searched (`edges`)
 
     @property
     def examples(self) -> int:
@@ -102,17 +79,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Knees:
-    """Where perfect scaling ends, and from where on more batch saves no steps.
+    """Where perfect scaling ends, and from where on more batch saves no steps."""
 
-    Attributes:
-        perfect: `PERFECT_RULE`, with b0 the smallest batch size that reached the goal.
-        useful: `USEFUL_RULE`.
-        is_seen: Whether a larger batch was tried, so that `useful` is not only the last one.
-    """
-
-    perfect: int
-    useful: int
-    is_seen: bool
+    perfect: int  # `PERFECT_RULE`, with b0 the smallest batch size that reached the goal
+    useful: int  # `USEFUL_RULE`
+    is_seen: bool  # a larger batch was tried: `useful` is not only the last one
 
 
 def steps_to_result(
@@ -126,17 +97,8 @@ def steps_to_result(
     """Return the first measurement strictly under the goal, the least over complete trials.
 
     Between equal ones the trial with the lower number counts. Trials that diverged or were cut
-    short do not count, whatever was measured before.
-
-    Args:
-        study: The trials of one batch size.
-        goal: Value that the objective has to fall under.
-        objective: Column of the measurements.
-        step_budget: Steps after which measurements do not count.
-        example_budget: Samples after which they do not.
-
-    Returns:
-        None where no trial got there.
+    short do not count, nor do measurements after a budget (steps, samples). None: no trial got
+    there.
     """
     budget = min(step_budget, example_budget / study.batch_size)
     found: tuple[int, Trial] | None = None
@@ -167,12 +129,7 @@ def reached_at(trial: Trial, goal: float) -> float:
 def find_knees(steps: Mapping[int, int], tried: Iterable[int] = ()) -> Knees:
     """Return where scaling stops to be perfect and where it ends, by `PERFECT_RULE`, `USEFUL_RULE`.
 
-    Args:
-        steps: Steps to result by batch size, of those that reached the goal.
-        tried: Other batch sizes, which did not.
-
-    Raises:
-        SettingError: If there are none.
+    `steps` to result are by batch size, of those that reached the goal; `tried` others did not.
     """
     if not steps:
         raise SettingError("steps must have a batch size that reached the goal, got none")
@@ -186,13 +143,8 @@ def critical_batch(steps: Mapping[int, int]) -> float | None:
     """Return the batch size at which training takes twice the fewest steps and samples.
 
     Fits the curve steps(b) = S_min*(1 + B/b) of McCandlish et al. (arXiv 1812.06162, eq. 2.11) by
-    least relative errors, and returns B. The gradient noise scale predicts it.
-
-    Args:
-        steps: Steps to result by batch size.
-
-    Returns:
-        None where the sizes do not show both ends of such a curve.
+    least relative errors, and returns B. The gradient noise scale predicts it. None: the sizes do
+    not show both ends of such a curve.
     """
     if len(steps) < 3 or min(steps.values()) < 1:
         return None
@@ -232,9 +184,7 @@ def heuristic_rates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what the linear and the square-root rule make of the smallest batch's learning rate.
 
-    Args:
-        results: By ascending batch size.
-        rates: Their learning rates.
+    `results` are by ascending batch size.
     """
     growth = np.array([result.batch_size / results[0].batch_size for result in results])
     return rates[0] * growth, rates[0] * np.sqrt(growth)

@@ -1,11 +1,10 @@
-"""Studies on the disk, in the layout of the measurements that Shallue et al. released.
+"""Studies on the disk: what was measured, and who runs which trial.
 
-``dataset/model/optimizer/batch_size/study.json`` and, for every trial,
-``trial_id/metadata.json`` and ``trial_id/measurements.csv``
-(github.com/google-research/google-research/tree/master/batch_science). What is written here has
-more entries in ``study.json`` than those; readers of the released data ignore them.
-
-Who runs which trial of a study: a lock a trial, which any number of processes try.
+The layout is that of the measurements that Shallue et al. released
+(github.com/google-research/google-research/tree/master/batch_science):
+``dataset/model/optimizer/batch_size/study.json`` and, for every trial, ``trial_id/metadata.json``
+and ``trial_id/measurements.csv``. What is written here has more entries in ``study.json`` than
+those; readers of the released data ignore them.
 
 A trial whose ``metadata.json`` is written is done. The process that runs a trial holds its lock,
 which the system lifts when the process dies; the next process runs that trial from its start.
@@ -22,19 +21,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
-from dbsl.tools.study.scaling import Study, Trial, reached_at
+from dbsl.tools.study.scaling import Status, Study, Trial, reached_at
 
 STUDY, METADATA, MEASUREMENTS = "study.json", "metadata.json", "measurements.csv"
 COLUMNS = ("step", "train/cross_entropy_error", "val/cross_entropy_error")
 COLUMNS += ("val/classification_error",)
-_STATES = ("COMPLETE", "INCOMPLETE", "INFEASIBLE")
+_STATES = get_args(Status)
+_ATTEMPTS = 3  # processes that may die in a trial; after that the trial is to blame
+_PROBE_S = 0.1  # longest for which one that counts what others run may hold a lock
 
 
 def dataset_name(dataset: str) -> str:
@@ -75,11 +76,7 @@ def write_trial(folder: Path, trial: Trial) -> None:
 
 
 def find_studies(root: Path) -> list[Path]:
-    """Return the folders under `root`, itself included, that have a ``study.json``, sorted.
-
-    Raises:
-        SettingError: If there is none.
-    """
+    """Return the folders under `root`, itself included, that have a ``study.json``, sorted."""
     found = sorted(path.parent for path in root.rglob(STUDY)) if root.is_dir() else []
     if not found:
         raise SettingError(f"folder must have a {STUDY} in it or below, got {root}")
@@ -87,11 +84,7 @@ def find_studies(root: Path) -> list[Path]:
 
 
 def read_workloads(roots: Iterable[Path]) -> dict[str, list[Study]]:
-    """Return all studies under some folders or in tar archives, by workload, sizes ascending.
-
-    Raises:
-        SettingError: If a file cannot be read, or two folders have the same study.
-    """
+    """Return all studies under some folders or in tar archives, by workload, sizes ascending."""
     workloads: dict[str, dict[int, Study]] = {}
     for root in roots:
         for study in _read_root(root):
@@ -134,16 +127,11 @@ def _read_root(root: Path) -> list[Study]:
 
 
 def read_study(folder: Path) -> Study:
-    """Return a study; trials that are being written are not there yet.
-
-    Raises:
-        SettingError: If a file is missing or cannot be read.
-    """
-    values = _read_json(folder / STUDY)
-    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    folders = [folder / str(number) for number in numbers]
-    trials = [read_trial(own) for own in folders if (own / METADATA).exists()]
+    """Return a study; trials that are being written are not there yet."""
     path = folder / STUDY
+    values = _read_json(path)
+    numbers = sorted(int(own.name) for own in folder.iterdir() if own.name.isdecimal())
+    trials = [read_trial(folder / str(n)) for n in numbers if is_written(folder, n)]
     goal = values.get("goal_error")
     search = _entry(values, "parameter_configs", path)
     return Study(
@@ -164,11 +152,7 @@ def is_written(folder: Path, trial_id: int) -> bool:
 
 
 def read_trial(folder: Path) -> Trial:
-    """Return a trial from its own folder.
-
-    Raises:
-        SettingError: If a file is missing or cannot be read.
-    """
+    """Return a trial from its own folder."""
     path = folder / METADATA
     values = _read_json(path)
     status = _entry(values, "status", path)
@@ -221,10 +205,6 @@ def _entry(values: Mapping[str, Any], name: str, path: Path) -> Any:
     return values[name]
 
 
-_ATTEMPTS = 3  # processes that may die in a trial; after that the trial is to blame
-_PROBE_S = 0.1  # longest for which one that counts what others run may hold a lock
-
-
 @dataclass
 class Claim:
     """A trial that this process has taken on."""
@@ -236,13 +216,10 @@ class Claim:
 
 
 class Claims:
-    """The trials of all studies of a folder.
+    """The trials of all studies of a folder that exists.
 
-    Args:
-        folder: The folder; it exists.
-        studies: Folder of each study by its name, in the order of work.
-        trials: Trials of each study.
-        goal: Error to fall under.
+    `studies` are the folders by name, in the order of work, each with so many `trials`; `goal` is
+    the error to fall under.
     """
 
     def __init__(self, folder: Path, studies: Mapping[str, Path], trials: int, goal: float) -> None:
@@ -252,13 +229,9 @@ class Claims:
         self._reached: defaultdict[str, dict[int, float]] = defaultdict(dict)  # by trial
 
     def claim(self) -> Claim | None:
-        """Take on the next trial that is neither done nor under way.
+        """Take on the next trial that is neither done nor under way, if there is one.
 
-        Returns:
-            None where there is none; some may run in other processes.
-
-        Raises:
-            SettingError: If a trial's processes died time and again.
+        A trial whose processes died time and again is refused.
         """
         for study in self._studies:
             for trial_id in self._open(study):

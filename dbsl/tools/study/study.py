@@ -1,14 +1,10 @@
-"""Settings of a scaling study, checked; what they mean for one batch size and one optimizer.
-
-Which batch size is worth having: steps to result at every batch size, everything else re-tuned.
+"""Which batch size is worth having: steps to result at every size, everything else re-tuned.
 
     python -m dbsl.study --batch-sizes 16,32,64,128,256,512,1024 --goal-error 0.3 --trials 16
     python -m dbsl.study --plot studies/digits-resnet18       # read and draw, train nothing
 
 After Shallue et al. (JMLR 20(112), 2019). Repeat the command to resume a study that was stopped or
 killed; repeat it in a second shell to share the work.
-
-``python -m dbsl.study``.
 """
 
 from __future__ import annotations
@@ -32,9 +28,11 @@ from dbsl.base.errors import EXIT_STOPPED, RunStopped, SettingError, one_line_er
 from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
-from dbsl.config.fields import Within, check_bounds, in_range, parse_flags
+from dbsl.config.fields import Within, check_fields, in_range
+from dbsl.config.flags import parse_flags
+from dbsl.config.image_settings import ImageConfig, check_images
 from dbsl.config.parse import config_to_yaml
-from dbsl.config.settings import ImageConfig, MachineConfig, check_images
+from dbsl.config.settings import MachineConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
 from dbsl.optimizer import check_optimizer
@@ -56,6 +54,7 @@ from dbsl.tools.study.store import (
     write_trial,
 )
 from dbsl.tools.study.trials import (
+    TIMM_NAMES,
     Images,
     ImageTask,
     Range,
@@ -65,7 +64,12 @@ from dbsl.tools.study.trials import (
     trial_parameters,
 )
 
-_WITHOUT_MOMENTUM = ("sgd",)
+SETTINGS = "study.yaml"
+_PARENT = "DBSL_STUDY_PARENT"  # variable of a process of several: the parent's id
+# Settings that may change from one launch to the next: none changes a trial.
+_MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
+_MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
+_END_PATIENCE_S = 60.0  # for processes that were asked to stop
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise SettingError(f"{name} must be one or more, each once, got {_join(values)}")
-        check_bounds(self)
+        check_fields(self)
         check_images(self)
         for name in ("effective_lr", "momentum", "decay_factor", "decay_share"):
             _ends(name, getattr(self, name))
@@ -150,7 +154,7 @@ class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its com
         momentum = Range(*_ends("momentum", self.momentum), "REVERSE_LOG_SCALE")
         return {
             "effective_learning_rate": Range(*_ends("effective_lr", self.effective_lr), log),
-            **({} if optimizer in _WITHOUT_MOMENTUM else {"momentum": momentum}),
+            **({} if optimizer == "sgd" else {"momentum": momentum}),
             "end_learning_rate_factor": Range(*_ends("decay_factor", self.decay_factor), log),
             "learning_rate_decay_share": Range(
                 *_ends("decay_share", self.decay_share), "LINEAR_SCALE"
@@ -169,15 +173,6 @@ def _join(values: Sequence[Any]) -> str:
     return ",".join(map(str, values)) or "none"
 
 
-SETTINGS = "study.yaml"
-_OPTIMIZERS = ("sgd", "momentum", "nesterov")
-_PARENT = "DBSL_STUDY_PARENT"
-# Settings that may change from one launch to the next: none changes a trial.
-_MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
-_MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
-_END_PATIENCE_S = 60.0  # for processes that were asked to stop
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a study, or go on with one; with ``--plot`` read and draw finished ones."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -186,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _plot(config)
         return
     for optimizer in config.optimizers:
-        if optimizer not in _OPTIMIZERS:
+        if optimizer not in TIMM_NAMES:
             check_optimizer(optimizer)
     is_child = _PARENT in os.environ
     threads = config.cpu_threads or threads_of_process(config.processes)
@@ -306,12 +301,7 @@ def _outcome(trial: Trial, goal: float) -> str:
 def _in_processes(
     config: StudyConfig, argv: Sequence[str], threads: int, stopping: Stopping
 ) -> None:
-    """Run trials in several processes of this command; all end with this one.
-
-    Raises:
-        RunStopped: If it was asked to stop.
-        SettingError: If one of them failed.
-    """
+    """Run trials in several processes of this command; all end with this one."""
     one = ["--processes", "1", "--cpu-threads", str(threads)]
     children = []
     devices = torch.cuda.device_count()
@@ -355,15 +345,14 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
         in_range("batch_sizes", size, 1, len(data.train))
     resolution = config.resolution or default_resolutions(data.image_side)[-1]
     transform = data.transform(resolution, config.augmentation, config.seed)
+    kind, largest = accelerator.device.type, max(config.batch_sizes)
     images = Images(
         data,
         config.model,
         transform,
         config.dropout,
         config.label_smoothing,
-        evaluation_batch_size(
-            config.eval_batch_size, accelerator.device.type, max(config.batch_sizes)
-        ),
+        evaluation_batch_size(config.eval_batch_size, kind, largest),
         accelerator,
     )
     least = check_sides(config.model, images.build(config.seed), data, (resolution,))
@@ -372,11 +361,7 @@ def _load(config: StudyConfig, accelerator: Any) -> Images:
 
 
 def _open(config: StudyConfig, images: Images) -> _Work:
-    """Make a study's folder, or open it again.
-
-    Raises:
-        SettingError: If it is the folder of another study, or cannot be written.
-    """
+    """Make a study's folder, or open it again if it is of the same study."""
     folder = Path(config.output_dir or f"studies/{dataset_name(config.dataset)}-{config.model}")
     studies = _studies(config)
     folders = {name: _folder_of(config, folder, *own) for name, own in studies.items()}

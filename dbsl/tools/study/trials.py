@@ -1,11 +1,8 @@
 """One training of a study: so many steps at one batch size, measured on the way.
 
 The loop knows a `Task` alone, which takes steps and measures itself. `ImageTask` does so with
-train.py's data, model, optimizer and step.
-
-The metaparameters of a study's trials: points of a scrambled Sobol sequence.
-
-They depend on the seed, the optimizer and the batch size alone: not on who runs a trial, nor when.
+train.py's data, model, optimizer and step. A trial's metaparameters are a point of a scrambled
+Sobol sequence: they depend on the seed, the optimizer and the batch size, not on who runs it.
 """
 
 from __future__ import annotations
@@ -33,9 +30,11 @@ from dbsl.plan.sampler import StepSampler, evaluation_batches
 from dbsl.tools.study.scaling import Trial
 from dbsl.tools.study.store import COLUMNS
 
+qmc = lazy_import("scipy.stats.qmc")
+
 _CACHED_EVALUATION = 2**30  # bytes of evaluation images that are kept as they go into the model
-# timm's names; "sgd" without momentum is "momentum" with none.
-_TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
+# Optimizers as Shallue et al. call them, by timm's names; sgd is momentum with none.
+TIMM_NAMES = {"sgd": "momentum", "momentum": "momentum", "nesterov": "sgd"}
 
 
 class Measurement(NamedTuple):
@@ -94,7 +93,7 @@ def run_trial(
     A trial whose loss is not finite at any measurement is INFEASIBLE and ends there.
 
     Args:
-        task: The model, optimizer and data to train.
+        task: What is trained.
         trial_id: Number of the trial.
         parameters: Its metaparameters.
         budget: Steps at most.
@@ -128,15 +127,9 @@ def run_trial(
 class ImageTask:
     """A timm model on a data set's images, trained as train.py does with one worker.
 
-    It has random streams of its own: initial weights, order, augmentation and dropout depend on
-    `seed` alone. Every batch has `batch_size` samples; the rest of an epoch is left out.
-
-    Args:
-        images: Data and settings that all trials share.
-        optimizer: sgd (without momentum), momentum, nesterov, or a name that timm.optim knows.
-        batch_size: Samples per step.
-        parameters: The trial's metaparameters.
-        seed: The trial's seed.
+    Initial weights, order, augmentation and dropout depend on `seed` alone. Every batch has
+    `batch_size` samples; the rest of an epoch is left out. `optimizer` is one of `TIMM_NAMES`, or a
+    name that timm.optim knows.
     """
 
     def __init__(
@@ -152,7 +145,7 @@ class ImageTask:
         model = images.build(seed)
         build = partial(
             build_optimizer,
-            _TIMM_NAMES.get(optimizer, optimizer),
+            TIMM_NAMES.get(optimizer, optimizer),
             lr=parameters["learning_rate"],
             momentum=parameters.get("momentum", 0.0),
             weight_decay=parameters.get("weight_decay", 0.0),
@@ -226,23 +219,13 @@ class ImageTask:
 
 @dataclass
 class Images:
-    """Data and settings that a study's trials share.
-
-    Attributes:
-        data: Images to train on and to evaluate with.
-        model: Name in timm's registry.
-        transform: Augmentation of training images.
-        dropout: Dropout before the classifier.
-        label_smoothing: Label smoothing of the training loss.
-        eval_batch_size: Samples per step of evaluation.
-        accelerator: Device and precision.
-    """
+    """Data and settings that a study's trials share."""
 
     data: Data
-    model: str
-    transform: Transform
-    dropout: float
-    label_smoothing: float
+    model: str  # name in timm's registry
+    transform: Transform  # of training images
+    dropout: float  # before the classifier
+    label_smoothing: float  # of the training loss
     eval_batch_size: int
     accelerator: Accelerator
 
@@ -271,9 +254,6 @@ class Images:
             return batches
         self._kept = list(batches)
         return self._kept
-
-
-qmc = lazy_import("scipy.stats.qmc")
 
 
 @dataclass(frozen=True)
@@ -317,9 +297,7 @@ def search_points(ranges: Mapping[str, Range], count: int, seed: int) -> list[di
 def trial_parameters(point: Mapping[str, float], steps: int) -> dict[str, float]:
     """Return a trial's metaparameters, under the published names where they have one.
 
-    Args:
-        point: One of `search_points`.
-        steps: The trial's step budget.
+    `point` is one of `search_points`, `steps` the trial's budget.
     """
     rate = point["effective_learning_rate"] * (1 - point.get("momentum", 0.0))
     decay_steps = max(1, round(point["learning_rate_decay_share"] * steps))

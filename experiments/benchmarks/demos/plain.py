@@ -26,7 +26,7 @@ from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer

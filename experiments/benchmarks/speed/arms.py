@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 
 from dbsl.base.machine import threads_of_process
 from dbsl.cluster.weights import compile_in_place
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import Data, load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model

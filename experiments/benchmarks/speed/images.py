@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torchvision.transforms import v2
 
-from dbsl.config.settings import AugmentKwargs, ImageConfig
+from dbsl.config.image_settings import AugmentKwargs, ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.run.accelerator import keep_freed_memory

@@ -15,7 +15,7 @@ import sys
 import datasets
 import timm
 
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import build_model
 

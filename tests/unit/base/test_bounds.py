@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import Within, check_bounds, in_range
+from dbsl.config.fields import Within, check_fields, in_range
 
 
 @dataclass
@@ -29,13 +29,13 @@ class Settings:
 )
 def test_no_setting_is_beyond_what_arithmetic_holds(value, message):
     with pytest.raises(SettingError, match=f"^rates must be {message}$"):
-        check_bounds(Settings(rates=(0.1, value)))
+        check_fields(Settings(rates=(0.1, value)))
     in_range("seconds", 1e15)
 
 
 def test_not_a_number_is_within_no_bounds():
     with pytest.raises(SettingError, match=r"^share must be in \[0, 1\], got nan$"):
-        check_bounds(Settings(share=math.nan))
+        check_fields(Settings(share=math.nan))
 
 
 def test_whole_numbers_are_held_against_their_bounds_exactly():
@@ -49,5 +49,5 @@ def test_whole_numbers_are_held_against_their_bounds_exactly():
 
 def test_a_list_with_bounds_has_a_number_at_least():
     with pytest.raises(SettingError, match=r"^sizes must have a value, got none$"):
-        check_bounds(Settings(sizes=()))
-    check_bounds(Settings(rates=()))
+        check_fields(Settings(sizes=()))
+    check_fields(Settings(rates=()))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from dbsl.config.fields import POSITIONAL, REPEATED, parse_flags
+from dbsl.config.flags import POSITIONAL, REPEATED, parse_flags
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import parse_config
-from dbsl.config.settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from experiments.benchmarks.gpu import __main__ as command
@@ -335,7 +335,7 @@ import json, sys, zlib
 import numpy as np, torch
 from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
 from dbsl.config.parse import parse_config
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from train import Config

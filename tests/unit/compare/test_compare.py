@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.fields import parse_flags
+from dbsl.config.flags import parse_flags
 from dbsl.config.parse import parse_config
 from dbsl.tools import jobs
 from dbsl.tools.compare import compare
@@ -44,6 +44,11 @@ ARM = {
     "mixed_precision": "no",
     "cpu_threads": 1,
 }
+
+
+OLD = {"arm": "old", "seed": 0, "accuracy": "41.25", "loss": "1.9", "train_time_s": "7.5"}
+OLD |= {"total_time_s": "9.0", "workers": 4, "epochs": 2, "samples": 120}
+OLD |= {"device": "cpu", "precision": "no", "torch": "2.15.0", "timm": "1.0.31"}
 
 
 def run_of(seed, accuracy, time_s=10.0):
@@ -203,6 +208,43 @@ def forked(monkeypatch):
 
 
 @pytest.fixture
+def launched(monkeypatch):
+    """Have runs end at once, a second an epoch over the workers; return what was launched."""
+    launched = []
+
+    def launch_all(launches, jobs, stopping, on_finished):
+        for launch in launches:
+            if not compare.is_finished(launch.folder):
+                launched.append(launch)
+                end_run(launch.folder, parse_config(train.Config, launch.flags))
+                on_finished()
+
+    monkeypatch.setattr(compare, "launch_all", launch_all)
+    return launched
+
+
+def end_run(folder, config):
+    epochs, workers = range(1, config.epochs + 1), config.workers or 4
+    evaluations = [
+        {"event": "eval", "train_time_s": 4 * epoch / workers, "accuracy": epoch / 100}
+        for epoch in epochs
+    ]
+    summary = {"seed": config.seed, "epochs": config.epochs, "workers": workers}
+    summary |= {"final_accuracy": config.epochs / 100, "final_loss": 1.0, "total_time_s": 9.0}
+    summary |= dict.fromkeys(("device", "precision", "torch", "timm"), "x")
+    if config.ema_decay:
+        summary |= {"final_ema_accuracy": 0.5, "final_ema_loss": 0.5}
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, evaluations)))
+    (folder / "summary.json").write_text(json.dumps(summary | {"samples_seen": 60}))
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return {row["arm"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture
 def arms(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs/tiny").mkdir(parents=True)
@@ -215,50 +257,44 @@ def arms(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked")
-def test_arms_run_once_and_go_on(arms, tmp_path, capfd):
-    compare.main([*arms, "--seeds", "1"])
-    assert "run 2/2: dual, seed 0" in capfd.readouterr().out
-    folders = sorted(path.name for path in (tmp_path / "runs").iterdir() if path.is_dir())
-    assert folders == ["tiny-dual-s0", "tiny-large-s0"]
-    before = (tmp_path / "runs/tiny-dual-s0/summary.json").stat().st_mtime_ns
-    # One that was ended before it had a checkpoint begins anew; a finished one is left alone.
-    shutil.rmtree(tmp_path / "results")
-    (tmp_path / "runs/tiny-large-s0/summary.json").unlink()
-    for file in (tmp_path / "runs/tiny-large-s0/checkpoints").glob("*/*"):
-        file.unlink()
-    compare.main([*arms, "--seeds", "1"])
-    printed = capfd.readouterr().out
-    assert "run 1/2: large, seed 0" in printed
-    assert "dual, seed" not in printed
-    assert (tmp_path / "runs/tiny-dual-s0/summary.json").stat().st_mtime_ns == before
-    with open(tmp_path / "results/tiny/arms.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["arm"] for row in rows] == ["large", "dual"]
-    summary = json.loads((tmp_path / "runs/tiny-dual-s0/summary.json").read_text())
-    assert float(rows[1]["accuracy"]) == pytest.approx(100 * summary["final_accuracy"], abs=0.01)
-    assert (tmp_path / "results/tiny/arms.png").exists()
-    run = read_run(tmp_path / "runs/tiny-dual-s0")
+def test_an_arm_runs_once_here_and_its_rows_count_on_another_machine(arms, tmp_path, capfd):
+    options = [arms[1], "--seeds", "1", "--set", "eval_train=true"]
+    compare.main(options)
+    assert "run 1/1: dual, seed 0" in capfd.readouterr().out
+    folder, output = tmp_path / "runs/tiny-dual-s0", tmp_path / "results/tiny"
+    summary = json.loads((folder / "summary.json").read_text())
+    row = rows_of(output / "arms.csv")["dual"]
+    assert float(row["accuracy"]) == pytest.approx(100 * summary["final_accuracy"], abs=0.01)
+    assert (output / "arms.png").exists()
+    run = read_run(folder)
     assert (run.samples, len(run.curve)) == (120, 2)
     assert run.train_time_s < 1.0  # the simulated workers' clock
-    metrics = tmp_path / "runs/tiny-dual-s0/metrics.jsonl"
-    whole = metrics.read_text()
-    last = [json.loads(line) for line in whole.splitlines() if '"eval"' in line]
-    del last[0]["virtual_time_s"]  # it was trained in processes of its own at first
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in last))
-    assert read_run(tmp_path / "runs/tiny-dual-s0").train_time_s == last[-1]["train_time_s"]
-    metrics.write_text(whole)
+    rows = (output / "arms_runs.csv").read_text()
+    assert 0 <= float(rows_of(output / "arms_runs.csv")["dual"]["train_accuracy"]) <= 100
 
-    (tmp_path / "configs/tiny/dual.yaml").write_text(yaml.safe_dump(ARM | {"epochs": 3}))
-    with pytest.raises(ValueError, match="epochs of arm dual must be 2 as in"):
-        compare.main([*arms, "--seeds", "1"])
+    shutil.rmtree(output)  # the run is there
+    compare.main(options)
+    shutil.rmtree(tmp_path / "runs")  # a clone has the tables alone
+    compare.main([*options, "--set", "dataset=digits"])
+    # Another number of checkpoints makes no other result.
+    compare.main([*options, "--set", "keep_checkpoints=2", "--report-only"])
+    assert "run 1" not in capfd.readouterr().out
+    assert (output / "arms_runs.csv").read_text() == rows
+
+
+def test_a_run_that_began_in_processes_has_the_wall_clocks_times(tmp_path):
+    """Where not every evaluation has the simulated clock, no time is of it."""
+    config = train.Config(epochs=2, seed=0, workers=1)
+    end_run(tmp_path / "run", config)
+    metrics = tmp_path / "run/metrics.jsonl"
+    first, last = map(json.loads, metrics.read_text().splitlines())
+    metrics.write_text(json.dumps(first) + "\n" + json.dumps(last | {"virtual_time_s": 0.1}))
+    assert read_run(tmp_path / "run").train_time_s == last["train_time_s"]
 
 
 def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_result(
-    arms, monkeypatch
+    arms, monkeypatch, launched
 ):
-    launched = []
-    monkeypatch.setattr(compare, "launch_all", lambda launches, *_, **__: launched.extend(launches))
-    monkeypatch.setattr(compare, "write_comparison", lambda *_: "")
     monkeypatch.setenv("WANDB_JOB_TYPE", "mine")
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     compare.main([arms[1], "--seeds", "2", "--set", "report_to=tensorboard"])
@@ -273,10 +309,8 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_resul
         for settings in ({}, {"report_to": "tensorboard"})
     )
     assert silent.hash == told.hash
-    folder = Path("runs/tiny-dual-s0")
-    folder.mkdir()
-    compare._check_same(silent, folder)
-    compare._check_same(told, folder)
+    for arm in (silent, told):
+        compare._check_same(arm, Path("runs/tiny-dual-s0"))
 
 
 @pytest.mark.parametrize(
@@ -289,6 +323,10 @@ def test_runs_have_their_comparison_arm_and_seed_in_trackers_which_move_no_resul
         (["x.yaml", "--baseline", "y"], "baseline must be one of x, got y"),
         (["x.yaml", "--seeds", "0"], "seeds must be at least 1, got 0"),
         (["x.yaml", "--target", "2"], "target must be in (0, 1], got 2"),
+        (["x.yaml", "--vary", "lr=0.1,0.1"], "vary must have values that differ, got lr=0.1,0.1"),
+        (["x.yaml", "--vary", "lr="], "vary must have values that differ, got lr="),
+        (["x.yaml", "--vary", "lr=1", "--set", "lr=2"], "set and vary must give a setting once"),
+        (["x.yaml", "--set", "a-b=2", "--set", "a_b=3"], "set and vary must give a setting once"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
@@ -301,26 +339,27 @@ def test_bad_input_is_one_line(arguments, message, capsys, tmp_path, monkeypatch
     assert error.count("\n") == 1
 
 
-@pytest.mark.usefixtures("forked")
-def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(tmp_path, monkeypatch):
+def test_equal_time_trains_again_with_other_epochs_and_moved_milestones(
+    tmp_path, monkeypatch, launched
+):
     monkeypatch.chdir(tmp_path)
     arms = []
     for name, extra in (("base", {}), ("alone", {"workers": 1, "ema_decay": 0.5})):
         arms.append(f"{name}.yaml")
         settings = ARM | {"workers": 4, "large_batch_size": 8, "epochs": 4, "lr_milestones": [2]}
-        settings |= extra
-        (tmp_path / arms[-1]).write_text(yaml.safe_dump(settings))
+        (tmp_path / arms[-1]).write_text(yaml.safe_dump(settings | extra))
     options = ["--seeds", "1", "--jobs", "2", "--equal-time", "--set", "lr=0.01"]
     compare.main([*arms, *options, "--output-dir", "out"])
-    (again,) = (tmp_path / "runs").glob("*-alone-1epochs-s0")  # one worker takes four times as long
-    made = yaml.safe_load((again / "config.yaml").read_text())
-    assert (made["epochs"], made["lr_milestones"], made["lr"]) == (1, [], 0.01)
-    rows = {}
-    for name in ("arms", "equal_time"):
-        with open(tmp_path / f"out/{name}.csv", newline="") as file:
-            rows[name] = {row["arm"]: row for row in csv.DictReader(file)}
-        assert rows[name].keys() == {"base", "alone", "alone (EMA)"}
-    assert [rows[name]["alone"]["epochs"] for name in rows] == ["4", "1"]
+    assert [launch.title for launch in launched] == [
+        *("base, seed 0", "alone, seed 0"),
+        "alone-1epochs, seed 0",  # one worker takes four times as long
+    ]
+    made = parse_config(train.Config, launched[-1].flags)
+    assert (made.epochs, made.lr_milestones, made.lr) == (1, (), 0.01)
+    rows = {name: rows_of(tmp_path / f"out/{name}.csv") for name in ("arms", "equal_time")}
+    for own in rows.values():
+        assert own.keys() == {"base", "alone", "alone (EMA)"}
+    assert [own["alone"]["epochs"] for own in rows.values()] == ["4", "1"]
     assert rows["arms"]["base"] | {"target": ""} == rows["equal_time"]["base"] | {"target": ""}
     row = rows["arms"]["base"]
     assert row["command"].startswith("python -m dbsl.compare *.yaml --seeds 1")
@@ -386,23 +425,6 @@ def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
     )
 
 
-@pytest.mark.usefixtures("forked")
-def test_rows_of_another_machine_count_as_finished_runs_of_the_same_settings(arms, tmp_path, capfd):
-    compare.main([arms[0], "--seeds", "1", "--set", "eval_train=true"])
-    rows = (tmp_path / "results/tiny/arms_runs.csv").read_text()
-    (row,) = csv.DictReader(rows.splitlines())
-    assert 0 <= float(row["train_accuracy"]) <= 100
-    shutil.rmtree(tmp_path / "runs")  # a clone has the tables alone
-    capfd.readouterr()
-    compare.main([arms[0], "--seeds", "1", "--set", "eval_train=true", "--set", "dataset=digits"])
-    assert "run 1" not in capfd.readouterr().out
-    assert (tmp_path / "results/tiny/arms_runs.csv").read_text() == rows
-    # Another number of checkpoints makes no other result.
-    more = ["--set", "eval_train=true", "--set", "keep_checkpoints=2"]
-    compare.main([arms[0], "--seeds", "1", *more, "--report-only"])
-    assert (tmp_path / "results/tiny/arms_runs.csv").read_text() == rows
-
-
 @pytest.mark.parametrize("more", [[], ["--report-only"]])
 def test_rows_of_other_settings_are_neither_counted_nor_replaced(arms, tmp_path, more):
     other = replace(run_of(0, 0.5), settings="another")
@@ -435,8 +457,7 @@ def test_rows_that_another_command_writes_meanwhile_stay_and_count(arms, tmp_pat
         "large": [0],
         "dual": [0],
     }
-    with open(output / "arms.csv", newline="") as file:
-        assert [row["arm"] for row in csv.DictReader(file)] == ["large"]
+    assert [*rows_of(output / "arms.csv")] == ["large"]
 
 
 def test_rows_of_other_settings_that_come_meanwhile_are_not_replaced(arms, tmp_path, monkeypatch):
@@ -462,20 +483,6 @@ def test_differences_that_are_all_equal_have_no_p():
     assert all(math.isnan(each) for each in (found.half, found.p, found.detectable))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--vary", "lr=0.1,0.1"], "vary must have values that differ, got lr=0.1,0.1"),
-        (["--vary", "lr="], "vary must have values that differ, got lr="),
-        (["--vary", "lr=0.1", "--set", "lr=0.2"], "set and vary must give a setting once, got lr"),
-        (["--set", "eval-every=2", "--set", "eval_every=3"], "a setting once, got eval_every twic"),
-    ],
-)
-def test_settings_that_say_two_things_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        parse_flags(compare.CompareConfig, ["arm.yaml", *options])
-
-
 def test_varied_booleans_are_flags_that_train_knows(tmp_path):
     (tmp_path / "arm.yaml").write_text(yaml.safe_dump(ARM))
     ends = [end for end, _ in compare._variations(["save-best=true,false"])]
@@ -498,15 +505,13 @@ def test_another_dataset_is_another_setting_and_a_local_copy_is_not(tmp_path):
     assert own == copy != other
 
 
-@pytest.mark.usefixtures("forked")
-def test_varied_settings_are_arms_of_their_own(arms, tmp_path):
+def test_varied_settings_are_arms_of_their_own(arms, tmp_path, launched):
     options = ["--seeds", "1", "--set", "epochs=1", "--vary", "lr=0.1,0.05", "--vary", "seed=1"]
     with pytest.raises(ValueError, match="must leave seed to the comparison"):
         compare.main([arms[0], *options])
     options[-1] = "momentum=0.5"
     compare.main([arms[0], *options, "--baseline", "large-lr0.05-momentum0.5"])
-    with open(tmp_path / "results/tiny/arms.csv", newline="") as file:
-        found = [row["arm"] for row in csv.DictReader(file)]
+    found = [*rows_of(tmp_path / "results/tiny/arms.csv")]
     assert found == ["large-lr0.1-momentum0.5", "large-lr0.05-momentum0.5"]
 
 
@@ -535,30 +540,24 @@ def test_nothing_finished_is_refused(arms):
         compare.main([*arms, "--report-only"])
 
 
-@pytest.mark.usefixtures("forked")
-def test_rows_of_before_settings_were_recorded_stay_and_count_for_nothing(arms, tmp_path):
+def test_rows_of_before_settings_were_recorded_stay_and_count_for_nothing(arms, tmp_path, launched):
     """Those of other arms are left alone, those of this arm would have to be removed."""
     folder = tmp_path / "results/tiny"
     folder.mkdir(parents=True)
-    old = {"arm": "old", "seed": 0, "accuracy": "41.25", "loss": "1.9", "train_time_s": "7.5"}
-    old |= {"total_time_s": "9.0", "workers": 4, "epochs": 2, "samples": 120}
-    old |= {"device": "cpu", "precision": "no", "torch": "2.15.0", "timm": "1.0.31"}
 
     def write(rows):
-        for name, content in (("runs", rows), ("curves", [])):
-            columns = old if name == "runs" else ["arm", "seed", "train_time_s", "accuracy"]
-            with open(folder / f"arms_{name}.csv", "w", newline="") as file:
-                writer = csv.DictWriter(file, columns)
-                writer.writeheader()
-                writer.writerows(content)
+        (folder / "arms_curves.csv").write_text("arm,seed,train_time_s,accuracy\n")
+        with open(folder / "arms_runs.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, OLD)
+            writer.writeheader()
+            writer.writerows(rows)
 
-    write([old, old | {"arm": "large"}])
+    write([OLD, OLD | {"arm": "large"}])
     with pytest.raises(ValueError, match="1 row of settings that were not recorded in"):
         compare.main([arms[0], "--seeds", "1"])
-    write([old])
+    write([OLD])
     compare.main([arms[0], "--seeds", "1"])
-    with open(folder / "arms_runs.csv", newline="") as file:
-        found = {row["arm"]: row for row in csv.DictReader(file)}
+    found = rows_of(folder / "arms_runs.csv")
     assert found.keys() == {"old", "large"}
     assert (found["old"]["accuracy"], found["old"]["settings"]) == ("41.250", "")
     assert found["large"]["settings"]

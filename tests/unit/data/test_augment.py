@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbsl.config.settings import (
+from dbsl.config.image_settings import (
     AugmentKwargs,
     DataConfig,
     EraseKwargs,
     EraseMode,
-    RunConfig,
     check_images,
 )
+from dbsl.config.settings import RunConfig
 from dbsl.data.augment import GlobalStreams, erase, erase_here, image_seeds, timm_transform
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dbsl.base.errors import ReadError
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming import groups as group_cache
@@ -120,7 +120,7 @@ def count_writes(monkeypatch):
     return written
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cache_that_holds_little_gives_the_bits_of_one_that_holds_all(shards, cache, workers):
     results = []
     for gib in (1.0, LITTLE):

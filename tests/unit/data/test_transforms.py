@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms.v2 import functional as TF
 
-from dbsl.config.settings import Interpolation
+from dbsl.config.image_settings import Interpolation
 from dbsl.data.transforms import Transform, to_device
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)

@@ -153,7 +153,7 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_lr": 0.01}, "min_lr must be 0 except with lr_schedule cosine or poly, got 0.01"),
+        ({"min_lr": 0.01}, "min_lr must be 0.0 except with lr_schedule cosine or poly, got 0.01"),
         (
             {"lr_schedule": "cosine", "lr_kwargs": ("power=2",)},
             "lr_kwargs must leave out power with lr_schedule cosine, got 2.0",

@@ -22,7 +22,6 @@ COSINE = {"lr_schedule": "cosine"}
 LINK, STEP = TWO | {"link_gbps": 1.0}, TWO | {"sync": "step"}
 WITH = {
     "balance_every": TWO | {"balance": "dynamic"},
-    "bce_target_thresh": {"bce_loss": True},
     "floor": TWO,
     "global_batch_size": STEP,
     "intercept": TWO,

@@ -11,7 +11,8 @@ from accelerate.state import AcceleratorState
 
 import dbsl.open
 from dbsl.base.errors import RunStopped
-from dbsl.config.complete import JOINT, NODES, PROCESSES, SOURCES, UNLIKE, found_by, still_true
+from dbsl.config.complete import found_by, still_true
+from dbsl.config.fields import JOINT, NODES, PROCESSES, UNLIKE, sources
 from dbsl.config.parse import parse_config
 from dbsl.plan.types import TimeModel
 from dbsl.profile.timing import fit_profile
@@ -116,14 +117,14 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monk
     flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
     run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20", "--workers", "4")
     assert run.config.floor == pytest.approx((0.005, 0.005))
-    assert run.models[32] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
+    assert [*run.known.models[32]] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
     assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.plans[32].workers)
     given = Config()
     found = found_by(given, run.config, 1)
     assert set(still_true(found, given, given, 1)) >= {"slope", "intercept", "floor"}
     changed = replace(given, slope=(1.0,), intercept=(1.0,))
     assert not {"slope", "intercept", "floor"} & set(still_true(found, given, changed, 1))
-    with pytest.raises(ValueError, match="slope must be given with floor, got floor alone"):
+    with pytest.raises(ValueError, match="floor must be unset except with slope, got"):
         parse_config(Config, ["--floor", "0.1"])
 
 
@@ -183,13 +184,10 @@ def test_a_file_without_findings_has_its_settings_as_given(tmp_path):
     assert (config.reset_momentum, config.resolved) == ("never", {})
 
 
-def test_every_source_is_a_setting_and_comes_before_what_is_found_from_it():
+def test_every_source_is_a_setting_or_says_who_trains():
     names = {field.name for field in fields(Config)} | {PROCESSES, NODES, JOINT, UNLIKE}
-    done = set()
-    for name, sources in SOURCES.items():
-        assert {name, *sources} <= names
-        assert not set(sources) & (set(SOURCES) - done - {name, "intercept", "floor"})
-        done.add(name)
+    for name, own in sources(Config).items():
+        assert {name, *own} <= names
 
 
 @pytest.mark.parametrize(

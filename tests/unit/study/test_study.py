@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.settings import ImageConfig
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
 from dbsl.model import load_model

@@ -1,0 +1,271 @@
+"""Settings of the data: which images, how each is augmented, and how they are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Annotated, Any, Literal, TypedDict
+
+from dbsl.base.errors import SettingError
+from dbsl.base.machine import lazy_import
+from dbsl.base.words import as_given
+from dbsl.config.fields import PAIRS, Needs, Role, Within, read_kwargs
+
+timm = lazy_import("timm")
+
+Augment = Literal["none", "crop", "paper", "timm"]
+
+
+Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"]
+CropMode = Literal["rrc", "rkrc", "rkrr"]
+TrainInterpolation = Literal[
+    "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
+]
+EraseMode = Literal["const", "rand", "pixel"]
+
+SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
+
+
+@dataclass(frozen=True)
+class AugmentKwargs:
+    """What timm's `transforms_imagenet_train` takes, by the flags of its train.py; unset: its own.
+
+    All but `aa`, the policy, are of ``augment_kwargs``.
+    """
+
+    aa: str | None = None
+    scale: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    ratio: Annotated[tuple[float, ...] | None, Within(0, open_low=True)] = None
+    hflip: Annotated[float | None, Within(0, 1)] = None
+    vflip: Annotated[float | None, Within(0, 1)] = None
+    color_jitter: Annotated[tuple[float, ...] | None, Within(0)] = None
+    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
+    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
+    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
+    train_crop_mode: CropMode | None = None
+    train_interpolation: TrainInterpolation | None = None
+
+
+@dataclass(frozen=True)
+class EraseKwargs:
+    """What timm's random erasing (arXiv 1708.04896) takes; all but `reprob` of ``augment_kwargs``.
+
+    The fill is 0, one random colour or random pixels; `recount` is the most rectangles of an image.
+    """
+
+    reprob: float
+    remode: EraseMode = "const"
+    recount: Annotated[int, Within(1, 100)] = 1
+
+
+_RAND_TRANSFORMS = ("weights", "3a", "3aw")  # names that timm's RandAugment knows
+
+
+class MixupKwargs(TypedDict, total=False):
+    """More arguments of `Mixing`, by the names of timm's Mixup."""
+
+    cutmix_minmax: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)]
+    prob: Annotated[float, Within(0, 1)]
+    switch_prob: Annotated[float, Within(0, 1)]
+    mode: Literal["batch", "pair", "elem"]
+    off_epoch: Annotated[int, Within(0)]
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """Which images, and how each is augmented."""
+
+    # --- data
+    # digits, a folder, a .parquet file or a Hugging Face hub id
+    dataset: Annotated[str, Role.ROUND | Role.TIMED] = "digits"
+    # column of the images; unset: the only one
+    image_column: Annotated[str | None, Role.ROUND] = None
+    # column of the classes; unset: label, or the class column with most classes
+    label_column: Annotated[str | None, Role.ROUND] = None
+    # images to train on, a stratified and seeded subset; unset: all
+    train_samples: Annotated[int | None, Within(1), Role.ROUND] = None
+    # images to evaluate on, a stratified and seeded subset; unset: all
+    eval_samples: Annotated[int | None, Within(1), Role.FREE] = None
+    # share of the training images to evaluate on instead of the test split, in (0, 1)
+    holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
+    # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
+    # settings below; none: nothing; unset: timm with one of those settings, else crop
+    augment: Augment | None = None
+    # processes that decode large images; unset: by the cores; 0: none
+    loader_workers: Annotated[int | None, Within(0), Role.FREE | Role.NODE] = None
+    # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
+    # by row group into a cache of that size; unset: the whole data set is on the disk
+    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
+    # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
+    # larger cache
+    shuffle_block: Annotated[int, Within(1), Role.ORDER, Needs("cache_gib")] = SHUFFLE_BLOCK
+    # images of each split that may be left out because they cannot be decoded
+    max_bad_images: Annotated[int, Within(0), Role.FREE] = 16
+    # --- timm's augmentation
+    # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
+    # (AutoAugment), 3a (DeiT III's); unset: none
+    aa: str | None = None
+    # more options of timm's augmentation as name=value: scale=0.08,1 ratio=0.75,1.33 hflip=0.5
+    # vflip=0 color_jitter=0.4 (three values, or four with hue) color_jitter_prob grayscale_prob
+    # gaussian_blur_prob train_crop_mode (rrc, rkrc, rkrr) train_interpolation=random; with --reprob
+    # remode=const (rand, pixel) recount=1
+    augment_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+    # --- random erasing and evaluation
+    # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
+    reprob: Annotated[float, Within(0, 1)] = 0.0
+    # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
+    # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
+    crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
+    # how evaluation images are resized; unset: bilinear
+    interpolation: Interpolation | None = None
+    # means of red, green and blue in [0, 1], or one for all; unset: those of the weights that are
+    # started from; else the training images' own where they stay on the device (see --crop-pct);
+    # else ImageNet's
+    mean: Annotated[tuple[float, ...] | None, Within(0, 1)] = None
+    # standard deviations of red, green and blue in (0, 1], or one for all; unset: as with --mean
+    std: Annotated[tuple[float, ...] | None, Within(0, 1, open_low=True)] = None
+
+    @property
+    def augmentation(self) -> Augment:
+        """The augmentation that is meant."""
+        given = any(value is not None for value in vars(self.pipeline).values())
+        return self.augment or ("timm" if given else "crop")
+
+    @property
+    def pipeline(self) -> AugmentKwargs:
+        """How timm augments, where it does."""
+        return AugmentKwargs(self.aa, **self._given_to(AugmentKwargs))
+
+    @property
+    def erasing(self) -> EraseKwargs | None:
+        """The random erasing of timm; None: off."""
+        return EraseKwargs(self.reprob, **self._given_to(EraseKwargs)) if self.reprob else None
+
+    @property
+    def given_to_augment(self) -> Mapping[str, Any]:
+        """What ``augment_kwargs`` has."""
+        takers, but = (AugmentKwargs, EraseKwargs), ("aa", "reprob")
+        return read_kwargs("augment_kwargs", self.augment_kwargs, *takers, but=but)
+
+    def _given_to(self, taker: type) -> dict[str, Any]:
+        return {n: v for n, v in self.given_to_augment.items() if n in taker.__annotations__}
+
+
+def check_mixing(config: DataConfig) -> None:
+    """Raise ``SettingError`` for the first argument of mixing that does not fit."""
+    given = config.mixing
+    ends = given.get("cutmix_minmax")
+    if ends is not None and (len(ends) != 2 or ends[0] >= ends[1]):
+        raise _not_two("mixup_kwargs cutmix_minmax", ends)
+    if "switch_prob" in given and not (config.mixup and (config.cutmix or ends)):
+        raise SettingError(
+            "mixup_kwargs must leave out switch_prob except with mixup and CutMix, "
+            f"got {given['switch_prob']:g}"
+        )
+
+
+def check_images(config: ImageConfig) -> None:
+    """Raise ``SettingError`` for the first setting of augmentation that does not fit the others."""
+    pipeline = config.pipeline
+    given = next((name for name, value in vars(pipeline).items() if value is not None), None)
+    if given and config.augment not in (None, "timm"):
+        raise SettingError(
+            f"{'aa' if given == 'aa' else f'augment_kwargs {given}'} must go with augment timm, "
+            f"whose setting it is, got augment {config.augment}"
+        )
+    _check_augmenting(pipeline)
+    if config.reprob and config.augment == "none":
+        raise SettingError(f"reprob must be 0 with augment none, got {config.reprob:g}")
+    for name in EraseKwargs.__annotations__ if not config.reprob else ():
+        if name in config.given_to_augment:
+            raise SettingError(f"augment_kwargs {name} must go with reprob, got reprob 0")
+    for name in ("mean", "std"):
+        values = getattr(config, name)
+        if values is not None and len(values) not in (1, 3):
+            raise SettingError(f"{name} must be 1 or 3 values, got {len(values)}")
+
+
+def _check_augmenting(kwargs: AugmentKwargs) -> None:
+    """Raise ``SettingError`` for the first argument that timm's augmentation cannot take."""
+    for name in ("scale", "ratio"):
+        ends = getattr(kwargs, name)
+        if ends is not None and (len(ends) != 2 or ends[0] > ends[1]):
+            raise _not_two(f"augment_kwargs {name}", ends)
+    jitter = kwargs.color_jitter or ()
+    if len(jitter) not in (0, 1, 3, 4):
+        raise SettingError(
+            "augment_kwargs color_jitter must be one value, or one each for brightness, "
+            f"contrast, saturation and, if it is to change, hue, got {len(jitter)} values"
+        )
+    if len(jitter) == 4 and jitter[3] > 0.5:
+        raise SettingError(
+            f"augment_kwargs color_jitter of hue must be in [0, 0.5], got {jitter[3]:g}"
+        )
+    if kwargs.aa is None:
+        return
+    for name in ("color_jitter", "color_jitter_prob"):
+        value = getattr(kwargs, name)
+        if value is not None and "3a" not in kwargs.aa:
+            raise SettingError(
+                f"augment_kwargs {name} must be left out with aa {kwargs.aa}, which takes its "
+                f"place, got {as_given(value)}"
+            )
+    _check_policy(kwargs.aa)
+
+
+def _not_two(name: str, values: Sequence[float]) -> SettingError:
+    shown = ",".join(f"{value:g}" for value in values)
+    return SettingError(f"{name} must be two values, ascending, got {shown}")
+
+
+@lru_cache
+def _check_policy(policy: str) -> None:
+    """Raise ``SettingError`` unless it is a policy of timm's, each section of which it reads.
+
+    It passes over sections without a digit in silence, and takes any name of transforms that it
+    does not know for its default. What else is wrong, timm says itself.
+    """
+    name, *sections = policy.split("-")
+    try:
+        for section in sections:
+            if name == "rand" and section.startswith("t"):
+                if section[1:] not in _RAND_TRANSFORMS:
+                    known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
+                    raise ValueError(f"transforms must be one of {known}, got section {section!r}")
+            elif not any(character.isdecimal() for character in section):
+                raise ValueError(f"a section must be a name and a number, got section {section!r}")
+        timm.data.transforms_factory.transforms_imagenet_train(32, auto_augment=policy)
+    except Exception as error:  # assertions, ValueError and KeyError, by what is wrong
+        reason = " ".join(str(error).split())[:200]
+        raise SettingError(
+            "aa must be a policy of timm such as rand-m9-mstd0.5-inc1, augmix-m5-w4, "
+            f"v0, original or 3a, got {policy!r}{f' ({reason})' if reason else ''}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class DataConfig(ImageConfig):
+    """Which images, and what training makes of them."""
+
+    # times that an epoch has an image, in a row and each time augmented anew; an epoch has as many
+    # samples as ever, of fewer images
+    aug_repeats: Annotated[int, Within(1), Role.ORDER] = 1
+    # --- mixing
+    mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
+    # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
+    cutmix: Annotated[float, Within(0)] = 0.0
+    # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
+    # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
+    # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on
+    mixup_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed."""
+        return bool(self.mixup or self.cutmix or self.mixing.get("cutmix_minmax"))
+
+    @property
+    def mixing(self) -> Mapping[str, Any]:
+        """What `dbsl.data.augment.Mixing` takes of ``mixup_kwargs``."""
+        return read_kwargs("mixup_kwargs", self.mixup_kwargs, MixupKwargs)
