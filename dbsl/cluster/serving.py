@@ -39,12 +39,12 @@ from dbsl.cluster.wire import (
 )
 from dbsl.plan.types import (
     BAD_WEIGHTS,
-    CurrentPlan,
     EpochEnd,
     JoinedWorker,
     LostWorker,
     Round,
     RoundReport,
+    Segment,
 )
 
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
@@ -141,7 +141,7 @@ class ServingCluster(Cluster):
                 end = self.server.finished.popleft()
             yield end
 
-    def plan(self, turn: Round) -> CurrentPlan:
+    def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead."""
         (worker,) = turn.workers
         began = time.perf_counter()
@@ -171,7 +171,7 @@ class ServingCluster(Cluster):
 
     # --- what any worker asks of the server
 
-    def _begin(self, worker: int, pulse: Pulse | None = None) -> CurrentPlan:
+    def _begin(self, worker: int, pulse: Pulse | None = None) -> Segment:
         """Return the plan of a worker's next round when it may begin; until then it may change."""
         with self._changed:
             if self._may_begin(worker, pulse):

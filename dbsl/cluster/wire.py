@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError
 from dbsl.plan.follow import Planner
-from dbsl.plan.types import CurrentPlan, Plan, RoundReport, StepLine, WorkerPlan
+from dbsl.plan.types import Plan, RoundReport, Segment, StepLine, WorkerPlan
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ def plan_room(workers: int) -> Tensor:
     return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64)
 
 
-def encode_plan(segment: CurrentPlan) -> Tensor:
+def encode_plan(segment: Segment) -> Tensor:
     """Return where a plan begins, in the first row, and each worker's part, in the others."""
     rows = plan_room(len(segment.plan.workers))
     rows[0, :2] = torch.tensor([segment.first_round, segment.start])
@@ -175,7 +175,7 @@ def encode_plan(segment: CurrentPlan) -> Tensor:
     return rows
 
 
-def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
+def decode_plan(rows: Tensor, like: Plan) -> Segment:
     """Return the segment that `encode_plan` was given; what is the run's is taken from `like`."""
     if rows.shape != (1 + len(like.workers), len(_PLAN_FIELDS)) or not rows.isfinite().all():
         raise SettingError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
@@ -184,7 +184,7 @@ def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
         WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))
         for row in rows[1:].tolist()
     )
-    return CurrentPlan(replace(like, workers=workers), first_round, start)
+    return Segment(replace(like, workers=workers), first_round, start)
 
 
 # --- vectors
@@ -466,9 +466,9 @@ class SharedPlans:
     def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
         self.planner = planner
         self._control = control
-        self._last: tuple[tuple[int, int] | None, CurrentPlan | None] = (None, None)
+        self._last: tuple[tuple[int, int] | None, Segment | None] = (None, None)
 
-    def at(self, epoch: int, round_: int) -> CurrentPlan:
+    def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
         alike = self.planner.balance == "none" or self.planner.takes_over(epoch)
         if alike or self._control is None:
@@ -480,7 +480,7 @@ class SharedPlans:
             self._last = (epoch, round_), current
         return current
 
-    def _shared(self, control: ControlGroup, epoch: int, round_: int) -> CurrentPlan:
+    def _shared(self, control: ControlGroup, epoch: int, round_: int) -> Segment:
         if dist.get_rank() == SERVER_RANK:
             current = self.planner.at(epoch, round_)
             control.share_plan(encode_plan(current))
