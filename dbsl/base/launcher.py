@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+STORE_PATIENCE = timedelta(seconds=20)
+_CONNECT_S = 2.0  # for a connection that is to be there at once
+
 
 def launched_precision() -> Literal["bf16", "fp16"] | None:
     """Return the precision that `accelerate launch` was asked for; None: it says nothing.
@@ -23,10 +26,9 @@ def launched_precision() -> Literal["bf16", "fp16"] | None:
     return asked if asked in ("bf16", "fp16") else None
 
 
-STORE_PATIENCE = timedelta(seconds=20)
-
-
-_CONNECT_S = 2.0  # for a connection that is to be there at once
+def restarts() -> int:
+    """Return how often torchrun or accelerate has restarted this launch's processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def remember(key: str, value: str) -> str:
@@ -38,6 +40,29 @@ def remember(key: str, value: str) -> str:
         return value
     store = connect_store("launch")
     return value if store is None else store.compare_set(key, "", value).decode()
+
+
+def recall(key: str) -> str | None:
+    """Return what this launch remembers under a key, if it was restarted."""
+    store = connect_store("launch") if restarts() else None
+    return store.get(key).decode() if store is not None and store.check([key]) else None
+
+
+def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
+    """Return a new connection to the launcher's store; None: there is no launcher.
+
+    With `at_once` it fails at once where nobody listens (``OSError``), and soon where nobody
+    answers (``RuntimeError``), instead of trying again and again.
+    """
+    where = launcher_address()
+    if where is None:
+        return None
+    if at_once:
+        socket.create_connection(where, timeout=_CONNECT_S).close()
+    patience = timedelta(seconds=_CONNECT_S) if at_once else STORE_PATIENCE
+    store = connect(*where, is_master=False, timeout=patience)
+    store.set_timeout(STORE_PATIENCE)
+    return dist.PrefixStore(f"dbsl/{prefix}", store)
 
 
 def launcher_address() -> tuple[str, int] | None:
@@ -70,37 +95,3 @@ def connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> d
     if isinstance(made[0], RuntimeError):
         raise made[0]
     return made[0]
-
-
-def restarts() -> int:
-    """Return how often torchrun or accelerate has restarted this launch's processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def recall(key: str) -> str | None:
-    """Return what this launch remembers under a key, if it was restarted."""
-    store = connect_store("launch") if restarts() else None
-    return store.get(key).decode() if store is not None and store.check([key]) else None
-
-
-def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
-    """Return a connection of one's own to the launcher's store; None: there is no launcher.
-
-    Args:
-        prefix: Of its keys.
-        at_once: Whether to fail at once where nobody listens, and soon where nobody answers,
-            instead of trying again and again.
-
-    Raises:
-        OSError: If `at_once` is set and nobody listens, or the address is not reached.
-        RuntimeError: If the store does not answer.
-    """
-    where = launcher_address()
-    if where is None:
-        return None
-    if at_once:
-        socket.create_connection(where, timeout=_CONNECT_S).close()
-    patience = timedelta(seconds=_CONNECT_S) if at_once else STORE_PATIENCE
-    store = connect(*where, is_master=False, timeout=patience)
-    store.set_timeout(STORE_PATIENCE)
-    return dist.PrefixStore(f"dbsl/{prefix}", store)

@@ -122,7 +122,8 @@ class Role(Flag):
     ORDER = auto()  # the order of an epoch's samples is drawn by it
     ROUND = auto()  # how many samples a worker's round has
     STEP = auto()  # what a step computes, and so its time and its memory
-    TIMED = auto()  # step times are found from it, too
+    SOLVED = auto()  # a small batch is solved from it
+    TIMED = auto()  # step times are found from it, as from all of STEP
     TIMES = auto()  # how long steps take
     MODEL = auto()  # says nothing of a model that the script brings
 
@@ -297,10 +298,7 @@ def check_names(
     known: Collection[str],
     elsewhere: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise ``SettingError`` for the first argument that is not known, or another setting's.
-
-    `elsewhere` are those settings, by argument.
-    """
+    """Refuse the first argument that is not known, or another setting's (`elsewhere`)."""
     for name in given:
         if there := (elsewhere or {}).get(name):
             raise SettingError(f"{setting} must leave {name} to {there}")
