@@ -21,6 +21,8 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nob
 # Words of torch's about exchanges that failed.
 _EXCHANGE = ("peer", "timed out", "timeout", "gloo", "nccl", "connection", "socket", "broken pipe")
 
+_SHOWN_S = 2.0  # that a rank waits for the traceback of the one that failed first
+
 _joined = threading.Event()
 
 EXIT_REFUSED = 2
@@ -103,9 +105,7 @@ def one_line_errors() -> Iterator[None]:
             error = SyncError(f"another process died or fell silent: {reason_of(error)}")
         elif not isinstance(error, _OWN):
             if one_of_several():
-                print(f"rank {os.environ.get('RANK', '?')}:", file=sys.stderr)
-                traceback.print_exc()
-                sys.stderr.flush()
+                _show_fault(error)
                 os._exit(1)
             raise
         # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
@@ -113,6 +113,23 @@ def one_line_errors() -> Iterator[None]:
         printed = not isinstance(error, SettingError) or _first_on_machine()
         status = EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_REFUSED
         _end(f"error: {error}", status, printed=printed)
+
+
+def _show_fault(error: Exception) -> None:
+    """Print the traceback of the rank that fails first, and a line of another's other error."""
+    from dbsl.base.launcher import await_shown_fault, first_fault, note_fault  # torch is there
+
+    rank, own = os.environ.get("RANK", "?"), f"{type(error).__name__}: {in_line(error)}"
+    first, _, text = first_fault(f"{rank} {own}").partition(" ")
+    if first == rank:
+        print(f"rank {rank}:", file=sys.stderr)
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        note_fault("shown")
+        return
+    await_shown_fault(_SHOWN_S)
+    if text != own:
+        print(f"rank {rank}: {own} (rank {first} failed first)", file=sys.stderr, flush=True)
 
 
 def _end(text: str, status: int, *, printed: bool) -> NoReturn:
@@ -127,6 +144,10 @@ def _end(text: str, status: int, *, printed: bool) -> NoReturn:
             what = "(the line above counts; the launcher adds a traceback)"
             print(what, file=sys.stderr, flush=True)
     if one_of_several():
+        if status in (EXIT_REFUSED, EXIT_DIVERGED):
+            from dbsl.base.launcher import note_fault  # torch is there
+
+            note_fault("ended")
         sys.stdout.flush()
         os._exit(status)
     raise SystemExit(status) from None

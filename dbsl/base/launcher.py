@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -46,6 +47,45 @@ def recall(key: str) -> str | None:
     """Return what this launch remembers under a key, if it was restarted."""
     store = connect_store("launch") if restarts() else None
     return store.get(key).decode() if store is not None and store.check([key]) else None
+
+
+def first_fault(fault: str) -> str:
+    """Return the fault that a process of this launch has told of first: this one, if none has."""
+    try:
+        store = _faults()
+        return fault if store is None else store.compare_set("first", "", fault).decode()
+    except (OSError, RuntimeError):  # it has ended with the process that served it
+        return fault
+
+
+def note_fault(key: Literal["ended", "shown"]) -> None:
+    """Tell the others that this process ends by an error, or that the first fault is shown."""
+    with suppress(OSError, RuntimeError):
+        if (store := _faults()) is not None:
+            store.set(key, "")
+
+
+def await_shown_fault(seconds: float) -> None:
+    """Wait until the first fault is shown, at most so long.
+
+    A process that ends is the launcher's sign to end all others, also in the middle of a line.
+    """
+    with suppress(OSError, RuntimeError):
+        if (store := _faults()) is not None:
+            store.wait(["shown"], timedelta(seconds=seconds))
+
+
+def has_fault() -> bool:
+    """Return whether a process of this launch has told of an error."""
+    try:
+        store = _faults()
+        return store is not None and (store.check(["first"]) or store.check(["ended"]))
+    except (OSError, RuntimeError):
+        return False
+
+
+def _faults() -> dist.Store | None:
+    return connect_store(f"faults/{restarts()}", at_once=True)
 
 
 def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:

@@ -443,7 +443,7 @@ class Checkpointer:
     def _load_restart(self, start: Restart) -> None:
         """Go on with other workers: the global weights, and what is left of the epoch."""
         self._cluster.restart(start)
-        self._run.planner.fixed = self._run.fixed_segments(start)
+        self._run.planner.restart(start)
         for worker, optimizer in self._stepper.optimizers.items():
             if worker in start.optimizers:
                 load_optimizer(optimizer, start.optimizers[worker])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from dbsl.base.errors import SettingError
@@ -27,7 +27,8 @@ from dbsl.config.settings import (
     meets_at_server,
     takes_joint_steps,
 )
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Ledger
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import (
     CurrentPlan,
@@ -36,10 +37,8 @@ from dbsl.plan.types import (
     Round,
     plan_from_plain,
     report_from_plain,
-    segment_at,
-    segments_from_plain,
 )
-from dbsl.run.training import Run, round_sampler, steps_of
+from dbsl.run.training import Run
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -82,6 +81,7 @@ def plan_restart(
     cluster, rounds = state["cluster"], run.rounds
     server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
     clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
+    sampler = replace(run.sampler, rounds=rounds_before)
     ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
     if ahead:
         _check_inside_epoch({each.epoch for each in ahead}, state, run, before, samples)
@@ -105,7 +105,7 @@ def plan_restart(
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
         return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
-    left = left_of_epochs(ahead, run, rounds_before)
+    left = left_of_epochs(ahead, sampler)
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
     return Restart(left=left, optimizers=optimizers, outer=server["outer"], **common)
@@ -136,7 +136,7 @@ def _joint_restart(
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
     segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
     counted = progress["counted"] if progress else 0
-    ahead = steps_of(segment, turn, run.config, run.rounds, len(run.data.train), run.least)
+    ahead = run.sampler.steps(segment, turn)
     return Restart(
         clock=cluster["clock"],
         steps=steps,
@@ -189,16 +189,18 @@ def rounds_ahead(
         rounds: Rounds per epoch, of the old run.
         again: Workers that have to do the lowest of these rounds again.
     """
-    current = {r: plan_from_plain(plan) for r, plan in planner["current"].items()}
-    fixed = segments_from_plain(planner["fixed"])
-    known = segments_from_plain(planner["segments"]) | fixed
+    plans = [plan_from_plain(plan) for plan in planner["plans"]]
+    ledger = Ledger()
+    ledger.load_state_dict(planner, plans)
     lowest = min(clocks)
     begun = max(clock for clock in clocks if clock < math.inf)
-    stop = max(-(-begun // rounds), *(epoch + 1 for epoch in fixed), 0)
+    stop = max(-(-begun // rounds), *(epoch + 1 for epoch in ledger.kept), 0)
     for moment in range(lowest, stop * rounds):
         epoch, round_ = divmod(moment, rounds)
-        segments = known.get(epoch) or [CurrentPlan(current[run.stage_at(epoch).resolution])]
-        segment = segment_at(segments, round_)
+        segment = ledger.at(epoch, round_)
+        if epoch not in ledger.segments:
+            number = planner["current"][run.stage_at(epoch).resolution]
+            segment = CurrentPlan(plans[number])
         workers = [
             worker
             for worker, clock in enumerate(clocks)
@@ -207,21 +209,18 @@ def rounds_ahead(
         yield RoundAhead(epoch, round_, segment, workers)
 
 
-def left_of_epochs(ahead: Iterable[RoundAhead], run: Run, rounds: int) -> dict[int, Ranges]:
+def left_of_epochs(ahead: Iterable[RoundAhead], sampler: TurnSampler) -> dict[int, Ranges]:
     """Return what workers had left of the epochs that any of them had begun.
 
     Args:
         ahead: All that they had ahead (`rounds_ahead`).
-        run: The new run, of the same samples and seed.
-        rounds: Rounds per epoch, of the old run.
+        sampler: Of the old run.
     """
-    samples = len(run.data.train)
     left: dict[int, list[tuple[int, int]]] = {}
     for epoch, round_, segment, workers in ahead:
-        sampler = round_sampler(segment, rounds, samples, run.config.seed, run.least)
         ranges = left.setdefault(epoch, [])
         for worker in workers:
-            ranges += sampler.places(worker, round_)
+            ranges += sampler.sampler(segment).places(worker, round_)
     return {epoch: _joined(ranges) for epoch, ranges in left.items()}
 
 
@@ -269,7 +268,7 @@ def _check_inside_epoch(
     if not joint and before["push"] != "gradients":
         return
     for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
-        old = state["planner"]["current"][resolution]["global_batch_size"]
+        old = saved_plan(state["planner"], resolution)["global_batch_size"]
         if (new := run.plans[resolution].global_batch_size) != old:
             raise SettingError(
                 f"global_batch_size must stay {old}"
@@ -312,11 +311,16 @@ def advice_inside(before: Mapping[str, Any]) -> str:
     return "resume a checkpoint of an epoch's end"
 
 
+def saved_plan(planner: Mapping[str, Any], resolution: int) -> Mapping[str, Any]:
+    """Return the plan of a resolution in a planner's state."""
+    return planner["plans"][planner["current"][resolution]]
+
+
 def pushes_per_epoch(planner: Mapping[str, Any], before: Mapping[str, Any]) -> int:
     """Return the rounds of an epoch, of a run with this planner's state and these settings."""
     if before["push"] != "gradients":
         return before["rounds_per_epoch"]
-    plan = next(iter(planner["current"].values()))
+    plan = saved_plan(planner, next(iter(planner["current"])))
     steps = max(worker["steps"] for worker in plan["workers"])  # a lost worker has none
     return -(-steps // before["push_every"])
 
@@ -344,7 +348,7 @@ def epochs_under_way(
         inside = {w for w in server["active"] if clocks[w] <= slowest + ahead}
     begun = max(clock + (worker in inside) for worker, clock in enumerate(clocks))
     stop = -(-min(begun, before["epochs"] * rounds) // rounds)
-    decided = (epoch + 1 for epoch in (*planner["segments"], *planner["fixed"]))
+    decided = (epoch + 1 for epoch in planner["segments"])
     return range(slowest // rounds, max(stop, *decided, 0))
 
 
@@ -423,45 +427,25 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
 
     Args:
         state: As it was saved.
-        run: The run that goes on.
+        run: The run that goes on; its planner takes the state.
         epochs: That the run was to have when it was saved.
     """
-    server, planner, rounds = state["cluster"]["server"], state["planner"], run.rounds
-    there = set(server["active"])
-    if len(there) == len(server["clocks"]):
+    server, planner, members = state["cluster"]["server"], run.planner, run.planner.members
+    if len(server["active"]) == len(server["clocks"]):
         return state
-    last = min(epochs, run.config.epochs) * rounds  # that anybody could have begun
-    clocks = dict(enumerate(server["clocks"]))
-    newcomers = set(server["newcomers"])
+    members.load_state_dict(server)
+    planner.load_state_dict(state["planner"])
     # Only the workers know whether they have begun a round: all that may have.
-    inside = {w: clocks[w] for w in there - newcomers}
-    members = Members(clocks, there, last, inside, newcomers)
-    kept = segments_from_plain(planner["fixed"])
-    first = members.slowest // rounds
-    begin = members.next_epoch(planner["begun"], rounds, kept)
-    fixed = {
-        epoch: [{"plan": planner["current"][run.stage_at(epoch).resolution]}]
-        for epoch in range(first, begin)
-    }
-    fixed |= planner["segments"] | planner["fixed"]
-    clocks = [c if w in there else begin * rounds for w, c in enumerate(server["clocks"])]
-    back = set(range(len(clocks))) - there
-    server = server | {
-        "clocks": clocks,
-        "active": list(range(len(clocks))),
-        "newcomers": sorted(back | newcomers),
-    }
-    changes = {
-        "current": {resolution: asdict(plan) for resolution, plan in run.plans.items()},
-        "fixed": {epoch: rows for epoch, rows in fixed.items() if epoch < begin},
-        "segments": {},
-        "asked": {},
-        "active": server["active"],
-        "begun": begin * rounds,
-        "since": {},
-    }
+    there = members.active - members.newcomers
+    members.inside = {worker: members.clocks[worker] for worker in there}
+    last = min(epochs, run.config.epochs) * run.rounds  # that anybody could have begun
+    begin = planner.next_epoch(last)
+    planner.take_in(members.lost, begin)
+    for worker in members.lost:
+        members.join(worker, begin * run.rounds)
+    members.inside = dict(server["inside"])
     return {
         **state,
-        "cluster": state["cluster"] | {"server": server},
-        "planner": planner | changes,
+        "cluster": state["cluster"] | {"server": server | members.state_dict()},
+        "planner": planner.state_dict(),
     }

@@ -32,10 +32,11 @@ from dbsl.checkpoint.restart import (
     check_epochs_under_way,
     complete_settings,
     plan_restart,
+    saved_plan,
     with_lost_workers,
 )
 from dbsl.cluster.weights import vector_length
-from dbsl.cluster.wire import SERVER_RANK, share_text
+from dbsl.cluster.wire import SERVER_RANK, refused_by_all, share_text
 from dbsl.config.complete import (
     RESOLVED,
     follow,
@@ -216,14 +217,10 @@ def find_checkpoint(config: RunConfig, accelerator: Accelerator) -> Found | None
     run_folder = run_folder_of(config.resume, config.output_dir)
     if not (run_folder / "config.yaml").is_file():
         return None  # auto, at the first start
-    error = name = ""
-    if accelerator.is_main_process:
-        try:
+    name = ""
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process:
             name = _choose(Path(config.resume), run_folder, accelerator)
-        except SettingError as reason:
-            error = str(reason)
-    if error := share_text(error, accelerator):  # in every process, or the others would wait
-        raise CheckpointError(error)
     name = share_text(name, accelerator)
     if not name:
         return Found(run_folder)
@@ -303,7 +300,8 @@ def adapt_to_processes(
     joint = before["sync"] == "step" or before["push"] == "gradients"
     if joint and config.global_batch_size is None:
         state = read_shard(found.folder, found.manifest, 0)
-        sizes = {plan["global_batch_size"] for plan in state["planner"]["current"].values()}
+        planner = state["planner"]
+        sizes = {saved_plan(planner, r)["global_batch_size"] for r in planner["current"]}
         by_hand = config.local_batch_sizes
         if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
             changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}

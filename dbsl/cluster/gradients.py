@@ -14,6 +14,7 @@ from dbsl.cluster.steps import begin_thawed, take_part, take_step
 from dbsl.cluster.weights import FlatWeights
 from dbsl.config.settings import ClipMode
 from dbsl.optimizer import BuildOptimizer, load_optimizer, make_clip
+from dbsl.plan.ledger import Members
 from dbsl.plan.types import Restart, RoundReport
 
 
@@ -95,7 +96,7 @@ class GradientServer(Server):
         workers: Number of workers.
         staleness: As for `Server`.
         rounds_per_epoch: Pushes of a worker per epoch.
-        observe: As for `Server`.
+        observe: As for `Server`, like `members`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class GradientServer(Server):
         staleness: int | None,
         rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
+        members: Members | None = None,
     ) -> None:
         super().__init__(
             owner.vector,
@@ -115,6 +117,7 @@ class GradientServer(Server):
             staleness=staleness,
             rounds_per_epoch=rounds_per_epoch,
             observe=observe,
+            members=members,
         )
         self._weights = owner.vector  # not a copy: the optimizer's parameters are views of it
         self._owner = owner

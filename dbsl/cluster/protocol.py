@@ -18,7 +18,6 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import NOTHING_ANNOUNCED, ControlGroup, SharedPlans
 from dbsl.plan.follow import Planner
-from dbsl.plan.ledger import Members
 from dbsl.plan.types import (
     Action,
     CurrentPlan,
@@ -208,45 +207,31 @@ class Change(NamedTuple):
     joins: bool
 
 
-def members_of(server: Server, last: int) -> Members:
-    """Return the server's workers as they are now; `last`: rounds of the run."""
-    clocks = dict(enumerate(server.clocks))
-    return Members(clocks, set(server.active), last, dict(server.inside), set(server.newcomers))
-
-
 def lose_worker(server: Server, planner: Planner, worker: int, last: int) -> int:
     """Go on without a worker; return the samples that nobody trains on because of it.
 
-    Raises:
-        SettingError: If there is no plan without it; the run cannot go on.
+    Without a plan for the others all is as it was, and the run cannot go on.
     """
-    members = members_of(server, last)
+    samples = planner.drop(worker, last)
     server.drop(worker)
-    return planner.drop(worker, members)
+    return samples
 
 
 def join_worker(server: Server, planner: Planner, worker: int, last: int) -> int:
     """Go on with one more worker; return the rounds that it has behind it.
 
-    At `last` the run has nothing left for it, and all is as it was.
-
-    Raises:
-        SettingError: If there is no plan with it; then all is as it was.
+    At `last` the run has nothing left for it, and all is as it was; so it is without a plan.
     """
-    clock = planner.join(worker, members_of(server, last))
+    clock = planner.join(worker, last)
     if clock < last:
-        server.join(worker, clock)
+        server.members.join(worker, clock)
     return clock
 
 
 def leave_out(server: Server, planner: Planner, workers: tuple[int, ...]) -> None:
-    """Begin a run without workers that may join later.
-
-    Raises:
-        SettingError: If there is no plan without them, or nobody is left.
-    """
-    left = server.active - set(workers)
-    if not left:
+    """Begin a run without workers that may join later."""
+    if not server.active - set(workers):
         raise SettingError("a run must begin with a worker, got none")
     planner.leave_out(workers)
-    server.active = left
+    for worker in workers:
+        server.members.leave(worker)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dbsl.cluster.merges import Delta, MergeRule
+from dbsl.plan.ledger import Members
 from dbsl.plan.types import EpochEnd, Restart, RoundReport, report_from_plain
 
 
@@ -34,6 +35,7 @@ class Server:
         staleness: Clock ticks that the leader may be ahead: 0 is a barrier, None no bound.
         rounds_per_epoch: Rounds that make an epoch.
         observe: Called with each report, before anyone can ask for what follows from it.
+        members: The workers, which the run's planner knows, too; None: nobody else does.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Server:
         staleness: int | None,
         rounds_per_epoch: int,
         observe: Callable[[RoundReport], object] = lambda report: None,
+        members: Members | None = None,
     ) -> None:
         assert not together or staleness == 0, staleness
         self._weights = weights.detach().clone()
@@ -53,10 +56,7 @@ class Server:
         self.staleness = staleness
         self.rounds_per_epoch = rounds_per_epoch
         self._observe = observe
-        self.clocks = [0] * workers
-        self.active = set(range(workers))  # without lost workers
-        self.newcomers: set[int] = set()  # have joined, and have not begun a round
-        self.inside: dict[int, int] = {}  # by worker that has begun a round: which
+        self.members = members or Members(workers)
         self.refused = 0  # rounds that were not merged, since they were not finite
         self.version = 0  # global updates so far
         self.finished: deque[EpochEnd] = deque()
@@ -66,6 +66,16 @@ class Server:
         self._kept: Tensor | None = None  # the others of these, [workers, P], from the first row on
         self._factors: list[float] = []  # theirs
         self._epochs_ended = 0
+
+    @property
+    def clocks(self) -> list[int]:
+        """Rounds that each worker has pushed."""
+        return self.members.clocks
+
+    @property
+    def active(self) -> set[int]:
+        """Workers that are there."""
+        return self.members.active
 
     def snapshot(self) -> Tensor:
         """Return the current global weights, not to be written to."""
@@ -77,7 +87,7 @@ class Server:
         A newcomer waits until another worker has come as far: it would else lead from its first
         round on.
         """
-        if worker in self.newcomers and self.clocks[worker] > self._newcomers_start():
+        if worker in self.members.newcomers and self.clocks[worker] > self._newcomers_start():
             return False
         return self.staleness is None or self.clocks[worker] <= self.latest_start()
 
@@ -87,43 +97,30 @@ class Server:
 
     def _newcomers_start(self) -> int:
         """Return the clock up to which newcomers may begin: the leader's, who is none of them."""
-        others = self.active - self.newcomers
+        others = self.active - self.members.newcomers
         return max(self.clocks[w] for w in others) if others else self.slowest()
 
     def slowest(self) -> int:
         """Return the clock of the slowest worker that is still there."""
-        return min(self.clocks[worker] for worker in self.active)
+        return self.members.slowest()
 
     def drop(self, worker: int) -> None:
         """Go on without a worker: nobody waits for it any more."""
         round_ = self.slowest()
-        self.active.discard(worker)
-        self.newcomers.discard(worker)
-        self.inside.pop(worker, None)
+        self.members.leave(worker)
         if self._collected and self.slowest() > round_:  # the barrier waited for it alone
             self._merge_kept()
         self._end_epochs()
 
-    def join(self, worker: int, clock: int) -> None:
-        """Go on with one more worker, which has so many rounds behind it as any other or more."""
-        self.clocks[worker] = clock
-        self.active.add(worker)
-        self.newcomers.add(worker)
-
-    def begin(self, worker: int) -> None:
-        """Note that a worker has begun its next round."""
-        self.newcomers.discard(worker)
-        self.inside[worker] = self.clocks[worker]
-
     def pull(self, worker: int) -> Tensor:
         """Return the global weights for a worker's next round, not to be written to."""
-        self.begin(worker)
+        self.members.begin(worker)
         self._pulled_version[worker] = self.version
         return self.snapshot()
 
     def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
         """Merge a worker's weights, advance its clock and return the report with its staleness."""
-        self.inside.pop(report.worker, None)
+        self.members.inside.pop(report.worker, None)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
         if self._together:
@@ -159,10 +156,7 @@ class Server:
         return {
             "weights": self.snapshot(),
             "version": self.version,
-            "clocks": list(self.clocks),
-            "active": sorted(self.active),
-            "newcomers": sorted(self.newcomers),
-            "inside": dict(self.inside),
+            **self.members.state_dict(),
             "pulled_version": list(self._pulled_version),
             "collected": self._collected,
             "kept": self._kept[: len(self._factors)] if self._factors else None,
@@ -179,8 +173,7 @@ class Server:
         self._replace_weights(state["weights"])
         self.version, self.refused = state["version"], state["refused"]
         self._collected, self._epochs_ended = state["collected"], state["epochs_ended"]
-        self.clocks, self.inside = list(state["clocks"]), dict(state["inside"])
-        self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+        self.members.load_state_dict(state)
         self._pulled_version = list(state["pulled_version"])
         self._factors = []
         for row, factor in enumerate(state["factors"]):
@@ -194,7 +187,7 @@ class Server:
         """Go on with the weights of other workers, all workers at the same clock."""
         self._replace_weights(start.weights)
         self.version, self.refused = start.version, start.refused
-        self.clocks = [start.clock] * len(self.clocks)
+        self.members.clocks = [start.clock] * len(self.clocks)
         self._pulled_version = [start.version] * len(self.clocks)
         self._epochs_ended = start.clock // self.rounds_per_epoch
         now = time.perf_counter()

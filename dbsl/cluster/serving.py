@@ -239,7 +239,7 @@ class Conversing(Cluster):
         with self._changed:
             self._wait_to_start(peer)
             if not self._interrupted:
-                self.server.begin(peer.worker)
+                self.server.members.begin(peer.worker)
             return self._plans.planner.at(epoch, round_)
 
     def _wait_to_start(self, peer: _Peer) -> None:
@@ -332,7 +332,7 @@ class ServingCluster(Conversing):
         began = time.perf_counter()
         with self._changed:
             if self._may_begin(worker):
-                self.server.begin(worker)
+                self.server.members.begin(worker)
             self._waited_s += time.perf_counter() - began
             return self._plans.planner.at(turn.epoch, turn.round)
 
@@ -464,8 +464,9 @@ class ServingCluster(Conversing):
         server = self.server
         server.load_state_dict(state["server"])
         # The others save later than the server, perhaps in a round that they have begun since.
-        there = server.active - server.newcomers
-        server.inside = {w: server.clocks[w] for w in there} | server.inside
+        members = server.members
+        there = members.active - members.newcomers
+        members.inside = {w: members.clocks[w] for w in there} | members.inside
 
     def _close_door(self) -> None:
         if self._door is not None:

@@ -10,7 +10,8 @@ What all processes do together: sums, agreements, and plans and reports that all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from enum import IntEnum
@@ -393,6 +394,18 @@ def share_text(text: str, accelerator: Accelerator) -> str:
         content = list(text.encode()[:1000])
         letters[: len(content)] = torch.tensor(content, dtype=torch.int32)
     return bytes(broadcast(letters).tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+@contextmanager
+def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
+    """Raise a `SettingError` of the main process in here on all: none is to wait for another."""
+    error = ""
+    try:
+        yield
+    except SettingError as reason:
+        error = str(reason)
+    if error := share_text(error, accelerator):
+        raise SettingError(error)
 
 
 def share_from(rank: int, text: str, device: torch.device) -> str:

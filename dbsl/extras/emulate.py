@@ -1,12 +1,10 @@
-"""Uneven and disturbed machines on even ones: factors on compute time, the same for each seed.
+"""Uneven machines and a network on an even one: factors on compute time, and seconds of exchanges.
 
-Pure. Real processes wait for the extra time after their own compute time; in the simulated cluster
-the factors are on the virtual clock.
+Both are the same for each seed. Real processes wait for the extra time after their own compute
+time; in the simulated cluster all of it is on the virtual clock.
 
-What exchanges cost on a network, for simulated workers; pure.
-
-A vector of S bytes over a link of G bit/s, the same in both directions, with a delay of L seconds
-for each message. A ring all-reduce of n workers sends 2 (n - 1) messages of S / n in turn
+A vector of S bytes goes over a link of G bit/s, the same in both directions, with a delay of L
+seconds for each message. A ring all-reduce of n workers sends 2 (n - 1) messages of S / n in turn
 (Patarasu and Yuan 2009); a vector to or from the server is one message of S.
 """
 
@@ -16,12 +14,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 from dbsl.config.fields import in_range
+from dbsl.plan.types import CurrentPlan, Round
+
+if TYPE_CHECKING:
+    from dbsl.run.training import Run
 
 
 @dataclass(frozen=True)
@@ -185,3 +188,60 @@ class Link:
     def round_trip_s(self, size: float) -> float:
         """Return the seconds of a push to the server and a pull, of `size` bytes each."""
         return 2 * self.message_s(size)
+
+
+class SimulatedTimes:
+    """How long rounds take on the virtual clock: what workers compute, and what is exchanged.
+
+    Both take a worker, an epoch, a round and perhaps a plan. Without one the planner is asked for
+    the plan in force, which may decide it.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        tensors = run.model.state_dict().values()
+        self._state = sum(t.numel() for t in tensors if t.is_floating_point())
+        trained = (p for p in run.model.parameters() if p.requires_grad)
+        self._parameters = sum(p.numel() for p in trained)
+
+    def duration(
+        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+    ) -> float:
+        """Return the seconds that a worker computes in a round."""
+        return self._computed(worker, epoch, round_, segment)[0]
+
+    def exchange(
+        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+    ) -> float:
+        """Return the seconds that a worker's round takes on the emulated link.
+
+        The server is with worker 0, unless it has a process of its own.
+        """
+        config = self._run.config
+        if config.link_gbps is None:
+            return 0.0
+        link = Link(config.link_gbps, config.link_ms, config.link_overlap)
+        size = 4 * (self._parameters if config.sync == "step" else self._state)  # bytes of float32
+        if config.sync == "step":
+            compute_s, steps = self._computed(worker, epoch, round_, segment)
+            return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))
+        if config.sync == "bsp":
+            at_server = config.merge == "delta" or config.push == "gradients"
+            return link.barrier_s(size, config.workers, at_server=at_server)
+        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
+
+    def _computed(
+        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None
+    ) -> tuple[float, int]:
+        """Return the seconds of a worker's round, and its steps."""
+        run = self._run
+        turn = Round((worker,), epoch, round_)
+        steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)
+        samples = sum(len(part.indices) for step in steps for part in step.parts)
+        model = run.known.models[run.stage_at(epoch).resolution][worker]
+        seconds = (
+            model.time(samples, len(steps))
+            * run.emulation.factor(worker, epoch)
+            * run.emulation.noise_factor(worker, epoch, round_)
+        )
+        return seconds, len(steps)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from dbsl.base.words import duration, plural, short_loss
 from dbsl.cluster.protocol import Cluster
 from dbsl.config.settings import meets_at_server
+from dbsl.extras.emulate import SimulatedTimes
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
 from dbsl.plan.types import CurrentPlan, JoinedWorker, LostWorker
@@ -231,7 +232,7 @@ def _on_link(run: Run) -> list[str]:
     if config.link_gbps is None:
         return []
     at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
-    exchange_s = run.exchange(config.workers - 1, 0, 0, at_first)
+    exchange_s = SimulatedTimes(run).exchange(config.workers - 1, 0, 0, at_first)
     link = f"emulated link of {config.link_gbps:g} Gbit/s"
     if config.workers == 1:
         return [f"{link}: one worker, nothing goes over it"]

@@ -49,7 +49,7 @@ def start_log(
     )
     # Plans that follow measured times, and workers slowed on purpose, are not to be warned of.
     slowed = config.slowdown or config.disturb
-    expects = run.measured and config.balance == "none" and not slowed
+    expects = run.known.measured and config.balance == "none" and not slowed
     alone, apart = accelerator.num_processes == 1, config.dedicated_server
     every_worker = (alone and config.sync != "step") or apart
     log = RunLog(

@@ -1,12 +1,10 @@
-"""Batch sizes and shares that follow the machines: measured times -> smoothed speeds -> new plans.
+"""A run's plans: how each is made from what the workers can do, and which is in force when.
 
-Pure. `dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part
-over time. `dynamic` estimates both coefficients of a*x + b for each worker (`SpeedEstimate`), and
-moves only where the prediction gains more than a dead band. A first, noisy measurement may have put
-a plan wrong by less than that; so each doubling of the measurements gets one chance with a narrow
+`dbs` is the rule of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831): parts in proportion to part over
+time. `dynamic` estimates both coefficients of a*x + b for each worker (`SpeedEstimate`), and moves
+only where the prediction gains more than a dead band. A first, noisy measurement may have put a
+plan wrong by less than that; so each doubling of the measurements gets one chance with a narrow
 band.
-
-A run's plans, made from what its workers can do.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from dbsl.base.words import px
 from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
 from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Ledger, Members
 from dbsl.plan.machines import (
-    Machines,
     SpeedEstimate,
     Workers,
     balanced_sizes,
@@ -34,18 +31,19 @@ from dbsl.plan.machines import (
     predicted_time_s,
     proportional_parts,
 )
-from dbsl.plan.solve import plan_with_fallback
+from dbsl.plan.sampler import TurnSampler
+from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_with_fallback
 from dbsl.plan.types import (
     CurrentPlan,
     Plan,
+    Restart,
+    Round,
     RoundReport,
     TimeModel,
     WorkerPlan,
     plan_from_plain,
     report_from_plain,
     segment_at,
-    segments_from_plain,
-    segments_to_plain,
 )
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
@@ -61,96 +59,80 @@ class Planner:
     Args:
         plans: The first plan of each resolution.
         resolution_at: Resolution of an epoch.
-        models: Planned time models, one per worker, by resolution.
+        models: Planned time models of the workers, by resolution.
+        members: The workers; without them all are there, in epochs of one round.
         balance: How plans follow measured times.
         every: Rounds from one chance to change to the next.
-        rounds_per_epoch: Rounds per epoch.
-        replan: A resolution's plan for other time models.
-        resize: A resolution's planned plan with parts in other proportions, for `dbs`.
-        split_at: Samples of the epoch that rounds of a segment take before a round.
-        without: A resolution's plan for the workers that are left.
-        samples_of: Samples of a worker in a round of a segment, from (segment, epoch, worker,
-            round).
+        maker: Makes other plans; needed where plans or workers change.
+        sampler: Knows whose samples a turn takes; needed where they change inside an epoch.
     """
 
     def __init__(
         self,
         plans: Mapping[int, Plan],
         resolution_at: Callable[[int], int],
-        models: Mapping[int, Sequence[TimeModel]],
+        models: Mapping[int, TimeModel | Sequence[TimeModel]],
         *,
+        members: Members | None = None,
         balance: Balance = "none",
         every: int = 1,
-        rounds_per_epoch: int = 1,
-        replan: Callable[[int, Sequence[TimeModel]], Plan] | None = None,
-        resize: Callable[[int, Plan, np.ndarray], Plan] | None = None,
-        split_at: Callable[[CurrentPlan, int], int] | None = None,
-        without: Callable[[int, Collection[int]], Plan] | None = None,
-        samples_of: Callable[[CurrentPlan, int, int, int], int] | None = None,
+        maker: PlanMaker | None = None,
+        sampler: TurnSampler | None = None,
     ) -> None:
+        workers = len(next(iter(plans.values())).workers)
+        self.members = members or Members(workers)
+        self.ledger = Ledger()
         self.balance: Balance = balance
         self.current = dict(plans)
         self.changes = 0
-        self._resolution_at = resolution_at
-        self._models = models
-        self._every = every
-        self._rounds = rounds_per_epoch
-        self._replan = replan
-        self._resize = resize
-        self._split_at = split_at
-        self._without = without
-        self._samples_of = samples_of
-        self.fixed: dict[
-            int, list[CurrentPlan]
-        ] = {}  # by epoch; measured times change them no more
-        self._segments: dict[int, list[CurrentPlan]] = {}  # by epoch; they may grow
-        self._asked: dict[int, int] = {}  # by epoch: the last round whose plan is decided
+        self._resolution_at, self._models = resolution_at, models
+        self._every, self._rounds = every, self.members.rounds
+        self._maker, self._sampler = maker, sampler
         self._first = dict(plans)
-        self._planned = dict(plans)  # for the planned time models, without lost workers
-        self._active = set(range(len(next(iter(plans.values())).workers)))  # but for lost workers
         self._begun = 0  # rounds of the run that a loss left as they were planned
-        self._epochs = [0] * len(self._active)  # epoch of each worker's last report
-        self._speeds = [SpeedEstimate() for _ in next(iter(plans.values())).workers]
-        self._measured = [0] * len(self._speeds)  # rounds of each worker
+        self._epochs = [0] * workers  # epoch of each worker's last report
+        self._speeds = [SpeedEstimate() for _ in range(workers)]
+        self._measured = [0] * workers  # rounds of each worker
         self._refine_at = 2  # measurements of each worker
         self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
 
     def at(self, epoch: int, round_: int = 0) -> CurrentPlan:
         """Return the plan in force in a round of an epoch."""
-        resolution = self._resolution_at(epoch)
-        if epoch in self.fixed:
-            return segment_at(self.fixed[epoch], round_)
+        resolution, ledger = self._resolution_at(epoch), self.ledger
+        if epoch in ledger.kept:
+            return ledger.at(epoch, round_)
         if self.balance == "none":
             return CurrentPlan(self.current[resolution])
         clock = epoch * self._rounds + round_
-        if epoch not in self._segments:
+        if epoch not in ledger.segments:
             first = self._renewed(resolution, epoch * self._rounds, self.current[resolution])
-            self._segments[epoch], self._asked[epoch] = [CurrentPlan(first)], 0
+            ledger.segments[epoch], ledger.decided[epoch] = [CurrentPlan(first)], 1
             self._forget_epochs()
-        segments = self._segments[epoch]
-        if round_ > self._asked[epoch]:  # a round that somebody has begun keeps its plan
-            self._asked[epoch] = round_
+        segments = ledger.segments[epoch]
+        if round_ >= ledger.decided[epoch]:  # a round that somebody has begun keeps its plan
+            ledger.decided[epoch] = round_ + 1
             plan = self._renewed(resolution, clock, segments[-1].plan)
             if plan is not segments[-1].plan:
-                segments.append(CurrentPlan(plan, round_, self._split_at(segments[-1], round_)))
-        return segment_at(segments, round_)
-
-    def takes_over(self, epoch: int) -> bool:
-        """Whether it is the rest of an epoch that other workers or plans had begun.
-
-        Every process has read it from the checkpoint.
-        """
-        return any(segment.left for segment in self.fixed.get(epoch, ()))
+                start = self._sampler.start_of(segments[-1], round_)
+                segments.append(CurrentPlan(plan, round_, start))
+        return ledger.at(epoch, round_)
 
     def decided(self, epoch: int, round_: int) -> Plan | None:
         """Return the plan in force in a round that a worker has begun, if it is still known.
 
         It decides nothing and needs no lock.
         """
-        if segments := self.fixed.get(epoch) or self._segments.get(epoch):
-            segment = segment_at(segments, round_)
+        if epoch in self.ledger.segments:
+            segment = self.ledger.at(epoch, round_)
             return segment and segment.plan
         return self.current_at(epoch) if self.balance == "none" else None
+
+    def takes_over(self, epoch: int) -> bool:
+        """Whether it is the rest of an epoch that other workers or plans had begun.
+
+        Every process has read it from the checkpoint.
+        """
+        return self.ledger.left_by_others(epoch)
 
     def current_at(self, epoch: int) -> Plan:
         """Return the last plan of an epoch's resolution, without asking for a new one."""
@@ -177,99 +159,119 @@ class Planner:
         )
 
     def leave_out(self, workers: Collection[int]) -> None:
-        """Plan without workers that are not there when the run begins.
+        """Plan without workers that are not there when the run begins."""
+        self._begin_with(self._plans_of(self.members.active - set(workers)))
 
-        Raises:
-            SettingError: If there is no plan without them.
-        """
-        active = self._active - set(workers)
-        self._plan_for(active, self._plans_of(active))
-
-    def join(self, worker: int, members: Members) -> int:
+    def join(self, worker: int, last: int) -> int:
         """Plan with one more worker from the first epoch on that nobody has begun.
-
-        Epochs before that one keep their plans to their end.
 
         Args:
             worker: The one that joins. It was lost, or was not there when the run began.
-            members: The workers without it.
+            last: Rounds of the whole run.
 
         Returns:
-            The rounds that it has behind it. At `members.last` no epoch is left for it, and nothing
-            has changed.
-
-        Raises:
-            SettingError: If there is no plan with it; then nothing has changed.
+            The rounds that it has behind it. At `last` no epoch is left for it, and nothing has
+            changed; nor has it where the plan with it is refused.
         """
-        if not 0 <= worker < len(self._speeds) or worker in members.active:
+        workers = len(self._speeds)
+        if not 0 <= worker < workers or worker in self.members.active:
             raise SettingError(
-                f"a worker that joins must be one of {len(self._speeds)} and not there, "
-                f"got worker {worker}"
+                f"a worker that joins must be one of {workers} and not there, got worker {worker}"
             )
-        rounds = self._rounds
-        first = members.next_epoch(self._begun, rounds, self.fixed)
-        if first * rounds >= members.last:
-            return members.last
-        active = {*members.active, worker}
-        plans = self._plans_of(active)
-        under_way = range(members.slowest // rounds, first)
-        whole = {e: [CurrentPlan(self.current[self._resolution_at(e)])] for e in under_way}
-        known = whole | self._segments | self.fixed
-        self.fixed = {epoch: known[epoch] for epoch in under_way}
-        self._epochs[worker] = first
-        self._plan_for(active, plans)
-        return first * rounds
+        first = self.next_epoch(last)
+        if first * self._rounds >= last:
+            return last
+        self.take_in([worker], first)
+        return first * self._rounds
 
-    def drop(self, worker: int, members: Members) -> int:
+    def next_epoch(self, last: int) -> int:
+        """Return the first epoch whose plan may change: nobody has begun it.
+
+        Nor did other workers, before a resume: they left a part of it, which keeps its plan.
+        """
+        begun = max(self._begun, self.members.begun(last))
+        left = (epoch + 1 for epoch in self.ledger.segments if self.takes_over(epoch))
+        return max(-(-begun // self._rounds), *left, 0)
+
+    def take_in(self, workers: Collection[int], first: int) -> None:
+        """Plan with more workers from an epoch on; those before keep their plans to their end."""
+        plans = self._plans_of(self.members.active.union(workers))
+        for epoch in range(self.members.slowest() // self._rounds, first):
+            self.ledger.keep(epoch, self._planned(epoch))
+        for worker in workers:
+            self._epochs[worker] = first
+        self._begin_with(plans)
+
+    def drop(self, worker: int, last: int) -> int:
         """Plan without a worker from the first round on that nobody has begun.
 
         An epoch that other workers had begun before this run's keeps its plan to its end.
 
         Args:
-            worker: The one that was lost.
-            members: The workers as they were, the lost one included.
+            worker: The one that was lost; it still counts as there.
+            last: Rounds of the whole run.
 
         Returns:
             The samples, counted once in each epoch, that nobody will train on because it was lost:
             its part of the rounds that it had not pushed and that keep their plan.
-
-        Raises:
-            SettingError: If there is no plan without it.
         """
-        left, clock = members.without(worker), members.clocks[worker]
-        others = self._plans_of(left.active)
-        rounds, lost = self._rounds, 0
+        members, rounds = self.members, self._rounds
+        others = self._plans_of(members.active - {worker})
+        clock = members.clocks[worker]
         # Begun, too: rounds that the lost worker was ahead, or that an earlier loss left alone.
-        ahead = 0 if worker in members.newcomers else min(clock, members.last)
-        begun = self._begun = max(self._begun, left.begun, ahead)
-        first_epoch = min(clock, left.slowest) // rounds
-        epochs = range(first_epoch, -(-begun // rounds))
-        later = [epoch for epoch in self.fixed if epoch >= epochs.stop]  # left by other workers
-        for epoch in (*epochs, *later):
-            whole = [CurrentPlan(self.current[self._resolution_at(epoch)])]
-            segments = list(self.fixed.get(epoch) or self._segments.get(epoch) or whole)
-            *before, end = segments
-            first = rounds if end.left else min(max(begun - epoch * rounds, 0), rounds)
-            for round_ in range(max(clock - epoch * rounds, 0), first):
-                segment = segment_at(segments, round_)
-                lost += self._samples_of(segment, epoch, worker, round_)
-            if first < rounds:
-                plan = others[self._resolution_at(epoch)]
-                kept = segments if end.first_round < first else before
-                segments = [*kept, CurrentPlan(plan, first, self._split_at(end, first))]
-            self.fixed[epoch] = segments
-        self._plan_for(left.active, others)
+        ahead = 0 if worker in members.newcomers else min(clock, last)
+        self._begun = max(self._begun, members.begun(last, but=worker), ahead)
+        first = min(clock, members.slowest(but=worker)) // rounds
+        under_way = range(first, -(-self._begun // rounds))
+        later = sorted(epoch for epoch in self.ledger.kept if epoch >= under_way.stop)
+        epochs = (*under_way, *later)
+        lost = sum(self._give_up(worker, epoch, others) for epoch in epochs)
+        self._begin_with(others)
         return lost
 
+    def _give_up(self, worker: int, epoch: int, others: Mapping[int, Plan]) -> int:
+        """Give the rounds of an epoch that nobody has begun to the others.
+
+        Returns the samples of the lost worker in the rounds that it was to push before these.
+        """
+        before = epoch * self._rounds
+        *earlier, end = segments = self._planned(epoch)
+        kept = self._rounds  # rounds that keep their plan
+        if not end.left:
+            kept = min(max(self._begun - before, 0), self._rounds)
+        lost = sum(
+            self._sampler.count(segment_at(segments, round_), Round((worker,), epoch, round_))
+            for round_ in range(max(self.members.clocks[worker] - before, 0), kept)
+        )
+        if kept < self._rounds:
+            plan, start = others[self._resolution_at(epoch)], self._sampler.start_of(end, kept)
+            if end.first_round < kept:
+                earlier.append(end)
+            segments = [*earlier, CurrentPlan(plan, kept, start)]
+        self.ledger.keep(epoch, segments)
+        return lost
+
+    def restart(self, start: Restart) -> None:
+        """Keep the first plans for what other workers left of the epochs that they had begun."""
+        samples = self._sampler.samples
+        first_epoch, first_round = divmod(start.clock, self._rounds)
+        for epoch, left in start.left.items():
+            rest = sum(end - begin for begin, end in left)
+            if rest < samples:
+                begun = first_round if epoch == first_epoch else 0
+                plan = self._first[self._resolution_at(epoch)]
+                self.ledger.keep(epoch, [CurrentPlan(plan, begun, samples - rest, left)])
+
     def state_dict(self) -> dict[str, Any]:
-        """Return plans and estimates in plain values."""
+        """Return plans, each once, and estimates in plain values."""
+        rows = (row for rows in self.ledger.segments.values() for row in rows)
+        plans = list(dict.fromkeys([*self.current.values(), *(row.plan for row in rows)]))
+        numbers = {plan: number for number, plan in enumerate(plans)}
         return {
-            "current": {resolution: asdict(plan) for resolution, plan in self.current.items()},
+            "plans": [asdict(plan) for plan in plans],
+            "current": {resolution: numbers[plan] for resolution, plan in self.current.items()},
+            **self.ledger.state_dict(numbers),
             "changes": self.changes,
-            "fixed": segments_to_plain(self.fixed),
-            "segments": segments_to_plain(self._segments),
-            "asked": dict(self._asked),
-            "active": sorted(self._active),
             "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
             "measured": list(self._measured),
@@ -279,49 +281,42 @@ class Planner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, for as many workers."""
-        current = {r: plan_from_plain(plan) for r, plan in state["current"].items()}
-        fixed, segments = (segments_from_plain(state[name]) for name in ("fixed", "segments"))
-        plans = [*current.values()]
-        plans += [row.plan for rows in (*fixed.values(), *segments.values()) for row in rows]
+        plans = [plan_from_plain(plan) for plan in state["plans"]]
+        current = {resolution: plans[number] for resolution, number in state["current"].items()}
         if current.keys() != self.current.keys() or any(
             len(plan.workers) != len(self._speeds) for plan in plans
         ):
             raise SettingError(f"plans must be of {len(self._speeds)} workers at each resolution")
-        self.current, self.fixed, self._segments = current, fixed, segments
-        self._asked = dict(state["asked"])
-        self._active, self._begun = set(state["active"]), state["begun"]
-        if len(self._active) < len(self._speeds):
-            self._planned = {r: self._without(r, self._active) for r in current}
-        self.changes = state["changes"]
+        self.current = current
+        self.ledger.load_state_dict(state, plans)
+        self._begun, self.changes = state["begun"], state["changes"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
-        self._measured = list(state["measured"])
-        self._refine_at = state["refine_at"]
+        self._measured, self._refine_at = list(state["measured"]), state["refine_at"]
         self._since.clear()
         for worker, reports in state["since"].items():
             self._since[worker] = [report_from_plain(report) for report in reports]
 
-    def estimates(self, resolution: int) -> list[TimeModel]:
+    def estimates(self, resolution: int) -> TimeModel:
         """Return the workers' time models at a resolution, as estimated so far."""
-        planned = self._models[resolution]
-        return [s.model(m) for s, m in zip(self._speeds, planned, strict=True)]
+        planned, speeds = self._models[resolution], self._speeds
+        models = [speed.model(planned[worker]) for worker, speed in enumerate(speeds)]
+        return TimeModel.of(models, len(models))
+
+    def _planned(self, epoch: int) -> list[CurrentPlan]:
+        """Return the plans of an epoch's rounds, as far as they are known."""
+        return self.ledger.segments.get(epoch) or [CurrentPlan(self.current_at(epoch))]
 
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
         """Return each resolution's plan for these workers and the planned time models."""
-        try:
-            plans = {r: self._without(r, active) for r in self.current}
-        except SettingError:
-            for resolution in self.current:  # what makes plans remembers for whom
-                self._without(resolution, self._active)
-            raise
-        return dict(self._first) if len(active) == len(self._speeds) else plans
+        if len(active) == len(self._speeds):
+            return dict(self._first)
+        return {r: self._maker.without(r, active) for r in self.current}
 
-    def _plan_for(self, active: Collection[int], plans: Mapping[int, Plan]) -> None:
-        """Use these plans from the first epoch on that is not fixed; nobody has begun it."""
-        self._segments.clear()
-        self._asked.clear()
-        self.current, self._planned = dict(plans), dict(plans)
-        self._active = set(active)
+    def _begin_with(self, plans: Mapping[int, Plan]) -> None:
+        """Use these plans in all epochs that do not keep theirs; nobody has begun them."""
+        self.ledger.forget(self.ledger.segments.keys() - self.ledger.kept)
+        self.current = dict(plans)
         self._since.clear()
 
     def _renewed(self, resolution: int, clock: int, plan: Plan) -> Plan:
@@ -339,7 +334,7 @@ class Planner:
             if self.balance == "dbs":
                 return self._proportional(resolution, plan)
             models = self.estimates(resolution)
-            candidate = self._replan(resolution, models)
+            candidate = self._maker.replan(resolution, models, self.members.active)
         except SettingError:  # the estimates leave no plan
             return plan
         now, then = (predicted_time_s(p, models) for p in (plan, candidate))
@@ -349,26 +344,27 @@ class Planner:
         return candidate if now > (1 + band) * then else plan
 
     def _proportional(self, resolution: int, plan: Plan) -> Plan:
-        if not self._active <= self._since.keys():  # since the last change
+        if not self.members.active <= self._since.keys():  # since the last change
             return plan
-        parts = np.zeros(len(self._speeds))  # a lost worker has none
-        active = sorted(self._active)
+        active = sorted(self.members.active)
         reports = [self._since[worker] for worker in active]
         self._since.clear()
-        samples = [sum(r.samples for r in own) for own in reports]
-        times = [sum(r.compute_time_s for r in own) for own in reports]
-        parts[active] = proportional_parts(samples, times)
-        candidate = self._resize(resolution, self._planned[resolution], parts)
+        samples = [sum(r.samples for r in rows) for rows in reports]
+        times = [sum(r.compute_time_s for r in rows) for rows in reports]
+        parts = proportional_parts(samples, times)
+        planned = self._first[resolution]
+        if self.members.lost:
+            planned = self._maker.without(resolution, active)
+        candidate = self._maker.resize(resolution, planned, parts, active)
         return plan if candidate.workers == plan.workers else candidate
 
     def _least_measured(self) -> int:
-        return min(self._measured[worker] for worker in self._active)
+        return min(self._measured[worker] for worker in self.members.active)
 
     def _forget_epochs(self) -> None:
         """Forget the plans of epochs that every worker has left behind."""
-        slowest = min(self._epochs[worker] for worker in self._active)
-        for epoch in [e for e in self._segments if e < slowest]:
-            del self._segments[epoch], self._asked[epoch]
+        slowest = min(self._epochs[worker] for worker in self.members.active)
+        self.ledger.forget([epoch for epoch in self.ledger.segments if epoch < slowest])
 
 
 _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
@@ -377,15 +373,21 @@ _NO_PART = WorkerPlan(0, 0, 0, 0.0, 0.0, 0.0, small=False)
 class PlanMaker:
     """Makes a run's plans by its config: of rounds or of joint steps, first and anew.
 
-    `least` is the least that a worker takes in a step, unless it takes nothing.
+    Workers that are not active get nothing. `least` is the least that a worker takes in a step,
+    unless it takes nothing.
     """
 
     def __init__(self, config: RunConfig, known: Workers, samples: int, least: int) -> None:
-        self._config = config
-        self._known = known
-        self._samples = samples
+        self._config, self._known, self._samples = config, known, samples
         self.least = least
-        self._active = list(range(config.workers))  # all workers that were not lost
+        self._rules = PlanRules(
+            min_batch_size=config.min_batch_size,
+            rounds=config.rounds_per_epoch,
+            factor=config.update_factor,
+            rounding=config.rounding,
+            least=least,
+            drop_last=config.drop_last,
+        )
         resolutions, workers = config.resolutions, config.workers
         small = for_workers("small_batch_size", config.small_batch_size, resolutions, workers)
         self._small = {
@@ -403,7 +405,7 @@ class PlanMaker:
 
     def first(self, resolution: int, say: Callable[[str], object]) -> Plan:
         """Return the plan that a resolution starts with, on the planned time models."""
-        models = self._known.models[resolution]
+        models, everyone = self._known.models[resolution], range(self._config.workers)
         if takes_joint_steps(self._config):
             return plan_steps(
                 self._samples,
@@ -412,98 +414,86 @@ class PlanMaker:
                 drop_last=self._config.drop_last,
                 least=self.least,
             )
-        plan, fell_back = self._rounds(resolution, models, measured=self._known.measured)
+        plan, fell_back = self._rounds(resolution, models, everyone, self._known.measured)
         if fell_back:
             self._small[resolution] = [plan.small_batch_size] * self._config.workers
             say(f"{px(resolution, 'at ', ' ')}{fell_back}")
         return plan
 
-    def replan(self, resolution: int, models: Sequence[TimeModel]) -> Plan:
+    def replan(self, resolution: int, models: TimeModel, active: Collection[int]) -> Plan:
         """Return a resolution's plan for workers with other time models."""
-        models = [models[worker] for worker in self._active]
+        active = sorted(active)
         if takes_joint_steps(self._config):
-            plan = balanced_steps(
-                int(self._first_sizes(resolution).sum()),
-                models,
-                self._limits(resolution)[self._active],
-                samples=self._samples,
-                drop_last=self._config.drop_last,
-                least=self.least,
-                floor=self._config.min_batch_size,
-            )
+            total = int(self._first_sizes(resolution).sum())
+            limits = self._limits(resolution, total)[active]
+            plan = balanced_steps(self._samples, total, models[active], limits, self._rules)
         else:
-            plan = self._rounds(resolution, models, measured=True)[0]
-        return self._of_all(plan)
+            plan, _ = self._rounds(resolution, models[active], active, measured=True)
+        return self._of_all(plan, active)
 
     def without(self, resolution: int, active: Collection[int]) -> Plan:
-        """Return a resolution's plan for the workers that are left; the others get nothing.
+        """Return a resolution's plan for the workers that are left, on the planned time models."""
+        return self.replan(resolution, self._known.models[resolution], active)
 
-        Raises:
-            SettingError: If there is none.
+    def resize(
+        self, resolution: int, plan: Plan, proportions: np.ndarray, active: Sequence[int]
+    ) -> Plan:
+        """Return a resolution's planned plan with other proportions of its active workers' parts.
+
+        Args:
+            resolution: The resolution.
+            plan: As it was planned, for these workers.
+            proportions: One for each active worker.
+            active: The workers that are there, in order.
         """
-        self._active = sorted(active)
-        return self.replan(resolution, self._known.models[resolution])
-
-    def resize(self, resolution: int, plan: Plan, proportions: np.ndarray) -> Plan:
-        """Return a resolution's planned plan with its workers' parts in other proportions."""
-        active = self._active
         moved = with_proportions(
+            self._samples,
             replace(plan, workers=tuple(plan.workers[worker] for worker in active)),
-            proportions[active],
-            [self._known.models[resolution][worker] for worker in active],
-            self._limits(resolution)[active],
-            samples=self._samples,
-            rounds=self._config.rounds_per_epoch,
-            drop_last=self._config.drop_last,
-            least=self.least,
-            floor=self._config.min_batch_size,
-            factor=self._config.update_factor,
+            proportions,
+            self._known.models[resolution][active],
+            self._limits(resolution, int(self._first_sizes(resolution).sum()))[active],
+            self._rules,
         )
-        return self._of_all(moved)
+        return self._of_all(moved, active)
 
     def small_batch_size(self) -> tuple[int, ...] | None:
         """Return the setting that repeats the small batches where they were not solved for."""
         rows = list(self._small.values())
         return from_workers(rows) if any(row[0] for row in rows) else None
 
-    def _of_all(self, plan: Plan) -> Plan:
-        """Return a plan of the workers that are left as one of all; the others get nothing."""
+    def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
+        """Return a plan of the active workers as one of all."""
         rows = [_NO_PART] * self._config.workers
-        for worker, row in zip(self._active, plan.workers, strict=True):
+        for worker, row in zip(active, plan.workers, strict=True):
             rows[worker] = row
         return replace(plan, workers=tuple(rows))
 
     def _rounds(
-        self, resolution: int, models: Sequence[TimeModel], *, measured: bool
+        self, resolution: int, models: TimeModel, active: Sequence[int], measured: bool
     ) -> tuple[Plan, str | None]:
-        config, active = self._config, self._active
+        """Return a plan of rounds, and what is to be said where measured times admit none."""
+        config, given = self._config, self._small[resolution][0]
         small_workers = sum(worker < config.small_workers for worker in active)
-        given = self._small[resolution][0] or None
         large = self._by_hand.get(resolution) or self._known.large_batch_sizes[resolution]
-        share_goal = config.small_share if small_workers and not given else None
-        return plan_with_fallback(
-            self._samples,
-            len(active),
-            small_workers,
-            [large[worker] for worker in active],
-            models,
-            measured=measured,
-            time_ratio=config.time_ratio if not given and share_goal is None else None,
-            small_batch_size=given if small_workers else None,
-            small_share=share_goal,
-            min_batch_size=config.min_batch_size,
-            rounds=config.rounds_per_epoch,
-            factor=config.update_factor,
-            rounding=config.rounding,
-            least=self.least,
-        )
+        goal: dict[str, Any] = {}
+        if given:
+            goal["small_batch_size"] = given if small_workers else None
+        elif small_workers and config.small_share is not None:
+            goal["small_share"] = config.small_share
+        else:
+            goal["time_ratio"] = config.time_ratio
+        counts = (self._samples, len(active), small_workers, [large[w] for w in active], models)
+        rules = replace(self._rules, **goal)
+        if measured:
+            return plan_with_fallback(*counts, rules)
+        return plan_dual_batch(*counts, rules), None
 
     def _first_sizes(self, resolution: int) -> np.ndarray:
         """Return the sizes of joint steps: by hand, or such that planned workers end together."""
         config, workers = self._config, self._config.workers
         if self._by_hand:
             return np.array(self._by_hand[resolution])
-        models = self._known.models[resolution]
+        model = self._known.models[resolution]
         total = config.global_batch_size or sum(self._known.large_batch_sizes[resolution])
         limits = self._limits(resolution, total)
         check_global_batch(total, workers, limits, self.least)
@@ -512,12 +502,11 @@ class PlanMaker:
                 f"global_batch_size must be at most the {self._samples} training samples, "
                 f"got {total}"
             )
-        if len(set(models)) == 1 and total <= int(limits.min()) * workers:
+        if model.equal and total <= int(limits.min()) * workers:
             return largest_remainder(np.ones(workers), total)
-        return balanced_sizes(total, Machines.of(workers, limits, models), limits, self.least)
+        return balanced_sizes(total, model, limits, self.least)
 
-    def _limits(self, resolution: int, total: int | None = None) -> np.ndarray:
+    def _limits(self, resolution: int, total: int) -> np.ndarray:
         """Return the most that each worker may take of a global batch, int64 [n]."""
-        total = total or int(self._first_sizes(resolution).sum())
         limits = self._known.limits[resolution]
         return np.full(self._config.workers, total) if limits is None else np.minimum(limits, total)

@@ -12,24 +12,22 @@ from dataclasses import replace
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.config.settings import UpdateFactor
 from dbsl.plan.machines import (
     Machines,
     balanced_sizes,
     bounded_split,
     largest_remainder,
     split_batch,
-    steps_in_shares,
 )
 from dbsl.plan.sampler import steps_of_epoch
-from dbsl.plan.solve import merge_weights
-from dbsl.plan.types import Plan, TimeModel, WorkerPlan
+from dbsl.plan.solve import PlanRules, merge_weights, plans_of_rounds, worker_plans
+from dbsl.plan.types import Plan, TimeModel
 
 
 def plan_steps(
     samples: int,
     sizes: Sequence[int] | np.ndarray,
-    time_models: Sequence[TimeModel],
+    time_models: TimeModel | Sequence[TimeModel],
     *,
     drop_last: bool = False,
     least: int = 1,
@@ -45,10 +43,6 @@ def plan_steps(
         time_models: Step time of each worker.
         drop_last: Whether only whole global batches are trained on.
         least: Least samples of a part, unless it is empty.
-
-    Raises:
-        SettingError: If sizes and workers do not match, a size is below `least` or the samples do
-            not make one global batch.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     global_batch_size = int(sizes.sum())
@@ -58,10 +52,10 @@ def plan_steps(
     size, larger = divmod(trained, steps)  # steps of one sample more
     shares = (steps - larger) * split_batch(size, sizes, least)
     shares += larger * split_batch(size + 1, sizes, least) if larger else 0
-    machines = Machines.of(len(sizes), sizes, list(time_models))
-    times = machines.step_times(shares, steps)
+    model = TimeModel.of(time_models, len(sizes))
+    times = model.time(shares, steps)
     equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
-    equal_s = float(machines.step_times(equal, steps).max())
+    equal_s = float(model.time(equal, steps).max())
     columns = (
         sizes,
         shares,
@@ -71,13 +65,12 @@ def plan_steps(
         times,
         np.zeros(len(sizes), dtype=bool),
     )
-    rows = zip(*(column.tolist() for column in columns), strict=True)
     return Plan(
         samples=int(shares.sum()),
         time_ratio=float(times.max()) / equal_s,
         all_large_time_s=equal_s,
         equal_batch_time_s=equal_s,
-        workers=tuple(WorkerPlan(*row) for row in rows),
+        workers=worker_plans(*columns),
         global_batch_size=global_batch_size,
     )
 
@@ -120,63 +113,56 @@ def check_parts(
 
 
 def balanced_steps(
-    global_batch_size: int,
-    time_models: Sequence[TimeModel],
-    limits: np.ndarray,
-    *,
     samples: int,
-    drop_last: bool,
-    least: int,
-    floor: int = 1,
+    global_batch_size: int,
+    time_models: TimeModel | Sequence[TimeModel],
+    limits: np.ndarray,
+    rules: PlanRules,
 ) -> Plan:
-    """Return a plan of joint steps split anew, so that workers of these speeds end together.
+    """Return a plan of joint steps split so that workers of these speeds end together.
 
-    No worker gets fewer than `floor` samples a step, if there are enough.
+    No worker gets fewer than `min_batch_size` samples a step, if there are enough.
     """
-    machines = Machines.of(len(limits), limits, list(time_models))
-    floor = max(least, min(floor, global_batch_size // len(limits)))
-    sizes = balanced_sizes(global_batch_size, machines, limits, floor)
-    return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
+    model = TimeModel.of(time_models, len(limits))
+    floor = _lowest(global_batch_size, len(limits), rules)
+    sizes = balanced_sizes(global_batch_size, model, limits, floor)
+    return plan_steps(samples, sizes, model, drop_last=rules.drop_last, least=rules.least)
+
+
+def _lowest(global_batch_size: int, workers: int, rules: PlanRules) -> int:
+    """Return the least samples of a step that a worker gets where shares move."""
+    return max(rules.least, min(rules.min_batch_size, global_batch_size // workers))
 
 
 def with_proportions(
+    samples: int,
     plan: Plan,
     proportions: np.ndarray,
-    time_models: Sequence[TimeModel],
+    time_models: TimeModel | Sequence[TimeModel],
     limits: np.ndarray,
-    *,
-    samples: int,
-    rounds: int,
-    drop_last: bool,
-    least: int,
-    floor: int = 1,
-    factor: UpdateFactor = "data",
+    rules: PlanRules,
 ) -> Plan:
     """Return a planned plan with parts in other proportions: of the global batch, or of the epoch.
 
     Parts sum exactly to what they are of, stay within `limits` and above 0, parts of a global
-    batch at `floor` or above. In a plan of rounds each worker keeps its planned batch size, unless
-    it has fewer samples in a round; merge weights follow the shares by the rule `factor`.
+    batch at `min_batch_size` or above. In a plan of rounds each worker keeps its planned batch
+    size, unless it has fewer samples in a round; merge weights follow the shares.
     """
+    workers = len(limits)
     if plan.global_batch_size is not None:
-        floor = max(least, min(floor, plan.global_batch_size // len(limits)))
-        lowest = np.minimum(np.full(len(limits), floor), limits)
+        floor = _lowest(plan.global_batch_size, workers, rules)
+        lowest = np.minimum(np.full(workers, floor), limits)
         sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
-        return plan_steps(samples, sizes, time_models, drop_last=drop_last, least=least)
-    each = min(rounds * least, plan.samples // len(limits))
-    lowest = np.full(len(limits), each, dtype=np.int64)
-    most = np.full(len(limits), plan.samples, dtype=np.int64)
+        return plan_steps(samples, sizes, time_models, drop_last=rules.drop_last, least=rules.least)
+    rounds = rules.rounds
+    each = min(rounds * rules.least, plan.samples // workers)
+    lowest, most = np.full(workers, each), np.full(workers, plan.samples)
     shares = bounded_split(plan.samples, proportions, lowest, most)
     sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rounds)
-    machines = Machines.of(len(sizes), sizes, list(time_models))
-    columns = (
-        sizes,
-        shares,
-        steps_in_shares(shares, sizes, rounds),
-        merge_weights(shares, factor),
-        machines.times(shares, sizes, rounds),
-        shares * machines.sample_times(sizes),
-        [worker.small for worker in plan.workers],
+    machines = Machines.of(workers, sizes, time_models)
+    small = np.array([worker.small for worker in plan.workers])
+    weights = merge_weights(shares, rules.factor)
+    times = shares * machines.model.sample_time(sizes)
+    return replace(
+        plan, workers=plans_of_rounds(machines, shares, sizes, weights, times, small, rounds)
     )
-    rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
-    return replace(plan, workers=tuple(WorkerPlan(*row) for row in rows))

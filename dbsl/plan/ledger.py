@@ -1,63 +1,120 @@
-"""Which workers are there, and how far each of them is."""
+"""Who is there and how far, and what of each epoch is planned: known once, read by all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from dbsl.plan.types import CurrentPlan
+from dbsl.plan.types import CurrentPlan, Plan, segment_at
 
 
-@dataclass(frozen=True)
 class Members:
-    """The workers at a moment.
+    """Which workers are there, and how far each of them is.
 
-    Attributes:
-        clocks: Rounds that each worker has pushed, those that are not there included.
-        active: Workers that are there.
-        last: Rounds of the whole run.
-        inside: By worker that has begun a round and not pushed it: which.
-        newcomers: Workers of `active` that have joined and have not begun a round.
+    The server changes it, under its lock; planners read it there.
     """
 
-    clocks: Mapping[int, int]
-    active: Collection[int]
-    last: int
-    inside: Mapping[int, int]
-    newcomers: Collection[int] = ()
+    def __init__(self, workers: int, rounds: int = 1) -> None:
+        self.rounds = rounds  # per epoch
+        self.clocks = [0] * workers  # rounds that each has pushed, lost workers included
+        self.active = set(range(workers))  # those that are there
+        self.newcomers: set[int] = set()  # have joined, and have not begun a round
+        self.inside: dict[int, int] = {}  # by worker that has begun a round: which
 
     @property
-    def slowest(self) -> int:
-        """Rounds that every worker that is there has pushed."""
-        return min(self.clocks[worker] for worker in self.active)
+    def lost(self) -> set[int]:
+        """Workers that are not there."""
+        return set(range(len(self.clocks))) - self.active
 
-    @property
-    def begun(self) -> int:
-        """Rounds of the run that any worker that is there has begun."""
-        begun = [max(self.clocks[w], self.inside.get(w, -1) + 1) for w in self.active]
-        return min(max(begun), self.last)
+    def slowest(self, but: int | None = None) -> int:
+        """Return the rounds that every worker that is there, but for one, has pushed."""
+        return min(self.clocks[worker] for worker in self.active if worker != but)
 
-    def next_epoch(
-        self, begun: int, rounds: int, fixed: Mapping[int, Sequence[CurrentPlan]]
-    ) -> int:
-        """Return the first epoch whose plan may change: nobody has begun it.
+    def begun(self, last: int, but: int | None = None) -> int:
+        """Return the rounds, of `last` in all, that any worker, but for one, has begun."""
+        there = (worker for worker in self.active if worker != but)
+        return min(max(max(self.clocks[w], self.inside.get(w, -1) + 1) for w in there), last)
 
-        Nor did other workers, before a resume: they left a part of it, which keeps its plan.
+    def begin(self, worker: int) -> None:
+        """Note that a worker has begun its next round."""
+        self.newcomers.discard(worker)
+        self.inside[worker] = self.clocks[worker]
 
-        Args:
-            begun: Rounds of the run that a loss left as they were planned.
-            rounds: Rounds per epoch.
-            fixed: Plans by epoch that measured times no longer change.
-        """
-        left = [epoch for epoch, rows in fixed.items() if any(row.left for row in rows)]
-        return max(-(-max(begun, self.begun) // rounds), max(left, default=-1) + 1)
+    def leave(self, worker: int) -> None:
+        """Go on without a worker."""
+        self.active.discard(worker)
+        self.newcomers.discard(worker)
+        self.inside.pop(worker, None)
 
-    def without(self, worker: int) -> Members:
-        """Return the others."""
-        return Members(
-            self.clocks,
-            set(self.active) - {worker},
-            self.last,
-            self.inside,
-            set(self.newcomers) - {worker},
-        )
+    def join(self, worker: int, clock: int) -> None:
+        """Go on with one more worker, which has so many rounds behind it as any other or more."""
+        self.clocks[worker] = clock
+        self.active.add(worker)
+        self.newcomers.add(worker)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return who is there, in plain values."""
+        return {
+            "clocks": list(self.clocks),
+            "active": sorted(self.active),
+            "newcomers": sorted(self.newcomers),
+            "inside": dict(self.inside),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.clocks, self.inside = list(state["clocks"]), dict(state["inside"])
+        self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+
+
+class Ledger:
+    """By epoch: the plans that its rounds have, whatever is measured later.
+
+    A round's plan stands from the moment it is asked for. Where workers come or go, or a run goes
+    on from others' state, an epoch's plans are kept for all of its rounds. Other epochs have the
+    last plan of their resolution.
+    """
+
+    def __init__(self) -> None:
+        self.segments: dict[int, list[CurrentPlan]] = {}
+        self.decided: dict[int, int] = {}  # by epoch: rounds whose plan stands
+        self.kept: set[int] = set()  # epochs of which all rounds keep their plans
+
+    def at(self, epoch: int, round_: int) -> CurrentPlan | None:
+        """Return the plan that stands for a round; None: none does yet."""
+        if epoch not in self.segments:
+            return None
+        return segment_at(self.segments[epoch], round_)
+
+    def keep(self, epoch: int, segments: list[CurrentPlan]) -> None:
+        """Have all rounds of an epoch keep these plans."""
+        self.segments[epoch] = segments
+        self.kept.add(epoch)
+
+    def left_by_others(self, epoch: int) -> bool:
+        """Whether the epoch is the rest of one that other workers or plans had begun."""
+        return any(segment.left for segment in self.segments.get(epoch, ()))
+
+    def forget(self, epochs: Collection[int]) -> None:
+        """Forget the plans of epochs."""
+        for epoch in epochs:
+            del self.segments[epoch]
+            self.decided.pop(epoch, None)
+            self.kept.discard(epoch)
+
+    def state_dict(self, numbers: Mapping[Plan, int]) -> dict[str, Any]:
+        """Return what stands in plain values, each plan as its number."""
+        segments = {
+            epoch: [{**vars(row), "plan": numbers[row.plan]} for row in rows]
+            for epoch, rows in self.segments.items()
+        }
+        kept = sorted(self.kept)
+        return {"segments": segments, "decided": dict(self.decided), "kept": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any], plans: Sequence[Plan]) -> None:
+        """Take back what `state_dict` returned."""
+        self.decided, self.kept = dict(state["decided"]), set(state["kept"])
+        self.segments = {
+            epoch: [CurrentPlan(**{**row, "plan": plans[row["plan"]]}) for row in rows]
+            for epoch, rows in state["segments"].items()
+        }

@@ -1,13 +1,8 @@
-"""How long workers take: a model of step time for each, and what follows for all together.
+"""How long workers take: their step times, speeds that are measured, and shares that fit them.
 
-Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds.
-
-Speeds of workers, estimated from the times of their rounds; pure.
-
-Joint steps: one global batch over workers of unequal speed, and what an epoch of it takes.
-
-Pure functions. The global batch, and with it the learning rate and the number of steps, does not
-depend on how it is split: dynamic batch sizes of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831).
+Pure functions on arrays, one entry per worker, so that 100,000 workers cost milliseconds. The
+global batch of joint steps, and with it the learning rate and the number of steps, does not depend
+on how it is split: dynamic batch sizes of Ye, Zhou, Shi, Sun, Lv (arXiv 2007.11831).
 """
 
 from __future__ import annotations
@@ -24,97 +19,69 @@ from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.plan.types import NoPlanError, Plan, TimeModel
 
+optimize = lazy_import("scipy.optimize")
+
+NOISE = 0.10  # standard deviation of a measured time, relative
+_PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
+_DRIFT = 0.005  # relative drift of both coefficients between two measurements
+_OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
+_JUMP = 4.5  # standard deviations: so does one such measurement
+_LOWEST = 1e-3
+
 
 @dataclass(frozen=True)
 class Workers:
-    """What the workers can do, by resolution, one entry per worker.
+    """What the workers can do, by resolution, one entry per worker."""
 
-    Attributes:
-        models: Time models.
-        large_batch_sizes: Samples of a large step.
-        limits: Most samples a step, [n]; None: no bound.
-        measured: Whether the time models were measured, not given.
-        micro_batch_sizes: Most samples at once; None: whole batches.
-        fits: Most samples of a batch that fit into memory; None: it was not measured.
-    """
-
-    models: dict[int, list[TimeModel]]
-    large_batch_sizes: dict[int, list[int]]
-    limits: dict[int, np.ndarray | None]
-    measured: bool
-    micro_batch_sizes: dict[int, list[int]] | None = None
+    models: dict[int, TimeModel]  # of arrays [n]
+    large_batch_sizes: dict[int, list[int]]  # samples of a large step
+    limits: dict[int, np.ndarray | None]  # most samples a step, [n]; None: no bound
+    measured: bool  # whether the time models were measured, not given
+    micro_batch_sizes: dict[int, list[int]] | None = None  # most samples at once; None: any
+    # Most samples of a batch that fit into memory; None: it was not measured.
     fits: dict[int, list[int | None]] | None = None
-
-
-optimize = lazy_import("scipy.optimize")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Every worker's time model and largest batch, as arrays of one entry per worker."""
+    """Every worker's time model and largest batch."""
 
-    slopes: np.ndarray  # a_i, float64 [n]
-    intercepts: np.ndarray  # b_i, float64 [n]
-    floors: np.ndarray  # the least that a step takes, seconds, float64 [n]
+    model: TimeModel  # of arrays [n]
     limits: np.ndarray  # B_L of each, the largest batch it may take, int64 [n]
 
     @staticmethod
     def of(
         workers: int,
-        large_batch_size: int | Sequence[int],
+        large_batch_size: int | Sequence[int] | np.ndarray,
         time_model: TimeModel | Sequence[TimeModel],
     ) -> Machines:
-        """Return the machines of `workers` workers from one value for all, or one for each.
-
-        Raises:
-            SettingError: If a number of values is neither, or a batch size is below 1.
-        """
+        """Return the machines of `workers` workers from one value for all, or one for each."""
         if workers < 1:
             raise SettingError(f"workers must be at least 1, got {workers}")
-        models = [time_model] if isinstance(time_model, TimeModel) else list(time_model)
         limits = np.atleast_1d(np.asarray(large_batch_size, dtype=np.int64))
-        for name, count in (("large_batch_size", len(limits)), ("slope", len(models))):
+        for name, count in (("large_batch_size", len(limits)), ("slope", len(time_model))):
             if count not in (1, workers):
                 raise SettingError(
                     f"{name} must have 1 value or one per worker ({workers}), got {count}"
                 )
         if limits.min() < 1:
             raise SettingError(f"large_batch_size must be at least 1, got {limits.min()}")
-        return Machines(
-            slopes=np.broadcast_to([m.slope for m in models], workers),
-            intercepts=np.broadcast_to([m.intercept for m in models], workers),
-            floors=np.broadcast_to([m.floor for m in models], workers),
-            limits=np.broadcast_to(limits, workers),
-        )
+        return Machines(TimeModel.of(time_model, workers), np.broadcast_to(limits, workers))
 
     @property
     def equal(self) -> bool:
         """Whether all workers are the same."""
-        own = (self.slopes, self.intercepts, self.floors, self.limits)
-        return all((x == x[0]).all() for x in own)
-
-    def model(self, worker: int) -> TimeModel:
-        """Return one worker's time model."""
-        return TimeModel(*(float(x[worker]) for x in (self.slopes, self.intercepts, self.floors)))
-
-    def step_times(self, sizes: np.ndarray, steps: int | np.ndarray = 1) -> np.ndarray:
-        """Return the seconds of so many steps over `sizes` samples in all."""
-        line = self.slopes * sizes + self.intercepts * steps
-        return np.where(self.floors > 0, np.maximum(self.floors * steps, line), line)
-
-    def sample_times(self, sizes: np.ndarray) -> np.ndarray:
-        """Return seconds per sample in full batches of the given sizes, a_i + b_i/B_i."""
-        line = self.slopes + self.intercepts / sizes
-        return np.where(self.floors > 0, np.maximum(self.floors / sizes, line), line)
+        return self.model.equal and bool((self.limits == self.limits[0]).all())
 
     def speeds(self, sizes: np.ndarray) -> np.ndarray:
         """Return samples per second in full batches of the given sizes."""
-        sample_times = self.sample_times(sizes)
+        sample_times = self.model.sample_time(sizes)
         if sample_times.min() <= 0:
             worst = int(sample_times.argmin())
+            model = self.model[worst]
             raise NoPlanError(
-                f"intercept must be above {-self.slopes[worst] * sizes[worst]:g} s for a batch of "
-                f"{sizes[worst]}, got {self.intercepts[worst]:g}"
+                f"intercept must be above {-model.slope * sizes[worst]:g} s for a batch of "
+                f"{sizes[worst]}, got {model.intercept:g}"
             )
         return 1.0 / sample_times
 
@@ -124,7 +91,7 @@ class Machines:
 
     def times(self, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:
         """Return each worker's seconds for its share, every begun step counted whole."""
-        return self.step_times(shares, steps_in_shares(shares, sizes, rounds))
+        return self.model.time(shares, steps_in_shares(shares, sizes, rounds))
 
     def all_large_time(self, samples: int, rounds: int) -> float:
         """Return the predicted seconds if all took their largest batch, in balanced shares."""
@@ -147,14 +114,13 @@ class Machines:
         Worker i takes min(B, its limit); B is at most the highest limit, and 0 where even the
         smallest batches would do more than the samples.
         """
-        own = (self.slopes, self.intercepts, self.floors, self.limits)
-        few = Machines(*(x[:small] for x in own))
+        model, limits = self.model[:small], self.limits[:small]
 
         def surplus(batch: float) -> float:
-            done = time_s / few.sample_times(np.minimum(batch, few.limits))
+            done = time_s / model.sample_time(np.minimum(batch, limits))
             return float(done.sum()) - samples
 
-        lowest, highest = 1e-3, float(few.limits.max())
+        lowest, highest = 1e-3, float(limits.max())
         if surplus(lowest) >= 0:
             return 0.0
         return highest if surplus(highest) <= 0 else optimize.brentq(surplus, lowest, highest)
@@ -179,14 +145,6 @@ def largest_remainder(weights: Sequence[float] | np.ndarray, total: int) -> np.n
     missing = total - int(parts.sum())
     parts[order[:missing]] += 1
     return parts
-
-
-NOISE = 0.10  # standard deviation of a measured time, relative
-_PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
-_DRIFT = 0.005  # relative drift of both coefficients between two measurements
-_OUTLIER = 3.0  # standard deviations: two such measurements mean that the machine has changed
-_JUMP = 4.5  # standard deviations: so does one such measurement
-_LOWEST = 1e-3
 
 
 class SpeedEstimate:
@@ -264,12 +222,10 @@ def proportional_parts(parts: Sequence[float], times_s: Sequence[float]) -> np.n
     return speeds / speeds.sum()
 
 
-def predicted_time_s(plan: Plan, models: Sequence[TimeModel]) -> float:
+def predicted_time_s(plan: Plan, models: TimeModel | Sequence[TimeModel]) -> float:
     """Return the seconds of a plan's epoch for workers with these time models."""
-    return max(
-        model.time(worker.samples, worker.steps)
-        for worker, model in zip(plan.workers, models, strict=True)
-    )
+    rows = np.array([(worker.samples, worker.steps) for worker in plan.workers])
+    return float(TimeModel.of(models, len(rows)).time(rows[:, 0], rows[:, 1]).max())
 
 
 def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1) -> np.ndarray:
@@ -325,24 +281,16 @@ def bounded_split(
 
 
 def balanced_sizes(
-    global_batch_size: int,
-    machines: Machines,
-    limits: np.ndarray | None = None,
-    least: int = 1,
+    global_batch_size: int, model: TimeModel, limits: np.ndarray, least: int = 1
 ) -> np.ndarray:
     """Return the batch sizes, int64 [n], with which a joint step is soonest over.
 
     They sum to the global batch and lie in [least, limit]. All workers take a_i*x + b_i <= T, with
     the lowest T for which that is enough. Floors change nothing: every worker takes part, so that
     T is at least the highest of them with any sizes.
-
-    Raises:
-        SettingError: If the workers cannot hold the global batch, or are more than its samples.
     """
-    slopes, intercepts = machines.slopes, machines.intercepts
+    slopes, intercepts = model.slope, model.intercept
     workers = len(slopes)
-    if limits is None:
-        limits = np.full(workers, global_batch_size)
     check_global_batch(global_batch_size, workers, limits, least)
 
     def held(time_s: float) -> np.ndarray:
@@ -365,11 +313,8 @@ def balanced_sizes(
     while sizes.sum() > global_batch_size:
         times = np.where(sizes > least, slopes * sizes + intercepts, -np.inf)
         sizes[int(times.argmax())] -= 1
-    queue = [
-        (slopes[i] * (sizes[i] + 1) + intercepts[i], i)
-        for i in range(workers)
-        if sizes[i] < limits[i]
-    ]
+    with_one_more = slopes * (sizes + 1) + intercepts
+    queue = [(with_one_more[i], i) for i in range(workers) if sizes[i] < limits[i]]
     heapq.heapify(queue)
     for _ in range(global_batch_size - int(sizes.sum())):
         _, i = heapq.heappop(queue)

@@ -8,12 +8,6 @@ rounds, and a process holds one permutation however many workers live in it.
 
 With `repeats`, an epoch of n samples has the first of its permutation only, each so often in a row
 (arXiv 1902.05509). Copy c of sample i is number ``c * n + i``; each number is met at most once.
-
-An epoch's order for data that lie in groups: few groups are open at a time.
-
-Pure. All groups are shuffled and cut into blocks; then the samples of each block are shuffled. It
-is a permutation of the samples like any other: shares, rounds and places in it mean what they
-always do. What it lacks is that samples of one group stay within a block of each other.
 """
 
 from __future__ import annotations
@@ -27,7 +21,9 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.plan.machines import split_batch
+from dbsl.config.settings import RunConfig
+from dbsl.plan.machines import bounded_split, split_batch
+from dbsl.plan.types import CurrentPlan, Round
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
@@ -109,13 +105,11 @@ class EpochSampler:
             raise SettingError(
                 f"rounds must be at most the smallest share ({smallest}), got {rounds}"
             )
-        self._left, self._repeats, self._blocks = tuple(left), repeats, blocks
         self.samples = start + int(self._shares.sum())
-        self.rounds = rounds
-        self.first_round = first_round
-        self._start = start
-        self._least = least
-        self._seed = seed
+        self._left = tuple(left) or ((start, self.samples),)
+        self._repeats, self._blocks = repeats, blocks
+        self._rounds, self._first_round = rounds, first_round
+        self._start, self._least, self._seed = start, least, seed
 
     def start_of(self, round_: int) -> int:
         """Return how many samples of the epoch all workers take before a round."""
@@ -123,15 +117,9 @@ class EpochSampler:
 
     def indices(self, worker: int, epoch: int, round_: int) -> np.ndarray:
         """Return the samples that a worker trains on in one round of an epoch, int64 [s]."""
-        before = self._before(round_)
-        taken = self._before(round_ + 1) - before
-        first = int(before.sum()) + int(taken[:worker].sum())
         order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
-        if self._left:
-            rest = np.concatenate([order[begin:end] for begin, end in self._left])
-        else:
-            rest = order[self._start :]
-        return rest[first : first + int(taken[worker])].copy()
+        places = self.places(worker, round_)
+        return np.concatenate([order[:0], *(order[begin:end] for begin, end in places)])
 
     def places(self, worker: int, round_: int) -> list[tuple[int, int]]:
         """Return where a worker's samples of a round lie in the epoch's order, as ranges."""
@@ -140,7 +128,7 @@ class EpochSampler:
         first = int(before.sum()) + int(taken[:worker].sum())
         last = first + int(taken[worker])
         found, offset = [], 0
-        for begin, end in self._left or ((self._start, self.samples),):
+        for begin, end in self._left:
             low, high = max(first - offset, 0), min(last - offset, end - begin)
             if low < high:
                 found.append((begin + low, begin + high))
@@ -154,7 +142,7 @@ class EpochSampler:
         """
         indices = self.indices(worker, epoch, round_)
         batches = split_evenly(indices, local_batch_size, self._least) if len(indices) else []
-        rounds = self.first_round + self.rounds
+        rounds = self._first_round + self._rounds
         return [
             Step((Part(worker, indices, 1.0),), (round_ + k / len(batches)) / rounds)
             for k, indices in enumerate(batches)
@@ -162,10 +150,10 @@ class EpochSampler:
 
     def _before(self, round_: int) -> np.ndarray:
         """Return the samples of each worker before a round; too few for all come in the last."""
-        over = round_ - self.first_round
-        few = self._shares < self.rounds * self._least
+        over = round_ - self._first_round
+        few = self._shares < self._rounds * self._least
         return np.where(
-            few, self._shares * (over // self.rounds), self._shares * over // self.rounds
+            few, self._shares * (over // self._rounds), self._shares * over // self._rounds
         )
 
 
@@ -297,12 +285,7 @@ def evaluation_batch_size(given: int | None, device_type: str, largest: int) -> 
     """Return the samples per step of evaluation: as given, or what suits the device.
 
     CUDA is fast with many. Without gradients few activations are kept, so that four times the
-    largest batch of training fits where that does.
-
-    Args:
-        given: The setting; None: unset.
-        device_type: Such as ``cpu``.
-        largest: The largest batch of a training step on the device.
+    `largest` batch of training fits where that does.
     """
     if given is not None:
         return given
@@ -319,15 +302,15 @@ def evaluation_batches(
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: a key of caches
 class Blocks:
-    """Which samples lie in one group, and how many samples are shuffled together.
+    """An epoch's order for data that lie in groups: few groups are open at a time.
 
-    Attributes:
-        sizes: Samples of each group, at least 1, int64 [G]; sample numbers follow the groups.
-        block: Samples that a block has, give or take a group.
+    All groups are shuffled and cut into blocks; then the samples of each block are shuffled. It is
+    a permutation of the samples like any other: shares, rounds and places in it mean what they
+    always do. What it lacks is that samples of one group stay within a block of each other.
     """
 
-    sizes: np.ndarray
-    block: int
+    sizes: np.ndarray  # samples of each group, at least 1, int64 [G]; numbers follow the groups
+    block: int  # samples that a block has, give or take a group
 
     @property
     def samples(self) -> int:
@@ -344,13 +327,9 @@ class Blocks:
     def pair_shares(self, labels: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
         """Return how well blocks are mixed: what two samples that meet at random have in common.
 
-        Args:
-            labels: Class of each sample, int64 [n].
-            rng: Draws the epoch that is looked at.
-
-        Returns:
-            ``group`` and ``class``: shares in [0, 1] of the pairs within blocks that are of one
-            group, of one class; ``group_of_all``, ``class_of_all``: of all pairs there are.
+        ``group`` and ``class`` are shares in [0, 1] of the pairs within blocks that are of one
+        group, or class; ``group_of_all`` and ``class_of_all`` are of all pairs there are.
+        `labels` are the samples' classes, int64 [n].
         """
         groups, blocks = self._cut(rng)
         block_of = np.empty_like(blocks)
@@ -365,11 +344,7 @@ class Blocks:
         }
 
     def largest(self, weights: np.ndarray) -> int:
-        """Return a bound on the weight of any block of any epoch.
-
-        Args:
-            weights: Of each group, such as its bytes, int64 [G].
-        """
+        """Return a bound on any block's weight, from the groups' `weights`, int64 [G]."""
         heaviest = np.argsort(-weights / self.sizes, kind="stable")
         # A block has this many samples at most: it may begin and end inside of a group's stretch.
         most = -(-self.samples // self.count) + int(self.sizes.max())
@@ -399,3 +374,72 @@ def _shared(values: np.ndarray, among: np.ndarray) -> float:
     _, equal = np.unique(among * (values.max() + 1) + values, return_counts=True)
     pairs = (sets * (sets - 1)).sum()
     return float((equal * (equal - 1)).sum() / pairs) if pairs else 0.0
+
+
+@dataclass(frozen=True)
+class TurnSampler:
+    """Whose samples a turn takes, in which batches, by the plan in force."""
+
+    config: RunConfig
+    samples: int  # of an epoch
+    rounds: int  # per epoch; where gradients are pushed, pushes
+    least: int  # samples of a worker in a shorter global batch, unless it has none
+    blocks: Blocks | None = None  # draws an epoch's order where data are read in groups
+
+    def steps(self, segment: CurrentPlan, turn: Round) -> list[Step]:
+        """Return the optimizer steps of a turn."""
+        config, plan = self.config, segment.plan
+        sizes = [worker.local_batch_size for worker in plan.workers]
+        if plan.global_batch_size is None:
+            (worker,) = turn.workers
+            return self.sampler(segment).steps(worker, turn.epoch, turn.round, sizes[worker])
+        sampler = StepSampler(
+            self.samples,
+            plan.global_batch_size,
+            seed=config.seed,
+            drop_last=config.drop_last,
+            least=self.least,
+            repeats=config.aug_repeats,
+            blocks=self.blocks,
+        )
+        count = sampler.steps_per_epoch
+        if config.push == "gradients":
+            first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
+        else:
+            first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
+        return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
+
+    def sampler(self, segment: CurrentPlan) -> EpochSampler:
+        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+        shares = np.array([worker.samples for worker in segment.plan.workers])
+        rounds_left = self.rounds - segment.first_round
+        if segment.start or segment.first_round:  # an epoch's shares, scaled to what is left of it
+            left = self.samples - segment.start
+            there = np.flatnonzero(shares)  # a worker that was lost stays without
+            each = rounds_left * self.least
+            there = there[: max(1, left // each)]  # of few samples the first workers have enough
+            weights, shares = shares[there], np.zeros_like(shares)
+            shares[there] = bounded_split(
+                left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)
+            )
+        return EpochSampler(
+            shares,
+            rounds=rounds_left,
+            seed=self.config.seed,
+            first_round=segment.first_round,
+            start=segment.start,
+            least=self.least,
+            left=segment.left,
+            repeats=self.config.aug_repeats,
+            blocks=self.blocks,
+        )
+
+    def start_of(self, segment: CurrentPlan, round_: int) -> int:
+        """Return the samples of the epoch that rounds of a segment take before a round."""
+        if segment.plan.global_batch_size is not None:
+            return 0  # a joint step has the same samples with any plan
+        return self.sampler(segment).start_of(round_)
+
+    def count(self, segment: CurrentPlan, turn: Round) -> int:
+        """Return the samples of a turn."""
+        return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)

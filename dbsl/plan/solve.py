@@ -2,8 +2,8 @@ r"""Who trains on how much, in which batches: dual-batch plans from a model of s
 
 Pure functions. The formulas are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
-equation numbers below are theirs. Unequal workers are planned by the same balance. Workers are
-the entries of `Machines`, the small ones first. From the shell::
+equation numbers below are theirs. Unequal workers are planned by the same balance. The small
+workers come first. From the shell::
 
     python -m dbsl.plan --samples 50000 --workers 4 --small-workers 3 --time-ratio 1.05 \
         --large-batch-size 500 --slope 0.00056607 --intercept 0.014041204118283607
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,36 +35,47 @@ def round_half_up(value: float) -> int:
 
 
 @dataclass(frozen=True)
-class SmallBatch:
-    """The small batch that is looked for: by a time ratio, or by a share of the samples.
+class PlanRules:
+    """What a plan keeps to, whatever its workers can do.
 
-    Attributes:
-        machines: The workers, the small ones first.
-        samples: Training samples per epoch.
-        small_workers: Workers on the small batch, at least 1.
-        min_batch_size: Smallest batch that may be found.
-        to_integer: How a solved size is rounded.
+    At most one of `time_ratio`, `small_batch_size` and `small_share` is given; the others follow.
     """
 
+    time_ratio: float | None = None  # k: time over all-large, above 1; none of the three: 1.05
+    small_batch_size: int | None = None  # B_S
+    small_share: float | None = None  # of the samples, in (0, 1), to train on in small batches
+    min_batch_size: int = 1  # smallest B_S that may be solved for
+    rounds: int = 1  # rounds per epoch; a batch must fit into a worker's samples of one round
+    factor: UpdateFactor = "data"  # rule of the model-update factor
+    rounding: Rounding = "round"  # as in the journal's tables; truncate: as in the conference's
+    clamp: bool = True  # raise a solved B_S below `min_batch_size` to it; else it is no plan
+    least: int = 1  # samples that each worker has in a round, or a step, at least
+    drop_last: bool = False  # joint steps have whole global batches alone
+
+    def to_integer(self, value: float) -> int:
+        """Return a size as an integer, rounded as the rules say."""
+        return int(value) if self.rounding == "truncate" else round_half_up(value)
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    """The small batch that is looked for: by a time ratio, or by a share of the samples."""
+
     machines: Machines
-    samples: int
-    small_workers: int
-    min_batch_size: int
-    to_integer: Callable[[float], int]
+    samples: int  # training samples per epoch
+    small_workers: int  # at least 1
+    rules: PlanRules
 
-    def wanted_ratio(self, time_ratio: float | None, small_share: float | None) -> float:
-        """Return k as given, or as the share of small batches implies it, within its bounds.
-
-        Raises:
-            NoPlanError: If no small worker's time depends on its batch size.
-        """
+    def wanted_ratio(self) -> float:
+        """Return k as given, or as the share of small batches implies it, within its bounds."""
         machines = self.machines
-        fixed = np.maximum(machines.intercepts, machines.floors)[: self.small_workers]
+        model, small_share = machines.model, self.rules.small_share
+        fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
         if (fixed <= 0).all():
-            eighth = max(self.min_batch_size, int(machines.limits[0]) // 8)
+            eighth = max(self.rules.min_batch_size, int(machines.limits[0]) // 8)
             raise NoPlanError(
                 "intercept must be above 0 s for a small batch to exist, got "
-                f"{machines.intercepts[0]:g}{self._nearest(eighth)}"
+                f"{model.intercept[0]:g}{self._nearest(eighth)}"
             )
         speeds = machines.speeds(machines.limits)
         large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
@@ -78,44 +88,37 @@ class SmallBatch:
                     f"would take in large batches), got {small_share:g}"
                 )
             return (1 - small_share) / large_part
-        ratio = DEFAULT_TIME_RATIO if time_ratio is None else time_ratio
+        ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
         if not (math.isfinite(ratio) and ratio > 1):
             raise SettingError(f"time_ratio must be above 1, got {ratio}")
         if ratio * large_part >= 1:
             raise SettingError(
                 f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
-                f"all samples), got {ratio}{self._nearest(self.min_batch_size)}"
+                f"all samples), got {ratio}{self._nearest(self.rules.min_batch_size)}"
             )
         return ratio
 
-    def solve(
-        self, ratio: float, clamp: bool, notes: list[str]
-    ) -> tuple[int, tuple[int, int] | None]:
+    def solve(self, ratio: float, notes: list[str]) -> tuple[int, tuple[int, int] | None]:
         """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
 
-        Args:
-            ratio: The time ratio k.
-            clamp: Whether a B_S below the smallest that is allowed is raised to it.
-            notes: Takes what is to be said of the result.
-
-        Raises:
-            NoPlanError: If B_S is too small, and not to be raised.
+        `notes` takes what is to be said of them.
         """
-        machines = self.machines
+        machines, least = self.machines, self.rules.min_batch_size
         batch, published = self._exact(ratio)
-        if batch < self.min_batch_size:
+        if batch < least:
+            model = machines.model[0]
             bound = (
-                f"the solved small batch must be at least min_batch_size={self.min_batch_size}, "
-                f"got {batch} (time_ratio {ratio:g}, slope {machines.slopes[0]:g}, intercept "
-                f"{machines.intercepts[0]:g})"
+                f"the solved small batch must be at least min_batch_size={least}, "
+                f"got {batch} (time_ratio {ratio:g}, slope {model.slope:g}, intercept "
+                f"{model.intercept:g})"
             )
-            if not clamp:
+            if not self.rules.clamp:
                 raise NoPlanError(bound)
-            batch, published = self.min_batch_size, None
+            batch, published = least, None
             notes.append(f"{bound}; taken as {batch}, samples moved to finish together")
         largest = int(machines.limits[: self.small_workers].max())
         if batch > NEARLY_LARGE * largest:
-            notes.append(_nearly_large(machines.model(0), batch, largest))
+            notes.append(_nearly_large(machines.model[0], batch, largest))
         return batch, published
 
     def _exact(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
@@ -124,20 +127,20 @@ class SmallBatch:
         B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
         step's time, the line and the floor, bound it from below: the larger bound holds.
         """
-        machines, samples, to_integer = self.machines, self.samples, self.to_integer
+        machines, samples, to_integer = self.machines, self.samples, self.rules.to_integer
         workers, small_workers = len(machines.limits), self.small_workers
         if not machines.equal:
             time_s = ratio * machines.balanced_time(samples, machines.limits)
             large_speeds = machines.speeds(machines.limits)[small_workers:]
             rest = samples - time_s * float(large_speeds.sum())
             return to_integer(machines.common_batch(small_workers, time_s, rest)), None
-        model, limit = machines.model(0), int(machines.limits[0])
+        model, limit = machines.model[0], int(machines.limits[0])
         large = to_integer(ratio * samples / workers)
         rest = samples - large * (workers - small_workers)
         if rest < small_workers:
             raise SettingError(
                 f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
-                f"{self._nearest(self.min_batch_size)}"
+                f"{self._nearest(self.rules.min_batch_size)}"
             )
         small = to_integer(rest / small_workers)
         time_s = ratio * model.sample_time(limit) * samples / workers
@@ -191,7 +194,7 @@ def published_shares(
 def end_together(machines: Machines, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> bool:
     """Whether all workers end within the time of the longest step a round."""
     times = machines.times(shares, sizes, rounds)
-    return bool(times.max() - times.min() <= rounds * float(machines.step_times(sizes).max()))
+    return bool(times.max() - times.min() <= rounds * float(machines.model.time(sizes).max()))
 
 
 def fit_rounds(
@@ -199,14 +202,14 @@ def fit_rounds(
     samples: int,
     shares: np.ndarray,
     sizes: np.ndarray,
-    rounds: int,
-    least: int,
+    rules: PlanRules,
     notes: list[str],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lower batch sizes that exceed a round of their worker's share; shares follow.
 
-    A worker so slow that its round would have fewer than `least` samples gets that many.
+    A worker so slow that its round would have fewer than `rules.least` samples gets that many.
     """
+    rounds = rules.rounds
     lowered = np.zeros(len(sizes), dtype=bool)
     for _ in range(32):
         over = sizes > shares // rounds
@@ -215,7 +218,7 @@ def fit_rounds(
         lowered |= over
         sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
         shares = largest_remainder(machines.speeds(sizes), samples)
-    lowest = rounds * least
+    lowest = rounds * rules.least
     slow = np.flatnonzero(shares < lowest)
     if len(slow) and lowest * len(shares) <= samples:
         shares = bounded_split(
@@ -301,22 +304,16 @@ def merge_weights(shares: np.ndarray, rule: UpdateFactor) -> np.ndarray:
     return {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones(len(shares))}[rule]
 
 
+_ANY = PlanRules()
+
+
 def plan_dual_batch(
     samples: int,
     workers: int,
     small_workers: int,
     large_batch_size: int | Sequence[int],
     time_model: TimeModel | Sequence[TimeModel],
-    *,
-    time_ratio: float | None = None,
-    small_batch_size: int | None = None,
-    small_share: float | None = None,
-    min_batch_size: int = 1,
-    rounds: int = 1,
-    factor: UpdateFactor = "data",
-    rounding: Rounding = "round",
-    clamp: bool = True,
-    least: int = 1,
+    rules: PlanRules = _ANY,
 ) -> Plan:
     """Plan one epoch in which some workers take small batches and all finish together.
 
@@ -325,13 +322,11 @@ def plan_dual_batch(
     in the published tables, d_L is rounded, d_S is what that leaves, rounded, and B_S follows from
     the exact t and that d_S and is rounded once. Unequal workers keep the same balance, each with
     its own a, b and B_L: in the common time T worker i takes T / (a_i + b_i/B_i) samples, and B_S,
-    the same for all small workers, is the one with which these come to d.
+    the same for all small workers, is the one with which these come to d. Where steps have a floor
+    f, a + b/x is max(a + b/x, f/x).
 
-    At most one of `time_ratio`, `small_batch_size` and `small_share` is given; the others follow. A
-    batch size that meets a bound stays there, and samples move so that all still finish together;
+    A batch size that meets a bound stays there, and samples move so that all still finish together;
     `Plan.notes` says so.
-
-    Where steps have a floor f, a + b/x above is max(a + b/x, f/x).
 
     Args:
         samples: Training samples per epoch, d.
@@ -340,80 +335,79 @@ def plan_dual_batch(
         large_batch_size: Samples per step of a large worker, B_L, and the most that a small one may
             take; one for all or one for each.
         time_model: Step time, one for all or one for each worker.
-        time_ratio: Time that dual batch may take over all-large, k > 1; 1.05 if nothing is given.
-        small_batch_size: B_S.
-        small_share: Share of the samples, in (0, 1), to train on in small batches.
-        min_batch_size: Smallest B_S that may be solved for.
-        rounds: Rounds per epoch; a batch must fit into a worker's samples of one round.
-        factor: Rule of the model-update factor.
-        rounding: ``round`` as in the journal's tables, ``truncate`` as in the conference's.
-        clamp: Whether a solved B_S below `min_batch_size` is raised to it; else it is no plan.
-        least: Samples that each worker has in a round at least, however slow it is.
-
-    Raises:
-        SettingError: If a setting is outside its bound; the message names both.
-        NoPlanError: If the time model leaves no small batch.
+        rules: What is aimed at, and bounds.
     """
     machines = Machines.of(workers, large_batch_size, time_model)
-    _check_counts(samples, workers, small_workers, rounds)
-    _check_one_given(
-        time_ratio=time_ratio, small_batch_size=small_batch_size, small_share=small_share
-    )
-    to_integer: Callable[[float], int] = int if rounding == "truncate" else round_half_up
+    _check_settings(samples, workers, small_workers, rules)
     notes: list[str] = []
-    batch, published, ratio = small_batch_size, None, 1.0
+    batch, published, ratio = rules.small_batch_size, None, 1.0
     if small_workers and batch is None:
-        task = SmallBatch(machines, samples, small_workers, min_batch_size, to_integer)
-        ratio = task.wanted_ratio(time_ratio, small_share)
-        batch, published = task.solve(ratio, clamp, notes)
+        task = SmallBatch(machines, samples, small_workers, rules)
+        ratio = task.wanted_ratio()
+        batch, published = task.solve(ratio, notes)
     sizes = batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:
         exact = published_shares(published, workers, small_workers, samples)
-        if end_together(machines, exact, sizes, rounds):
+        if end_together(machines, exact, sizes, rules.rounds):
             shares = exact
         else:  # rounding a B_S of a few samples has moved the times
             notes.append(f"small batch rounded to {batch}, samples moved to finish together")
             published = None
     if machines.equal:
-        given = small_batch_size is not None
-        check_fits(int(machines.limits[0]), batch, shares, small_workers, rounds, given)
-    shares, sizes = fit_rounds(machines, samples, shares, sizes, rounds, least, notes)
+        given = rules.small_batch_size is not None
+        check_fits(int(machines.limits[0]), batch, shares, small_workers, rules.rounds, given)
+    shares, sizes = fit_rounds(machines, samples, shares, sizes, rules, notes)
     time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
-    weights, terms = merge_weights(shares, factor), {}
-    if machines.equal:  # where workers differ, no one value holds for all
-        large, small = published or (
-            to_integer(time_s * float(machines.speeds(s)[0])) for s in (machines.limits, sizes)
-        )
-        weights, terms = _equal_terms(machines, large, small, small_workers, factor)
-    return Plan(
-        samples=samples,
+    plan = _plan(machines, shares, sizes, small_workers, published, rules)
+    return replace(
+        plan,
         time_ratio=float(ratio) if published else time_s / all_large_s,
         small_batch_size=batch if small_workers else None,
-        all_large_time_s=machines.all_large_time(samples, rounds),
-        equal_batch_time_s=machines.equal_batch_time(samples, rounds),
         notes=tuple(notes),
-        workers=_worker_plans(machines, shares, sizes, weights, small_workers, rounds),
-        **terms,
     )
 
 
-def _equal_terms(
+def _plan(
     machines: Machines,
-    large_samples: int,
-    small_samples: int,
+    shares: np.ndarray,
+    sizes: np.ndarray,
     small_workers: int,
-    factor: UpdateFactor,
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the merge weights of equal workers, float64 [n], and what the papers' tables give."""
-    f = update_factor(small_samples, large_samples, factor) if small_workers else None
-    small = np.arange(len(machines.limits)) < small_workers
-    return np.where(small, f or 1.0, 1.0), {
-        "large_batch_size": int(machines.limits[0]),
-        "large_samples": large_samples,
-        "small_samples": small_samples if small_workers else None,
-        "update_factor": f,
-    }
+    published: tuple[int, int] | None,
+    rules: PlanRules,
+) -> Plan:
+    """Return the plan of these shares and batch sizes; where workers are equal, the papers' terms.
+
+    Where workers differ, no one value holds for all of them.
+    """
+    samples, rounds = int(shares.sum()), rules.rounds
+    small = np.arange(len(sizes)) < small_workers
+    weights, terms = merge_weights(shares, rules.factor), {}
+    if machines.equal:
+        time_s = machines.balanced_time(samples, sizes)
+        large_samples, small_samples = published or (
+            rules.to_integer(time_s * float(machines.speeds(s)[0]))
+            for s in (machines.limits, sizes)
+        )
+        factor = None
+        if small_workers:
+            factor = update_factor(small_samples, large_samples, rules.factor)
+        weights = np.where(small, factor or 1.0, 1.0)
+        terms = {
+            "large_batch_size": int(machines.limits[0]),
+            "large_samples": large_samples,
+            "small_samples": small_samples if small_workers else None,
+            "update_factor": factor,
+        }
+    simplified = shares / machines.speeds(sizes)
+    return Plan(
+        samples=samples,
+        time_ratio=1.0,
+        all_large_time_s=machines.all_large_time(samples, rounds),
+        equal_batch_time_s=machines.equal_batch_time(samples, rounds),
+        workers=plans_of_rounds(machines, shares, sizes, weights, simplified, small, rounds),
+        **terms,
+    )
 
 
 def count_workers(
@@ -459,13 +453,9 @@ def plan_with_fallback(
     small_workers: int,
     large_batch_size: int | Sequence[int],
     time_model: TimeModel | Sequence[TimeModel],
-    *,
-    measured: bool,
-    small_batch_size: int | None = None,
-    min_batch_size: int = 2,
-    **options: Any,
+    rules: PlanRules,
 ) -> tuple[Plan, str | None]:
-    """Plan as `plan_dual_batch` does; a *measured* time model that admits no plan is no error.
+    """Plan by a *measured* time model, to which it is no error that it admits no plan.
 
     Noise may leave a measurement without a small batch. B_S is then max(min_batch_size, B_L/8), and
     the workers' samples still balance the measured times. Returns the plan and, where it fell back,
@@ -473,39 +463,29 @@ def plan_with_fallback(
     """
     counts = (samples, workers, small_workers, large_batch_size, time_model)
     try:
-        return plan_dual_batch(
-            *counts,
-            small_batch_size=small_batch_size,
-            min_batch_size=min_batch_size,
-            clamp=not measured,
-            **options,
-        ), None
+        return plan_dual_batch(*counts, replace(rules, clamp=False)), None
     except NoPlanError as error:
-        if not measured:
-            raise
         smallest = int(np.min(large_batch_size))
-        batch = min(max(min_batch_size, smallest // 8), smallest)
-        others = {k: v for k, v in options.items() if k not in ("time_ratio", "small_share")}
-        plan = plan_dual_batch(*counts, small_batch_size=batch, **others)
+        batch = min(max(rules.min_batch_size, smallest // 8), smallest)
+        goal = {"time_ratio": None, "small_share": None, "small_batch_size": batch}
+        plan = plan_dual_batch(*counts, replace(rules, min_batch_size=1, **goal))
         return plan, (
             f"the measured step times admit no plan: {error}; going on with small batches of "
             f"{batch}, which makes the time ratio {plan.time_ratio:.3f}"
         )
 
 
-def _check_counts(samples: int, workers: int, small_workers: int, rounds: int) -> None:
+def _check_settings(samples: int, workers: int, small_workers: int, rules: PlanRules) -> None:
     if samples < workers:
         raise SettingError(
             f"samples must be at least the number of workers ({workers}), got {samples}"
         )
     if not 0 <= small_workers <= workers:
         raise SettingError(f"small_workers must be in [0, workers={workers}], got {small_workers}")
-    if rounds < 1:
-        raise SettingError(f"rounds_per_epoch must be at least 1, got {rounds}")
-
-
-def _check_one_given(**goals: float | None) -> None:
-    given = [name for name, value in goals.items() if value is not None]
+    if rules.rounds < 1:
+        raise SettingError(f"rounds_per_epoch must be at least 1, got {rules.rounds}")
+    goals = ("time_ratio", "small_batch_size", "small_share")
+    given = [name for name in goals if getattr(rules, name) is not None]
     if len(given) > 1:
         raise SettingError(
             f"time_ratio, small_batch_size and small_share must not be given together: the others "
@@ -513,21 +493,22 @@ def _check_one_given(**goals: float | None) -> None:
         )
 
 
-def _worker_plans(
+def worker_plans(*columns: np.ndarray) -> tuple[WorkerPlan, ...]:
+    """Return the workers' plans from the columns of their fields, each [n]."""
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return tuple(itertools.starmap(WorkerPlan, rows))
+
+
+def plans_of_rounds(
     machines: Machines,
     shares: np.ndarray,
     sizes: np.ndarray,
-    merge_weights: np.ndarray,
-    small_workers: int,
+    weights: np.ndarray,
+    simplified_s: np.ndarray,
+    small: np.ndarray,
     rounds: int,
 ) -> tuple[WorkerPlan, ...]:
-    columns = (
-        sizes,
-        shares,
-        steps_in_shares(shares, sizes, rounds),
-        merge_weights,
-        machines.times(shares, sizes, rounds),
-        shares / machines.speeds(sizes),
-        np.arange(len(sizes)) < small_workers,
-    )
-    return tuple(itertools.starmap(WorkerPlan, zip(*(c.tolist() for c in columns), strict=True)))
+    """Return the workers' plans of an epoch of rounds."""
+    steps = steps_in_shares(shares, sizes, rounds)
+    times = machines.times(shares, sizes, rounds)
+    return worker_plans(sizes, shares, steps, weights, times, simplified_s, small)

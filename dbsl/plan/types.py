@@ -1,17 +1,17 @@
-"""Plans: who trains on how much, in which batches, and how long that takes.
-
-Turns of the workers: rounds and their reports, ends of epochs, restarts, lost workers.
-"""
+"""Plans, and what workers report of their rounds: plain values that every room knows."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dbsl.base.errors import SettingError
+
+Numbers = float | np.ndarray  # one, or one for each of n workers
 
 
 class NoPlanError(SettingError):
@@ -23,35 +23,65 @@ class TimeModel:
     """Time of one training step with x samples, ``slope * x + intercept`` seconds (eq. 2).
 
     A fast device waits for its host in steps with few samples. Such a step takes `floor` seconds,
-    whatever its batch.
+    whatever its batch. Of one worker, or of n: then each coefficient is an array [n].
     """
 
-    slope: float  # a, seconds per sample
-    intercept: float  # b, seconds per step
-    floor: float = 0.0  # the least that a step takes, seconds
+    slope: Numbers  # a, seconds per sample
+    intercept: Numbers  # b, seconds per step
+    floor: Numbers = 0.0  # the least that a step takes, seconds
 
     def __post_init__(self) -> None:
         for name in ("slope", "intercept", "floor"):
-            value = getattr(self, name)
-            if not math.isfinite(value):
-                raise SettingError(f"{name} must be a finite number of seconds, got {value}")
-        if self.floor < 0:
-            raise SettingError(f"floor must be at least 0 seconds per step, got {self.floor}")
-        if self.slope <= 0:
-            raise SettingError(f"slope must be above 0 seconds per sample, got {self.slope}")
+            values = np.ravel(getattr(self, name))
+            if not np.isfinite(values).all():
+                bad = values[~np.isfinite(values)][0]
+                raise SettingError(f"{name} must be a finite number of seconds, got {bad}")
+        slope, floor = np.min(self.slope), np.min(self.floor)
+        if floor < 0:
+            raise SettingError(f"floor must be at least 0 seconds per step, got {floor}")
+        if slope <= 0:
+            raise SettingError(f"slope must be above 0 seconds per sample, got {slope}")
 
-    def sample_time(self, local_batch_size: float) -> float:
+    @staticmethod
+    def of(models: TimeModel | Sequence[TimeModel], workers: int) -> TimeModel:
+        """Return the model of `workers` workers, from one for all or one for each."""
+        rows = [models] if isinstance(models, TimeModel) else list(models)
+        columns = [[getattr(row, field.name) for row in rows] for field in fields(TimeModel)]
+        return TimeModel(*(np.broadcast_to(np.ravel(c), workers) for c in columns))
+
+    def __len__(self) -> int:
+        return np.size(self.slope)
+
+    def __getitem__(self, workers: int | slice | Sequence[int]) -> TimeModel:
+        columns = (getattr(self, field.name)[workers] for field in fields(self))
+        return TimeModel(*(c if isinstance(c, np.ndarray) else float(c) for c in columns))
+
+    def __iter__(self) -> Iterator[TimeModel]:
+        return (self[worker] for worker in range(len(self)))
+
+    @property
+    def equal(self) -> bool:
+        """Whether all workers have the same times."""
+        columns = (np.ravel(getattr(self, field.name)) for field in fields(self))
+        return all((column == column[0]).all() for column in columns)
+
+    def sample_time(self, local_batch_size: Numbers) -> Numbers:
         """Return seconds per sample in full batches, ``a + b/x`` (the bracket of eq. 3)."""
         line = self.slope + self.intercept / local_batch_size
-        return max(self.floor / local_batch_size, line) if self.floor else line
+        return self._bounded(line, self.floor / local_batch_size)
 
-    def time(self, samples: int, steps: int) -> float:
+    def time(self, samples: Numbers, steps: Numbers = 1) -> Numbers:
         """Return the seconds that `steps` steps over `samples` samples take together.
 
         A last, smaller batch counts as if all were of one size, which is wrong by less than a step.
         """
-        line = self.slope * samples + self.intercept * steps
-        return max(self.floor * steps, line) if self.floor else line
+        return self._bounded(self.slope * samples + self.intercept * steps, self.floor * steps)
+
+    def _bounded(self, line: Numbers, least: Numbers) -> Numbers:
+        """Return times by the line, but at least what floors above 0 make of them."""
+        if not isinstance(line, np.ndarray):
+            return max(least, line) if self.floor else line
+        return np.where(np.greater(self.floor, 0), np.maximum(least, line), line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +154,9 @@ def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
 
 
-def segments_from_plain(segments: Mapping[int, Any]) -> dict[int, list[CurrentPlan]]:
-    """Return the segments, by epoch, that a planner's state holds."""
-    return {
-        epoch: [CurrentPlan(**{**row, "plan": plan_from_plain(row["plan"])}) for row in rows]
-        for epoch, rows in segments.items()
-    }
-
-
 def segment_at(segments: Sequence[CurrentPlan], round_: int) -> CurrentPlan | None:
     """Return the segment of an epoch that a round is in; None: the round was over before them."""
     return next((s for s in reversed(segments) if s.first_round <= round_), None)
-
-
-def segments_to_plain(segments: Mapping[int, Sequence[CurrentPlan]]) -> dict[int, Any]:
-    """Return plans by epoch as plain values, for a planner's state."""
-    return {epoch: [asdict(segment) for segment in rows] for epoch, rows in segments.items()}
 
 
 class StepLine(NamedTuple):
@@ -240,45 +257,29 @@ class EpochEnd:
 
 @dataclass(frozen=True)
 class Restart:
-    """State that other workers, or workers with other plans, take over from those before.
+    """State that other workers, or workers with other plans, take over from those before."""
 
-    Attributes:
-        weights: The global weights, a tensor.
-        version: Global updates so far.
-        clock: Rounds that every worker starts with behind it.
-        left: Remainders of the epochs that were begun, as places in their order; other epochs are
-            whole.
-        steps: Joint steps of the round that were taken.
-        learning_rate: Of the last of these.
-        optimizers: Optimizer state, by worker.
-        server_optimizer: State of the server's optimizer, where gradients are pushed.
-        time_s: The virtual clock.
-        outer: State of the server's outer optimizer, where `merge` is delta.
-        refused: Rounds that were not finite so far.
-        reports: Of rounds that were merged, and have not been told of.
-        finished: Ends of epochs that have not been told of.
-        again: Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged
-            from them, and all workers train on their samples again.
-        steps_under_way: Those of the joint steps that no log has counted.
-        samples_under_way: Samples of these.
-    """
-
-    weights: Any = field(repr=False)
-    version: int
-    clock: int
+    weights: Any = field(repr=False)  # the global weights: a tensor
+    version: int  # global updates so far
+    clock: int  # rounds that every worker starts with behind it
+    # Remainders of the epochs that were begun, as places in their order; other epochs are whole.
     left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    steps: int = 0
-    learning_rate: float = 0.0
-    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    steps: int = 0  # joint steps of the round that were taken
+    learning_rate: float = 0.0  # in the last of these
+    optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)  # state, by worker
+    # State of the server's optimizer, where gradients are pushed.
     server_optimizer: Mapping[str, Any] | None = field(default=None, repr=False)
-    time_s: float = 0.0
+    time_s: float = 0.0  # the virtual clock
+    # State of the server's outer optimizer, where `merge` is delta.
     outer: Mapping[str, Any] | None = field(default=None, repr=False)
-    refused: int = 0
-    reports: tuple[RoundReport, ...] = ()
-    finished: tuple[EpochEnd, ...] = field(default=(), repr=False)
+    refused: int = 0  # rounds that were not finite so far
+    reports: tuple[RoundReport, ...] = ()  # of rounds that were merged, and have not been told of
+    finished: tuple[EpochEnd, ...] = field(default=(), repr=False)  # that have not been told of
+    # Rounds that a barrier had collected, as (worker, epoch, round): nothing was merged from them,
+    # and all workers train on their samples again.
     again: tuple[tuple[int, int, int], ...] = ()
-    steps_under_way: int = 0
-    samples_under_way: int = 0
+    steps_under_way: int = 0  # those of the joint steps that no log has counted
+    samples_under_way: int = 0  # samples of these
 
 
 @dataclass(frozen=True)

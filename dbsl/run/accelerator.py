@@ -68,24 +68,12 @@ def start_accelerator(
 ) -> Accelerator:
     """Meet the other processes, waiting so long at most, and settle on a precision for all of them.
 
-    Args:
-        precision: ``auto`` is what `accelerate launch` was asked for; else bf16 where every
-            process's device has it, else float32.
-        timeout_s: Longest wait for another process.
-        check: Called in all processes once they have met, before any other exchange.
-
-    Raises:
-        SettingError: If the launcher was asked for what is not done here.
-        SyncError: If not all processes have come in time.
+    ``auto`` is what `accelerate launch` was asked for; else bf16 where every process's device has
+    it, else float32. `check` is called in all processes once they have met, before any other
+    exchange.
     """
-    check_launcher()
-    # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
-    # is made before Accelerate reads what `accelerate launch --cpu` has set.
-    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    cpu = _set_up_process()
     meeting_point = join_processes(timeout_s, cpu=cpu)
-    keep_freed_memory()
-    # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
-    torch.backends.cudnn.benchmark = not cpu
     timeout = group_timeout(timeout_s, cpu=cpu)
     group = InitProcessGroupKwargs(backend=chosen_backend(), timeout=timeout)
     # Where OMP_NUM_THREADS is unset, Accelerate would give torch other threads on a CPU.
@@ -147,10 +135,7 @@ def start_joining_accelerator(
     It goes by the rank that it was launched with, and what all processes would do together it does
     alone.
     """
-    check_launcher()
-    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    keep_freed_memory()
-    torch.backends.cudnn.benchmark = not cpu
+    cpu = _set_up_process()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not cpu and torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # several may share one
@@ -160,6 +145,18 @@ def start_joining_accelerator(
     state.num_processes, state.process_index = processes, rank
     state.local_process_index = local_rank
     return PlainAccelerator(cpu=cpu, mixed_precision=precision)
+
+
+def _set_up_process() -> bool:
+    """Set what holds for any process, and return whether it computes on the CPU."""
+    check_launcher()
+    keep_freed_memory()
+    # Without cpu=True, processes on a machine that has no accelerator would train alone. The state
+    # is made before Accelerate reads what `accelerate launch --cpu` has set.
+    cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    # Few shapes, many steps: trying cuDNN's algorithms once for each pays.
+    torch.backends.cudnn.benchmark = not cpu
+    return cpu
 
 
 def check_launcher() -> None:

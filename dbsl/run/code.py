@@ -45,18 +45,12 @@ _GIT_S = 30.0  # that git may take, on a slow disk
 
 @dataclass(frozen=True)
 class Code:
-    """What this process has loaded.
+    """What this process has loaded."""
 
-    Attributes:
-        script: Name of the file that was started; empty: none, as in a notebook.
-        files: Contents of the script, and of what was imported that is neither dbsl nor installed,
-            by name.
-        sums: SHA-256 of these and of dbsl's files, by name.
-    """
-
-    script: str
+    script: str  # name of the file that was started; empty: none, as in a notebook
+    # Contents of the script, and of what was imported that is neither dbsl nor installed, by name.
     files: Mapping[str, bytes]
-    sums: Mapping[str, str]
+    sums: Mapping[str, str]  # SHA-256 of these and of dbsl's files, by name
 
 
 def read_code() -> Code:
@@ -170,10 +164,9 @@ def _is_own(path: str) -> bool:
 
 @cache  # what is loaded stays
 def _sums_of_dbsl() -> dict[str, str]:
+    root = _PACKAGE.parent
     return {
-        f"{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}": hashlib.sha256(
-            path.read_bytes()
-        ).hexdigest()
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(_PACKAGE.rglob("*.py"))
     }
 
@@ -188,18 +181,15 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
-    """Compare settings and code of all processes (a collective).
+    """Refuse, in all processes, settings or code that are not rank 0's (a collective).
 
     It is their first exchange: which others follow is for the settings to say.
-
-    Raises:
-        SettingError: On every process, if those of one are not rank 0's.
     """
     if state.num_processes == 1:
         return
     own = _described(config, code)
     first = json.loads(share_from(0, json.dumps(own), state.device))
-    found = difference(first, own, "rank 0", f"rank {state.process_index}")
+    found = _difference(first, own, f"rank {state.process_index}")
     own_flag = torch.tensor(found is not None, device=state.device).int()
     flags = [torch.empty_like(own_flag) for _ in range(state.num_processes)]
     dist.all_gather(flags, own_flag)
@@ -208,25 +198,21 @@ def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
         raise SettingError(share_from(others[0], found or "", state.device))
 
 
-def difference(
-    first: Mapping[str, Any], own: Mapping[str, Any], there: str, here: str
-) -> str | None:
-    """Return in one line what is not the same in two processes; None: nothing."""
-    before = first["settings"]
-    names = [n for n, value in own["settings"].items() if before.get(n) != value]
+def _difference(first: Mapping[str, Any], own: Mapping[str, Any], here: str) -> str | None:
+    """Return in one line what is not the same as on rank 0; None: nothing."""
+    before = first["settings"] | {"the script": first["script"]}
+    now = own["settings"] | {"the script": own["script"]}
+    names = [name for name, value in now.items() if before.get(name) != value]
     if names:
-        more = f" (also different: {', '.join(names[1:])})" if names[1:] else ""
-        what, one, other = names[0], before.get(names[0]), own["settings"][names[0]]
-    elif own["script"] != first["script"]:
-        what, one, other, more = "the script", first["script"], own["script"], ""
-    elif files := unlike(first["code"], own["code"]):
-        return f"code must be the same in all processes, got another {files} on {here} than {there}"
-    else:
-        return None
-    return (
-        f"{what} must be the same in all processes, got {one or 'none'} on {there}, "
-        f"{other or 'none'} on {here}{more}"
-    )
+        what, *rest = names
+        more = f" (also different: {', '.join(rest)})" if rest else ""
+        return (
+            f"{what} must be the same in all processes, got {before.get(what) or 'none'} on "
+            f"rank 0, {now[what] or 'none'} on {here}{more}"
+        )
+    if files := unlike(first["code"], own["code"]):
+        return f"code must be the same in all processes, got another {files} on {here} than rank 0"
+    return None
 
 
 def _described(config: RunConfig, code: Code) -> dict[str, Any]:

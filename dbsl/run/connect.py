@@ -28,6 +28,7 @@ from dbsl.cluster.steps import ComputeClock, DistributedSteps, JointSteps, OwnSt
 from dbsl.cluster.weights import FlatWeights, make_ready
 from dbsl.cluster.wire import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 from dbsl.config.settings import RunConfig, meets_at_server
+from dbsl.extras.emulate import SimulatedTimes
 from dbsl.model import join_batch_norm
 from dbsl.optimizer import Clip, make_clip
 from dbsl.run.code import SUMS
@@ -91,7 +92,8 @@ class _Builder:
         run, config, model = self._run, self._config, self._run.model
         control = None if self._alone else self._control()
         weights = self._flattened()
-        self._common |= {"duration": run.duration, "exchange": run.exchange}
+        times = SimulatedTimes(run)
+        self._common |= {"duration": times.duration, "exchange": times.exchange}
         if control is None:
             stepper = JointSteps(model, weights, self._clock, self._prepared, self._workers)
             stepper.clip = self._clip()
@@ -129,7 +131,8 @@ class _Builder:
         if self._alone:
             for name in ("workers", "rounds_per_epoch", "figures"):  # which the server has
                 del common[name]
-            common |= {"duration": self._run.duration, "exchange": self._run.exchange}
+            times = SimulatedTimes(self._run)
+            common |= {"duration": times.duration, "exchange": times.exchange}
             return SimulatedCluster(weights, server, **common), stepper
         common["wire"] = self._wire
         if meets:
@@ -162,7 +165,7 @@ class _Builder:
             make_ready(
                 *(run.model, weights, sizes, dropout, self._accelerator, example, run.loss_of),
                 compiled=compiled,
-                sums=run.micro_batch_sizes is not None,
+                sums=run.known.micro_batch_sizes is not None,
             )
         return weights
 
@@ -199,6 +202,7 @@ class _Builder:
             "staleness": {"bsp": 0, "ssp": config.staleness, "asp": None}[config.sync],
             "rounds_per_epoch": self._run.rounds,
             "observe": self._run.planner.observe,
+            "members": self._run.planner.members,
         }
 
 

@@ -20,7 +20,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
 from dbsl.base.launcher import remember
 from dbsl.base.words import px
-from dbsl.cluster.wire import share_text
+from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.complete import RESOLVED
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
@@ -37,18 +37,10 @@ RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
 class RunFolder:
     """A run's folder, locked on the main process until `release` or the process's end.
 
-    The operating system frees the lock of a process that is killed.
-
-    A folder that this run has made goes again, if the run ends before it has written anything.
-
-    Args:
-        path: Where it is.
-        accelerator: Tells the main process.
-        new: Whether it must not be there yet; else it is a run's that is resumed.
-        named: Whether somebody chose the path; else a number is added where it is taken.
-
-    Raises:
-        SettingError: On every process, if the folder exists, cannot be written or is another run's.
+    The operating system frees the lock of a process that is killed. A folder that this run has made
+    goes again, if the run ends before it has written anything. A `new` one must not be there yet;
+    else it is a run's that is resumed. Unless somebody chose (`named`) the path, a number is added
+    where it is taken.
     """
 
     def __init__(
@@ -57,19 +49,17 @@ class RunFolder:
         self.path = path
         self._lock: FileLock | None = None
         self._made: list[Path] = []  # folders, the innermost first
-        error = None
-        if accelerator.is_main_process:
-            try:
-                self._open(new, named)
-            except SettingError as reason:
-                error = str(reason)
-            except OSError as reason:
-                error = f"output_dir must be a folder that can be written, got {path} ({reason})"
-            if error:
-                self.release()
-        error = share_text(error or "", accelerator)
-        if error:  # the other processes must stop too, not wait for this one
-            raise SettingError(error)
+        with refused_by_all(accelerator):
+            if accelerator.is_main_process:
+                try:
+                    self._open(new, named)
+                except (SettingError, OSError) as reason:
+                    self.release()
+                    if isinstance(reason, SettingError):
+                        raise
+                    raise SettingError(
+                        f"output_dir must be a folder that can be written, got {path} ({reason})"
+                    ) from reason
         self.path = Path(share_text(str(self.path), accelerator))
         if new:  # a launcher that restarts the processes finds them in the folder that they were in
             self.path = Path(remember(RUN_FOLDER, str(self.path)))

@@ -24,7 +24,9 @@ from dbsl.loss import Figures, LossFunction, figure_names, with_figures
 from dbsl.model import build_model, check_patches, check_sides, least_batch, load_initial
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.joint_steps import check_parts
+from dbsl.plan.ledger import Members
 from dbsl.plan.machines import Workers
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import count_workers
 from dbsl.plan.stages import (
     Stage,
@@ -35,12 +37,12 @@ from dbsl.plan.stages import (
     unused_resolutions,
 )
 from dbsl.plan.text import with_notes
-from dbsl.plan.types import CurrentPlan, Plan, Round, TimeModel
+from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.evaluation import further_sources
 from dbsl.run.replaced import Replaced, check_scores
-from dbsl.run.training import ConfigT, Run, round_sampler, steps_of
+from dbsl.run.training import ConfigT, Run
 from dbsl.run.workers import know_workers
 
 _NOTHING = Replaced()
@@ -90,20 +92,22 @@ def prepare(
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
     config = replace(config, small_batch_size=maker.small_batch_size())
+    # Data of one's own may not know of blocks.
+    blocks = getattr(data.train, "blocks", None)
+    sampler = TurnSampler(config, len(data.train), rounds, least, blocks)
     run = Run(
         config=config,
         data=data,
         stages=stages,
         model=model,
         plans=plans,
-        planner=make_planner(config, maker, plans, stages, known.models, rounds, len(data.train)),
-        models=known.models,
+        planner=make_planner(maker, known, plans, stages, sampler),
+        known=known,
+        sampler=sampler,
         emulation=emulation,
         transforms={
             r: data.transform(r, config.augmentation, config.seed) for r in config.resolutions
         },
-        rounds=rounds,
-        least=least,
         noise=choose_probe(
             plans,
             known.models,
@@ -118,8 +122,6 @@ def prepare(
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
         ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
-        measured=known.measured,
-        micro_batch_sizes=known.micro_batch_sizes,
         default_workers=given.workers is None and accelerator.num_processes == 1,
         default_resolutions=given.resolutions is None or "resolutions" in given.resolved,
         nodes=nodes,
@@ -259,39 +261,23 @@ def _build_model(
 
 
 def make_planner(
-    config: RunConfig,
     maker: PlanMaker,
+    known: Workers,
     plans: Mapping[int, Plan],
     stages: Sequence[Stage],
-    models: Mapping[int, Sequence[TimeModel]],
-    rounds: int,
-    samples: int,
+    sampler: TurnSampler,
 ) -> Planner:
     """Return what gives each epoch its plan, of a run with these plans at the start."""
-
-    def split_at(segment: CurrentPlan, round_: int) -> int:
-        if segment.plan.global_batch_size is not None:
-            return 0  # a joint step has the same samples with any plan
-        sampler = round_sampler(segment, rounds, samples, config.seed, maker.least)
-        return sampler.start_of(round_)
-
-    def samples_of(segment: CurrentPlan, epoch: int, worker: int, round_: int) -> int:
-        turn = Round((worker,), epoch, round_)
-        steps = steps_of(segment, turn, config, rounds, samples, maker.least)
-        return sum(len(part.indices) for step in steps for part in step.parts)
-
+    config = sampler.config
     return Planner(
         plans,
         lambda epoch: stage_at(stages, epoch).resolution,
-        models,
+        known.models,
+        members=Members(config.workers, sampler.rounds),
         balance=config.balance,
-        every=config.balance_every or rounds,
-        rounds_per_epoch=rounds,
-        replan=maker.replan,
-        resize=maker.resize,
-        split_at=split_at,
-        without=maker.without,
-        samples_of=samples_of,
+        every=config.balance_every or sampler.rounds,
+        maker=maker,
+        sampler=sampler,
     )
 
 

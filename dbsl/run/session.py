@@ -321,7 +321,7 @@ class Work:
     def __init__(self, session: Session, turn: Round, stage: Stage, plan: CurrentPlan) -> None:
         run, self._session = session.run, session
         self._turn, self._stage, self._plan = turn, stage, plan
-        self._all = run.steps(plan, turn)
+        self._all = run.sampler.steps(plan, turn)
         self._left = self._all[session.progress.steps :]
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)

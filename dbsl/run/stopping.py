@@ -1,10 +1,8 @@
-"""When a run is to stop or to save: a signal, a limit on its time, or the time since the last save.
+"""When a run is to stop, by a signal or a limit on its time; and the seconds that it took.
 
 A first SIGTERM, SIGINT or SIGHUP (the terminal is closed) asks the run to finish its step, save and
 end; a second one ends it at once, as if nothing had been set up. A signal that the parent process
 has it ignore stays ignored: SIGHUP under nohup, SIGINT in the background job of a script.
-
-The seconds of a run, those of earlier sessions included.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dbsl.base.launcher import remember
+from dbsl.base.launcher import has_fault, launcher_address, remember
 
 # A fork's signals are not its parent's.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -37,14 +35,9 @@ def deadline_of(max_minutes: float | None) -> float | None:
 
 
 class Stopping:
-    """Watches for signals and for the end of the time that a run was given.
+    """Watches for signals and for a deadline, by time.monotonic(); None: never.
 
-    Args:
-        deadline: When to stop, by time.monotonic(); None: never.
-        then: What the process does after the first signal, for the line that says so.
-
-    Attributes:
-        on_signal: Called in a thread of its own after the first signal.
+    `then` says what the process does after the first signal, for the line that says so.
     """
 
     def __init__(
@@ -53,6 +46,7 @@ class Stopping:
         self.deadline = deadline
         self._then = then
         self.signal: str | None = None
+        # Called in another thread after the first signal.
         self.on_signal: Callable[[], object] = lambda: None
         self._ends: tuple[socket.socket, socket.socket] | None = None
         self._before: dict[int, object] = {}
@@ -93,8 +87,14 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         self._restore()  # the next one ends the process
+        # A launcher ends all processes where one has failed: `_tell` asks, and then says nothing.
+        if number != signal.SIGTERM or launcher_address() is None:
+            self._say(number)
+
+    def _say(self, number: int) -> None:
         # Not print: the signal may have come in the middle of one.
-        os.write(2, f"{self.signal}: {self._then}; once more to end\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"{name}: {self._then}; once more to end\n".encode())
 
     def _tell(self, hears: socket.socket, own: set[int]) -> None:
         # The main thread may be anywhere, also inside a lock that a listener takes.
@@ -104,6 +104,8 @@ class Stopping:
                 if number[0] in own and not told:
                     told = True
                     self.on_signal()
+                    if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
+                        self._say(number[0])
 
     def _restore(self) -> None:
         while self._before:
@@ -113,11 +115,8 @@ class Stopping:
 class Stopwatch:
     """Counts from its making on, and goes on from where an earlier session stopped.
 
-    What comes before `start_training` is start-up, and no part of the training.
-
-    Attributes:
-        eval_s: Seconds spent on evaluation.
-        start_up_s: Seconds before training began, of all sessions together.
+    What comes before `start_training` is start-up (`start_up_s`, of all sessions together), and no
+    part of the training.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from dbsl.base.errors import SettingError
 from dbsl.config.fields import check_fields
 from dbsl.config.flags import parse_flags
 from dbsl.config.settings import Rounding, UpdateFactor
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.text import format_plan, timeline
 from dbsl.plan.types import TimeModel
 
@@ -62,13 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.small_workers,
             arguments.large_batch_size,
             [TimeModel(*x) for x in zip(slopes, arguments.intercept, floors, strict=True)],
-            time_ratio=arguments.time_ratio,
-            small_batch_size=arguments.small_batch_size,
-            small_share=arguments.small_share,
-            min_batch_size=arguments.min_batch_size,
-            rounds=arguments.rounds_per_epoch,
-            factor=arguments.update_factor,
-            rounding=arguments.rounding,
+            PlanRules(
+                time_ratio=arguments.time_ratio,
+                small_batch_size=arguments.small_batch_size,
+                small_share=arguments.small_share,
+                min_batch_size=arguments.min_batch_size,
+                rounds=arguments.rounds_per_epoch,
+                factor=arguments.update_factor,
+                rounding=arguments.rounding,
+            ),
         )
     except SettingError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dbsl.config.settings import Balance
+from dbsl.config.settings import Balance, RunConfig
 from dbsl.extras.emulate import Emulation, parse_disturb
-from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
+from dbsl.plan.follow import PlanMaker, Planner
+from dbsl.plan.machines import Workers
 from dbsl.plan.types import RoundReport, TimeModel
 
 SAMPLES, PER_WORKER = 50_000, 128
@@ -30,19 +30,19 @@ PLANNED = TimeModel(0.0005, 0.015)
 
 def make_planner(workers: int, balance: Balance) -> Planner:
     """Return the planner of a run that starts from equal parts."""
-    total = PER_WORKER * workers
-    models, limits = [PLANNED] * workers, np.full(workers, total)
-    options = {"samples": SAMPLES, "drop_last": False, "least": 1}
-    return Planner(
-        {32: plan_steps(SAMPLES, [PER_WORKER] * workers, models)},
-        lambda epoch: 32,
-        {32: models},
+    config = RunConfig(
+        sync="step",
+        workers=workers,
+        global_batch_size=PER_WORKER * workers,
+        resolutions=(32,),
         balance=balance,
-        replan=lambda resolution, found: balanced_steps(total, found, limits, **options),
-        resize=lambda resolution, plan, parts: with_proportions(
-            plan, parts, models, limits, rounds=1, **options
-        ),
+        min_batch_size=1,
     )
+    models = {32: TimeModel.of(PLANNED, workers)}
+    known = Workers(models, {32: [PER_WORKER] * workers}, {32: None}, measured=False)
+    maker = PlanMaker(config, known, SAMPLES, least=1)
+    plans = {32: maker.first(32, print)}
+    return Planner(plans, lambda epoch: 32, models, balance=balance, maker=maker)
 
 
 def play(

@@ -48,7 +48,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import parse_config
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import RoundReport
 from experiments.benchmarks.record import record
 
@@ -268,7 +268,7 @@ def of_parquet_files(scratch: Path, rng: random.Random) -> Iterator[Callable[[],
 def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], object]]:
     """Change numbers in what workers send the server, and in what it answers."""
     fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(100, 3, 1, 10, fast, time_ratio=1.05)
+    plan = plan_dual_batch(100, 3, 1, 10, fast, PlanRules(time_ratio=1.05))
     report = RoundReport(1, 2, 0, 32, 10, 100, 10, 1.5, 0.7, 0.9)
     from dbsl.plan.types import CurrentPlan
 

@@ -15,7 +15,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.extras.emulate import Link
 from dbsl.model import build_model
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import TimeModel
 from experiments.benchmarks.record import record
 
@@ -47,7 +47,7 @@ def main() -> None:
             seconds = [plan.time_s + steps * _joint_s(link, gradients) for link in LINKS]
             rows.append(_row(name, f"data parallelism, {batch} samples a step", seconds))
         for rounds in (1, 4):
-            plan = plan_dual_batch(samples, WORKERS, 0, LARGE[name], line, rounds=rounds)
+            plan = plan_dual_batch(samples, WORKERS, 0, LARGE[name], line, PlanRules(rounds=rounds))
             seconds = [plan.time_s + rounds * _merge_s(link, weights) for link in LINKS]
             rows.append(_row(name, f"{rounds} merge{'s' * (rounds > 1)} an epoch", seconds))
     record(

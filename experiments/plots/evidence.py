@@ -22,7 +22,7 @@ from matplotlib.ticker import LogFormatter
 
 from dbsl.base.files import write_table
 from dbsl.plan.sampler import EpochSampler
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import Plan
 from dbsl.tools.compare.statistics import interval
 from experiments.plots.rows import Rows, read
@@ -52,7 +52,7 @@ def published_plan(small_workers: int, ratio: float) -> Plan:
     """Return the plan of the conference's CIFAR-100 setting."""
     model = TimeModel(0.00056607, 0.014041204118283607)
     return plan_dual_batch(
-        50000, 4, small_workers, 500, model, time_ratio=ratio, rounding="truncate"
+        50000, 4, small_workers, 500, model, PlanRules(time_ratio=ratio, rounding="truncate")
     )
 
 

@@ -721,7 +721,7 @@ def test_samples_of_epochs_with_several_plans_come_once_where_plans_follow_no_lo
 
     def stop_between_plans(self, **options):
         planner = self._session.run.planner
-        if len({s[-1].plan.workers for s in planner._segments.values()}) > 1:
+        if len({s[-1].plan.workers for s in planner.ledger.segments.values()}) > 1:
             os.kill(os.getpid(), signal.SIGTERM)
         after_step(self, **options)
 

@@ -17,7 +17,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import dbsl.cluster.launch
 import dbsl.run.accelerator
-from dbsl.base.errors import EXIT_INTERRUPTED, SyncError, one_line_errors, quiet_interrupts
+from dbsl.base.errors import (
+    EXIT_INTERRUPTED,
+    SyncError,
+    join_the_others,
+    one_line_errors,
+    quiet_interrupts,
+)
 from dbsl.base.launcher import remember
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.launch import chosen_backend, join_processes
@@ -32,7 +38,8 @@ from dbsl.run.accelerator import (
     start_accelerator,
     start_joining_accelerator,
 )
-from tests.helpers import ROOT, free_port, run
+from dbsl.run.stopping import Stopping
+from tests.helpers import ROOT, Forked, free_port, run
 from train import Config
 
 # With the handler that a terminal's process has; that of a background job is ignored.
@@ -290,6 +297,44 @@ def test_under_a_launcher_the_line_that_counts_is_said_and_kept(
     if variable == "TORCHELASTIC_ERROR_FILE":  # as torchrun reads it
         failure = ProcessFailure(0, 7, 2, str(tmp_path / "error.json"))
         assert line in ChildFailedError("train.py", {0: failure}).format_msg()
+
+
+@pytest.fixture
+def launcher():
+    """What a process finds of its launcher: a store that outlives it."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    del store
+
+
+def failing(error):
+    join_the_others()
+    raise error
+
+
+def told_to_stop():
+    with Stopping() as stopping:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.reason == "SIGTERM"
+        time.sleep(1.0)  # the line comes from a thread
+
+
+def test_one_traceback_tells_of_a_bug_that_several_ranks_meet_and_no_signal_follows(launcher):
+    stopped = Forked(told_to_stop, **launcher, RANK="2")
+    assert stopped.wait() == 0
+    assert stopped.stderr == "SIGTERM: finishing the step and saving; once more to end\n"
+    errors = (KeyError("bug"), KeyError("bug"), SyncError("gone"), ValueError("other"))
+    found = [Forked(lambda e=e: failing(e), **launcher, RANK=str(r)) for r, e in enumerate(errors)]
+    assert [process.wait() for process in found] == [1, 1, 2, 1]
+    said = "".join(process.stderr for process in found)
+    assert said.count("Traceback") == 1
+    assert said.count("KeyError: 'bug'\n") == 1
+    assert "error: gone\n" in said
+    assert "rank 3: ValueError: other" in said
+    stopped = Forked(told_to_stop, **launcher, RANK="2")
+    assert stopped.wait() == 0
+    assert stopped.stderr == ""
 
 
 def coming_rank(rank, port, missing):

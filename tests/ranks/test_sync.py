@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import ControlGroup, message, send
 from dbsl.plan.follow import Planner
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import EpochEnd, RoundReport
 from tests.helpers import ROOT
 
@@ -32,13 +33,13 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
     torch.manual_seed(rank)  # ranks start unlike: the first pull must make them alike
     weights = FlatWeights(torch.nn.Linear(3, 2).double())
     workers = world_size - options.get("dedicated_server", False)
-    plan = plan_dual_batch(100, workers, 1, 10, FAST, time_ratio=1.05)
+    plan = plan_dual_batch(100, workers, 1, 10, FAST, PlanRules(time_ratio=1.05))
     planner = Planner(
         {8: plan},
         lambda epoch: 8,
         {8: [FAST] * workers},
-        without=lambda resolution, active: plan,
-        samples_of=lambda segment, epoch, worker, round_: 10,
+        maker=SimpleNamespace(without=lambda resolution, active: plan),
+        sampler=SimpleNamespace(count=lambda segment, turn: 10),
     )
     own = rank - options.get("dedicated_server", False)
     server = None
@@ -50,6 +51,7 @@ def make(rank, sync, *, world_size, epochs, rounds=1, staleness=1, timeout_s=20.
             together=sync == "bsp",
             staleness={"bsp": 0, "ssp": staleness, "asp": None}[sync],
             rounds_per_epoch=rounds,
+            members=planner.members,
         )
     common = {
         "planner": planner,

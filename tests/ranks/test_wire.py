@@ -28,6 +28,7 @@ from dbsl.cluster.wire import (
 )
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
+from dbsl.plan.ledger import Members
 from dbsl.plan.solve import plan_dual_batch
 from dbsl.plan.types import CurrentPlan, RoundReport, StepLine, TimeModel
 
@@ -86,7 +87,7 @@ def meeting_rank(rank):
     """Ranks that would plan unlike: all must take what the server rank says."""
     sizes = [(30, 10), (20, 20)][rank]
     plan = plan_steps(200, sizes, [MODEL] * 2)
-    options = {"balance": "dynamic", "every": 2, "rounds_per_epoch": 3}
+    options = {"balance": "dynamic", "every": 2, "members": Members(2, 3)}
     planner = Planner({8: plan}, lambda epoch: 8, {8: [MODEL] * 2}, **options)
     shared = SharedPlans(planner)
     seen = [
@@ -95,7 +96,7 @@ def meeting_rank(rank):
         for round_ in range(3)
     ]
     rest = plan_steps(55, (30, 10), [MODEL] * 2)  # read from a checkpoint, by every rank
-    planner.fixed[2] = [CurrentPlan(rest, left=((5, 20), (60, 100)))]
+    planner.ledger.keep(2, [CurrentPlan(rest, left=((5, 20), (60, 100)))])
     seen.append(shared.at(2, 0).left)
     reports = exchange_reports(replace(REPORT, worker=rank), CPU)
     return seen, reports

@@ -41,7 +41,7 @@ from dbsl.checkpoint.disk import (
     shard_names,
     sums_name,
 )
-from dbsl.cluster.wire import share_text
+from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.parse import RUN_FOLDER
 from dbsl.config.settings import CHECKPOINTS, RunConfig
 from dbsl.extras.mirror.bucket import (
@@ -277,15 +277,11 @@ def open_mirror(
     if url == "none":
         return Mirror(folder, accelerator)
     own = Listing(kept.get("run") or uuid4().hex, {}, session=uuid4().hex)
-    bucket, error = None, ""
-    if accelerator.is_main_process:
-        try:
+    bucket = None
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process:
             passed_over = kept.get("passed_over", 0) if kept.get("mirror") == url else 0
             bucket = _claim(url, own, config, found, passed_over)
-        except SettingError as reason:
-            error = str(reason)
-    if error := share_text(error, accelerator):
-        raise SettingError(error)
     return Mirror(folder, accelerator, own, bucket)
 
 
@@ -333,14 +329,10 @@ def pulled(config: RunConfig, accelerator: Accelerator) -> RunConfig:
     url = url_to_pull(config.resume, config.output_dir, config.mirror)
     if url is None or config.plan_only:
         return config
-    path, error = "", ""
-    if accelerator.is_main_process:
-        try:
+    path = ""
+    with refused_by_all(accelerator):
+        if accelerator.is_main_process:
             path = _pull(url, config, accelerator.print)
-        except SettingError as reason:
-            error = str(reason)
-    if error := share_text(error, accelerator):
-        raise SettingError(error)
     if not (path := share_text(path, accelerator)):
         return config  # auto, at the first start
     path = remember(RUN_FOLDER, path)  # restarted processes go on in there

@@ -118,7 +118,7 @@ class _Player:
         run, cluster, played = self._run, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version
         played.turns += 1
-        steps = run.steps(segment, turn)
+        steps = run.sampler.steps(segment, turn)
         own = dict.fromkeys(turn.workers, 0)
         for part in (part for step in steps for part in step.parts):
             own[part.worker] += len(part.indices)
@@ -156,8 +156,8 @@ class _Player:
                 continue
             played.lost, played.lost_workers = played.lost + change.samples, played.lost_workers + 1
             epoch = max(server.clocks) // server.rounds_per_epoch + 1
-            fixed = self._run.planner.fixed.items()  # begun by other workers, perhaps
-            epoch = max(epoch, *(e + 1 for e, rows in fixed if any(row.left for row in rows)), 0)
+            ledger = self._run.planner.ledger  # with epochs that other workers had begun, perhaps
+            epoch = max(epoch, *(e + 1 for e in ledger.segments if ledger.left_by_others(e)), 0)
             self._untouched = max(self._untouched, epoch)
             self._joined = joined = {pair for pair in joined if pair[0] != change.worker}
 
@@ -220,7 +220,7 @@ class _Player:
         self._case = case
         self._connect(run)
         self._cluster.restart(start)
-        run.planner.fixed = run.fixed_segments(start)
+        run.planner.restart(start)
 
     def _result(self) -> Played:
         run, played, counts = self._run, self.played, self._counts

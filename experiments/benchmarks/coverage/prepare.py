@@ -10,8 +10,9 @@ from torch import nn
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.follow import PlanMaker
 from dbsl.plan.machines import Workers
-from dbsl.plan.sampler import Blocks
+from dbsl.plan.sampler import Blocks, TurnSampler
 from dbsl.plan.stages import make_stages
+from dbsl.plan.types import TimeModel
 from dbsl.run.prepare import make_planner, rounds_of_epoch
 from dbsl.run.training import Run
 from experiments.benchmarks.coverage.cases import Case
@@ -43,7 +44,10 @@ def prepare(case: Case) -> Run:
     # Where all are equal, a batch and a share of a round for each is known to fit.
     known = Workers(
         models={
-            r: [type(m)(m.slope * r / 8, m.intercept) for m in case.models] for r in resolutions
+            r: TimeModel.of(
+                [TimeModel(m.slope * r / 8, m.intercept) for m in case.models], len(case.models)
+            )
+            for r in resolutions
         },
         large_batch_sizes=dict.fromkeys(resolutions, case.large),
         limits=dict.fromkeys(resolutions),
@@ -52,6 +56,7 @@ def prepare(case: Case) -> Run:
     maker = PlanMaker(config, known, case.samples, case.least)
     plans = {r: maker.first(r, lambda line: None) for r in resolutions}
     rounds = rounds_of_epoch(plans, config)
+    sampler = TurnSampler(config, case.samples, rounds, case.least, case.blocks)
     stages = make_stages(
         config.epochs,
         resolutions,
@@ -69,16 +74,14 @@ def prepare(case: Case) -> Run:
         stages=tuple(stages),
         model=model,
         plans=plans,
-        planner=make_planner(config, maker, plans, stages, known.models, rounds, case.samples),
-        models=known.models,
+        planner=make_planner(maker, known, plans, stages, sampler),
+        known=known,
+        sampler=sampler,
         emulation=case.emulation,
         transforms={},
-        rounds=rounds,
-        least=case.least,
         noise=None,
         mixing=None,
         ema=None,
         loss_of=None,
         build_optimizer=lambda module: build_optimizer("momentum", module, 1.0, 0.0, 0.0),
-        measured=True,
     )

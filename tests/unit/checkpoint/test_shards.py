@@ -13,13 +13,14 @@ from dbsl.checkpoint.restart import epochs_under_way, plan_restart, with_lost_wo
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.ledger import Members
+from dbsl.plan.sampler import TurnSampler
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import CurrentPlan, RoundReport, TimeModel
-from dbsl.run.training import round_sampler
 from train import Config
 
 # What a server has told of and has not merged.
-NOTHING = {"newcomers": [], "reports": [], "finished": [], "outer": None}
+NOTHING = {"newcomers": [], "inside": {}, "reports": [], "finished": [], "outer": None}
 
 
 def server_shard(clocks, active=None, **planner):
@@ -27,7 +28,7 @@ def server_shard(clocks, active=None, **planner):
     server = NOTHING | {"clocks": clocks, "active": active}
     return {
         "cluster": {"clock": clocks[0], "waited_s": 0.5, "server": server},
-        "planner": {"current": {8: "plan"}, "segments": {}, "fixed": {}, "begun": 0, **planner},
+        "planner": {"current": {8: 0}, "segments": {}, **planner},
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
         "clock": {0: 0.3},
@@ -48,7 +49,8 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     monkeypatch.setattr(resume, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
     before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
-    state = resume._own_shard(found, before, 1, Bag(rounds=2))
+    run = Bag(rounds=2, planner=Bag(members=Members(2)))
+    state = resume._own_shard(found, before, 1, run)
     assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
 
 
@@ -79,13 +81,14 @@ def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, mo
     ],
 )
 def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, epochs, back):
-    run = Bag(
-        rounds=2, config=Bag(epochs=epochs), plans={}, stage_at=lambda epoch: Bag(resolution=8)
-    )
-    state = with_lost_workers(server_shard(clocks, active=[0, 1]), run, 5)
+    fast = TimeModel(0.001, 0.01)
+    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(rounds=2))
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
+    run = Bag(rounds=2, config=Bag(epochs=epochs), planner=planner)
+    saved = server_shard(clocks, active=[0, 1], **planner.state_dict())
+    state = with_lost_workers(saved, run, 5)
     assert state["cluster"]["server"]["clocks"] == [*clocks[:2], 2 * back]
-    assert state["planner"]["begun"] == 2 * back
-    assert set(state["planner"]["fixed"]) == set(range(min(clocks[:2]) // 2, back))
+    assert set(state["planner"]["kept"]) == set(range(min(clocks[:2]) // 2, back))
     assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
 
 
@@ -119,7 +122,7 @@ def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
 
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
     state = server_shard([3, 3], segments={2: []})
-    state["planner"]["current"] = {8: {"workers": [{"steps": 5}]}}
+    state["planner"] |= {"current": {8: 0}, "plans": [{"workers": [{"steps": 5}]}]}
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
 
@@ -127,19 +130,20 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
 @pytest.mark.parametrize("lost", [False, True])
 def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 3, 1, 4, fast, time_ratio=1.05, rounds=2)
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, rounds_per_epoch=2)
+    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(time_ratio=1.05, rounds=2))
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
     server = {"clocks": [5, 6, 1 if lost else 4], "active": [0, 1] if lost else [0, 1, 2]}
     server |= NOTHING | {"weights": None, "version": 9, "refused": 0}
     # Rank 0 is a server alone: its own clock stands still.
     state = {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
     data = Bag(train=range(60))
     config = Config(seed=3, workers=2, sync="asp")
-    run = Bag(rounds=2, config=config, data=data, least=1, stage_at=lambda epoch: Bag(resolution=8))
+    run = Bag(rounds=2, config=config, data=data, stage_at=lambda epoch: Bag(resolution=8))
+    run.sampler = TurnSampler(config, 60, 2, 1)
     before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     restart = plan_restart(state, {}, run, before, 60)
     assert restart.clock == (5 if lost else 4)
-    sampler = round_sampler(CurrentPlan(plan), 2, 60, 3)
+    sampler = run.sampler.sampler(CurrentPlan(plan))
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
     (left,) = restart.left.values()
@@ -148,8 +152,8 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
 
 def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 3, 1, 4, fast, time_ratio=1.05, rounds=2)
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, rounds_per_epoch=2)
+    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(time_ratio=1.05, rounds=2))
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
     reports = [
         RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
         for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
@@ -159,7 +163,8 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     server["reports"] = [asdict(report) for report in reports]
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
     state = {"cluster": {"server": server}, "planner": planner.state_dict()}
-    run = Bag(rounds=2, config=Config(seed=3, workers=2), data=Bag(train=range(60)), least=1)
+    run = Bag(rounds=2, config=Config(seed=3, workers=2), data=Bag(train=range(60)))
+    run.sampler = TurnSampler(run.config, 60, 2, 1)
     run.stage_at = lambda epoch: Bag(resolution=8)
     before = asdict(run.config) | {"rounds_per_epoch": 2, "workers": 3}
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
@@ -175,12 +180,13 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
 def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     fast = TimeModel(0.001, 0.01)
     plan = plan_steps(60, np.array([5, 5]), [fast] * 2)  # six steps: three pushes, then two
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2}, rounds_per_epoch=3)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2}, members=Members(2, 3))
     server = {"clocks": [clock] * 2, "active": [0, 1], "weights": None, "version": 9, "refused": 0}
     server |= NOTHING
     state = {"cluster": {"server": server | {"optimizer": {}}}, "planner": planner.state_dict()}
     config = Config(workers=2, push="gradients", push_every=3)
     run = Bag(rounds=2, config=config, plans={8: plan}, stage_at=lambda epoch: Bag(resolution=8))
+    run.sampler = TurnSampler(config, 60, 2, 1)
     run.data = Bag(train=range(60))
     before = asdict(config) | {"push_every": 2}
     if expected is None:
@@ -209,6 +215,7 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
     state = {"cluster": cluster, "planner": planner.state_dict(), "progress": None}
     state["model"] = {"weights": None}
     run = Bag(rounds=1, config=Config(workers=2, sync=sync, push=push))
+    run.sampler = TurnSampler(run.config, 60, 1, 1)
     settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
     restart = plan_restart(state, {0: "of all"}, run, settings, 60)
     assert {name: getattr(restart, name) for name in expected} == expected
@@ -218,11 +225,12 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
 @pytest.mark.parametrize(("sync", "expected"), [("asp", {0: "a", 1: "b"}), ("step", {})])
 def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expected):
     fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 2, 1, 4, fast, time_ratio=1.05)
+    plan = plan_dual_batch(60, 2, 1, 4, fast, PlanRules(time_ratio=1.05))
     planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
     server = {"clocks": [1, 1], "active": [0, 1], "weights": None, "version": 1, "refused": 0}
     server |= NOTHING
     state = {"cluster": {"server": server}, "planner": planner.state_dict()}
-    run = Bag(rounds=1, config=Config(workers=2, sync=sync), data=Bag(train=range(60)), least=1)
+    run = Bag(rounds=1, config=Config(workers=2, sync=sync), data=Bag(train=range(60)))
+    run.sampler = TurnSampler(run.config, 60, 1, 1)
     restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)), 60)
     assert restart.optimizers == expected  # joint steps must be alike in all processes

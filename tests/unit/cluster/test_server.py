@@ -258,12 +258,12 @@ def test_a_worker_that_joins_begins_when_another_has_come_as_far():
     s = server(ratio, workers=3, staleness=None)
     s.drop(2)
     s.push(torch.zeros(2), report(0))
-    s.join(2, 2)
+    s.members.join(2, 2)
     assert not s.may_start(2)
     s.drop(1)
     s.push(torch.zeros(2), report(0))
     assert s.may_start(2)
-    s.begin(2)
+    s.members.begin(2)
     s.push(torch.zeros(2), report(2))
     assert s.may_start(2)  # from its first round on as any other
     assert [end.epoch for end in s.finished] == [0, 1]  # the epochs before it end without it
@@ -273,7 +273,7 @@ def test_of_two_that_join_none_begins_before_another_has_come_as_far():
     s = server(ratio, workers=3, staleness=None)
     for worker in (1, 2):
         s.drop(worker)
-        s.join(worker, 1)
+        s.members.join(worker, 1)
     assert not any(s.may_start(worker) for worker in (1, 2))
     s.push(torch.zeros(2), report(0))
     assert all(s.may_start(worker) for worker in (1, 2))
@@ -283,11 +283,11 @@ def test_newcomers_never_wait_for_each_other():
     s = server(ratio, workers=3, staleness=1)
     for worker, clock in ((1, 2), (2, 3)):
         s.drop(worker)
-        s.join(worker, clock)
+        s.members.join(worker, clock)
     s.drop(0)
     assert s.may_start(1)
     assert not s.may_start(2)
-    s.begin(1)
+    s.members.begin(1)
     s.push(torch.zeros(2), report(1))
     assert s.may_start(2)
 

@@ -120,7 +120,7 @@ def count_writes(monkeypatch):
     return written
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cache_that_holds_little_gives_the_bits_of_one_that_holds_all(shards, cache, workers):
     results = []
     for gib in (1.0, LITTLE):

@@ -9,7 +9,6 @@ from dbsl.cluster.protocol import Change
 from dbsl.cluster.served import ServedCluster
 from dbsl.cluster.wire import CPU, SharedPlans, encode_plan
 from dbsl.extras.emulate import Emulation
-from dbsl.plan.ledger import Members
 from dbsl.plan.types import CurrentPlan, Round, TimeModel
 from experiments.benchmarks.coverage.cases import Case, Stop
 from experiments.benchmarks.coverage.check import check
@@ -33,6 +32,14 @@ def case(*changes, workers=3, rounds=1, epochs=8, sync="asp", slow=None, absent=
     return Case(options, 90, [model] * workers, [5] * workers, 1, emulation, changes, absent)
 
 
+def know(planner, *clocks, inside=(), lost=(), newcomers=()):
+    """Have workers at these clocks; those inside have begun their next round."""
+    members = planner.members
+    members.clocks, members.newcomers = [*clocks], set(newcomers)
+    members.active = set(range(len(clocks))) - set(lost)
+    members.inside = {worker: clocks[worker] for worker in inside}
+
+
 def samples_of(run, epoch):
     """Return the samples of each worker in an epoch."""
     return [row.samples for row in run.planner.at(epoch).plan.workers]
@@ -41,11 +48,11 @@ def samples_of(run, epoch):
 def test_a_worker_that_was_lost_has_a_share_again_from_the_first_epoch_that_nobody_has_begun():
     run = prepare(case())
     planner = run.planner
-    clocks = {0: 1, 1: 2, 2: 1}
-    members = Members(clocks, {0, 1, 2}, 8, inside=clocks)
-    assert planner.drop(2, members) == 60  # of epochs 2 and 3, begun
+    know(planner, 1, 2, 1, inside=(0, 1, 2))
+    assert planner.drop(2, 8) == 60  # of epochs 2 and 3, begun
     assert samples_of(run, 3) == [45, 45, 0]
-    assert planner.join(2, Members({0: 2, 1: 3, 2: 1}, {0, 1}, 8, {0: 2, 1: 3})) == 4
+    know(planner, 2, 3, 1, inside=(0, 1), lost=(2,))
+    assert planner.join(2, 8) == 4
     assert [samples_of(run, epoch) for epoch in (2, 3, 4)] == [[30] * 3, [45, 45, 0], [30] * 3]
 
 
@@ -53,7 +60,8 @@ def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
     run = prepare(case())
     run.planner.leave_out([1, 2])
     assert samples_of(run, 0) == [90, 0, 0]
-    assert run.planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0}, 8, {0: 0})) == 1
+    know(run.planner, 0, 0, 0, inside=(0,), lost=(1, 2))
+    assert run.planner.join(2, 8) == 1
     assert [samples_of(run, epoch) for epoch in (0, 1)] == [[90, 0, 0], [45, 0, 45]]
 
 
@@ -61,44 +69,47 @@ def test_a_worker_that_was_never_there_joins_as_one_that_was_lost():
 def test_a_worker_that_is_there_or_has_no_place_does_not_join(worker):
     planner = prepare(case()).planner
     planner.leave_out([2])
+    know(planner, 0, 0, 0, lost=(2,))
     with pytest.raises(ValueError, match=f"one of 3 and not there, got worker {worker}"):
-        planner.join(worker, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8, {}))
+        planner.join(worker, 8)
 
 
 def test_where_no_epoch_is_left_for_a_worker_nothing_changes():
     run = prepare(case(rounds=2))
     run.planner.leave_out([2])
     before = run.planner.state_dict()
-    clocks = {0: 14, 1: 3, 2: 0}
-    assert run.planner.join(2, Members(clocks, {0, 1}, 16, inside={0: 14})) == 16
+    know(run.planner, 14, 3, 0, inside=(0,), lost=(2,))
+    assert run.planner.join(2, 16) == 16
     assert run.planner.state_dict() == before
 
 
 def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
     run = prepare(case())
     planner = run.planner
-    planner.leave_out([2])
-    before, without = planner.state_dict(), planner._without
+    planner.leave_out([1, 2])
+    know(planner, 0, 0, 0, lost=(1, 2))
+    before, without = planner.state_dict(), planner._maker.without
 
     def refuse(resolution, active):
-        if len(active) == 3:
+        if len(active) == 2:
             raise ValueError("no such plan")
         return without(resolution, active)
 
-    monkeypatch.setattr(planner, "_without", refuse)
+    monkeypatch.setattr(planner._maker, "without", refuse)
     with pytest.raises(ValueError, match="no such plan"):
-        planner.join(2, Members({0: 0, 1: 0, 2: 0}, {0, 1}, 8, {}))
+        planner.join(2, 8)
     assert planner.state_dict() == before
-    assert samples_of(run, 3) == [45, 45, 0]
+    assert samples_of(run, 3) == [90, 0, 0]
 
 
 def test_a_newcomer_that_has_begun_nothing_is_lost_without_a_sample():
     run = prepare(case(rounds=3))
     planner = run.planner
     planner.leave_out([2])
-    assert planner.join(2, Members({0: 1, 1: 1, 2: 0}, {0, 1}, 24, {1: 1})) == 3
-    clocks = {0: 1, 1: 2, 2: 3}
-    assert planner.drop(2, Members(clocks, {0, 1, 2}, 24, {1: 2}, newcomers={2})) == 0
+    know(planner, 1, 1, 0, inside=(1,), lost=(2,))
+    assert planner.join(2, 24) == 3
+    know(planner, 1, 2, 3, inside=(1,), newcomers=(2,))
+    assert planner.drop(2, 24) == 0
     assert samples_of(run, 1) == [45, 45, 0]
 
 
@@ -162,7 +173,7 @@ def test_what_other_workers_left_of_an_epoch_is_trained_on_once_after_a_loss_and
 def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(monkeypatch, left):
     run = prepare(case())
     saved = CurrentPlan(run.plans[8], left=left)
-    run.planner.fixed = {0: [saved]}  # as every process has read it from a checkpoint
+    run.planner.ledger.keep(0, [saved])  # as every process has read it from a checkpoint
     run.planner.leave_out([2])
     now = CurrentPlan(run.planner.current[8])
     cluster = ServedCluster.__new__(ServedCluster)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dbsl.plan.solve import (
     NoPlanError,
+    PlanRules,
     TimeModel,
     count_workers,
     largest_remainder,
@@ -40,7 +41,12 @@ def test_conference_table_comes_out_truncated(
     time_ratio, small_workers, large_samples, small_samples, small_batch_size
 ):
     plan = plan_dual_batch(
-        50000, 4, small_workers, 500, GTX_1080, time_ratio=time_ratio, rounding="truncate"
+        50000,
+        4,
+        small_workers,
+        500,
+        GTX_1080,
+        PlanRules(time_ratio=time_ratio, rounding="truncate"),
     )
     assert plan.large_samples == large_samples
     assert plan.small_samples == small_samples
@@ -56,7 +62,7 @@ def test_of_eight_workers_the_small_batch_follows_from_whole_small_shares_and_th
     small_workers, small_batch_size, small_samples
 ):
     plan = plan_dual_batch(
-        50000, 8, small_workers, 500, GTX_1080, time_ratio=1.05, rounding="truncate"
+        50000, 8, small_workers, 500, GTX_1080, PlanRules(time_ratio=1.05, rounding="truncate")
     )
     assert plan.large_samples == 6562
     assert (plan.small_batch_size, plan.small_samples) == (small_batch_size, small_samples)
@@ -81,7 +87,12 @@ JOURNAL_SHARES = {
 def test_journal_table_comes_out_rounded(case, small_workers):
     samples, large_batch_size, slope, intercept, small_batch_sizes = JOURNAL[case]
     plan = plan_dual_batch(
-        samples, 4, small_workers, large_batch_size, TimeModel(slope, intercept), time_ratio=1.05
+        samples,
+        4,
+        small_workers,
+        large_batch_size,
+        TimeModel(slope, intercept),
+        PlanRules(time_ratio=1.05),
     )
     published = small_batch_sizes[small_workers - 1]
     if published is not None:
@@ -155,7 +166,12 @@ def test_equal_workers_cover_all_samples_and_finish_together(
     limit = data.draw(st.integers(1, max(1, samples // workers // rounds)))
     try:
         plan = plan_dual_batch(
-            samples, workers, small_workers, limit, time_model, time_ratio=time_ratio, rounds=rounds
+            samples,
+            workers,
+            small_workers,
+            limit,
+            time_model,
+            PlanRules(time_ratio=time_ratio, rounds=rounds),
         )
     except ValueError:
         assume(False)
@@ -182,9 +198,7 @@ def test_unequal_workers_cover_all_samples_and_finish_together(
             small_workers,
             limits,
             machines,
-            **goal,
-            rounds=rounds,
-            min_batch_size=min_batch_size,
+            PlanRules(**goal, rounds=rounds, min_batch_size=min_batch_size),
         )
     except ValueError:
         assume(False)
@@ -205,7 +219,7 @@ def test_more_time_allowed_never_makes_the_small_batch_larger(cluster, data, one
     try:
         sizes = [
             plan_dual_batch(
-                500_000, len(cluster[0]), small_workers, limits, machines, time_ratio=k
+                500_000, len(cluster[0]), small_workers, limits, machines, PlanRules(time_ratio=k)
             ).small_batch_size
             for k in sorted((one, other))
         ]
@@ -223,7 +237,7 @@ def test_any_of_ratio_batch_and_share_gives_the_other_two(machines):
         limits = [500, 500, 400, 300]
 
     def plan(**goal):
-        return plan_dual_batch(500_000, 4, 2, limits, model, **goal)
+        return plan_dual_batch(500_000, 4, 2, limits, model, PlanRules(**goal))
 
     solved = plan(time_ratio=1.05)
     by_batch = plan(small_batch_size=solved.small_batch_size)
@@ -257,7 +271,9 @@ def test_the_small_batch_is_the_least_that_keeps_the_ratio_by_trying_all(
     small = data.draw(st.integers(1, workers))
     limits = [data.draw(st.integers(1, 400))] * workers
     try:
-        plan = plan_dual_batch(samples, workers, small, limits, models, time_ratio=time_ratio)
+        plan = plan_dual_batch(
+            samples, workers, small, limits, models, PlanRules(time_ratio=time_ratio)
+        )
     except ValueError:
         assume(False)
 
@@ -281,7 +297,7 @@ def test_a_line_through_a_fast_gpus_floor_plans_nearly_large_batches_and_says_so
     slope = (large_s - small_s) / (500 - 64)
 
     def plan(model, **options):
-        return plan_dual_batch(50_000, 4, 3, 500, model, rounding="truncate", **options)
+        return plan_dual_batch(50_000, 4, 3, 500, model, PlanRules(rounding="truncate", **options))
 
     line = plan(TimeModel(slope, large_s - 500 * slope))
     assert (line.small_batch_size, plan(GTX_1080).small_batch_size) == (408, 205)
@@ -311,7 +327,7 @@ def test_a_floor_of_0_changes_no_bit_of_a_plan():
 
 
 def test_a_solved_batch_below_the_least_is_clamped_and_said():
-    plan = plan_dual_batch(8000, 4, 1, 64, TimeModel(0.01, 0.001), min_batch_size=4)
+    plan = plan_dual_batch(8000, 4, 1, 64, TimeModel(0.01, 0.001), PlanRules(min_batch_size=4))
     assert plan.small_batch_size == 4
     assert "min_batch_size=4, got 0" in plan.notes[0]
     assert plan.time_ratio < 1.05
@@ -329,21 +345,23 @@ def test_a_small_worker_stays_at_what_it_can_hold():
 
 def test_impossible_ratio_names_the_nearest_plan_and_that_plan_works():
     with pytest.raises(ValueError, match="nearest plan") as refused:
-        plan_dual_batch(50000, 4, 1, 500, GTX_1080, time_ratio=1.5, min_batch_size=8)
+        plan_dual_batch(50000, 4, 1, 500, GTX_1080, PlanRules(time_ratio=1.5, min_batch_size=8))
     words = str(refused.value).split("small_batch_size ")[1]
-    nearest = plan_dual_batch(50000, 4, 1, 500, GTX_1080, small_batch_size=int(words.split()[0]))
+    nearest = plan_dual_batch(
+        50000, 4, 1, 500, GTX_1080, PlanRules(small_batch_size=int(words.split()[0]))
+    )
     assert f"time ratio {nearest.time_ratio:.4g}" in words
 
 
 def test_two_goals_at_once_are_refused():
     with pytest.raises(ValueError, match=r"not be given together: .* time_ratio and small_share"):
-        plan_dual_batch(50000, 4, 1, 500, GTX_1080, time_ratio=1.1, small_share=0.1)
+        plan_dual_batch(50000, 4, 1, 500, GTX_1080, PlanRules(time_ratio=1.1, small_share=0.1))
 
 
 def test_given_small_batch_balances_the_times_and_yields_the_ratio():
-    solved = plan_dual_batch(50000, 4, 3, 500, GTX_1080, time_ratio=1.05)
+    solved = plan_dual_batch(50000, 4, 3, 500, GTX_1080, PlanRules(time_ratio=1.05))
     given_size = plan_dual_batch(
-        50000, 4, 3, 500, GTX_1080, small_batch_size=solved.small_batch_size
+        50000, 4, 3, 500, GTX_1080, PlanRules(small_batch_size=solved.small_batch_size)
     )
     assert given_size.time_ratio == pytest.approx(1.05, abs=1e-3)
     assert given_size.small_samples == pytest.approx(solved.small_samples, rel=1e-3)
@@ -365,7 +383,7 @@ def test_largest_remainder_sums_exactly_and_stays_within_one(weights, total):
 
 
 def test_measured_model_without_a_plan_falls_back_to_an_eighth_and_says_so():
-    plan, note = plan_with_fallback(8000, 4, 1, 128, TimeModel(0.01, 0.0), measured=True)
+    plan, note = plan_with_fallback(8000, 4, 1, 128, TimeModel(0.01, 0.0), PlanRules())
     assert plan.small_batch_size == 16
     assert sum(w.samples for w in plan.workers) == 8000
     assert "intercept" in note
@@ -373,7 +391,7 @@ def test_measured_model_without_a_plan_falls_back_to_an_eighth_and_says_so():
 
 def test_fallback_respects_the_smallest_batch_and_balances_times():
     model = TimeModel(0.01, 0.0001)  # the solution would be below 2
-    plan, note = plan_with_fallback(8000, 4, 1, 12, model, measured=True, min_batch_size=2)
+    plan, note = plan_with_fallback(8000, 4, 1, 12, model, PlanRules(min_batch_size=2))
     assert plan.small_batch_size == 2
     assert "min_batch_size" in note
     times = [w.predicted_time_s for w in plan.workers]
@@ -382,7 +400,7 @@ def test_fallback_respects_the_smallest_batch_and_balances_times():
 
 def test_given_model_without_a_plan_is_refused():
     with pytest.raises(NoPlanError, match="intercept must be above 0"):
-        plan_with_fallback(8000, 4, 1, 128, TimeModel(0.01, 0.0), measured=False)
+        plan_dual_batch(8000, 4, 1, 128, TimeModel(0.01, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -404,8 +422,10 @@ def test_given_model_without_a_plan_is_refused():
 )
 def test_bad_settings_are_named_with_bound_and_value(arguments, message):
     settings = {"samples": 50000, "workers": 4, "small_workers": 1, "large_batch_size": 500}
+    rules = {name: value for name, value in arguments.items() if name not in settings}
+    settings |= {name: value for name, value in arguments.items() if name in settings}
     with pytest.raises(ValueError, match=message):
-        plan_dual_batch(**{**settings, "time_model": GTX_1080, **arguments})
+        plan_dual_batch(**settings, time_model=GTX_1080, rules=PlanRules(**rules))
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (0.0, 1.0), (-1.0, 1.0), (1.0, math.inf)])
@@ -485,9 +505,11 @@ def test_planner_from_the_shell_refuses_numbers_beyond_arithmetic(capsys):
 
 def test_a_small_batch_that_is_nearly_large_says_that_dual_batch_gains_nothing():
     fast = TimeModel(1e-5, 3.5e-3)  # kernels that take less time than their launch
-    plan = plan_dual_batch(50000, 4, 3, 500, fast, time_ratio=1.05)
+    plan = plan_dual_batch(50000, 4, 3, 500, fast, PlanRules(time_ratio=1.05))
     assert plan.small_batch_size > 0.75 * 500
     (note,) = plan.notes
     assert f"{plan.small_batch_size}, is" in note
     assert "costs 350 samples' time before its first" in note
-    assert not plan_dual_batch(50000, 4, 3, 500, TimeModel(1e-5, 3.5e-4), time_ratio=1.05).notes
+    assert not plan_dual_batch(
+        50000, 4, 3, 500, TimeModel(1e-5, 3.5e-4), PlanRules(time_ratio=1.05)
+    ).notes

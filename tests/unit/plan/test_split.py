@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dbsl.plan.joint_steps import check_parts, plan_steps, with_proportions
 from dbsl.plan.machines import Machines, balanced_sizes, bounded_split, split_batch
 from dbsl.plan.sampler import Part, StepSampler
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import TimeModel
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -119,7 +119,7 @@ def test_bounded_parts_sum_exactly_and_keep_their_bounds(weights, extra, low):
 def test_a_batch_that_fills_every_worker_to_its_limit_is_split_so():
     models = [TimeModel(0.0625, 0.0), TimeModel(0.021561237374960213, 0.0)]
     machines = Machines.of(2, [6, 52], models)
-    assert balanced_sizes(58, machines, np.array([6, 52])).tolist() == [6, 52]
+    assert balanced_sizes(58, machines.model, np.array([6, 52])).tolist() == [6, 52]
 
 
 @given(
@@ -135,31 +135,31 @@ def test_no_exchange_of_one_sample_makes_a_balanced_step_faster(workers, data):
         len(workers), [w[2] for w in workers], [TimeModel(a, b) for a, b, _ in workers]
     )
     total = data.draw(st.integers(len(workers), int(machines.limits.sum())))
-    sizes = balanced_sizes(total, machines, machines.limits)
+    sizes = balanced_sizes(total, machines.model, machines.limits)
     assert sizes.sum() == total
     assert (sizes >= 1).all()
     assert (sizes <= machines.limits).all()
-    slowest = machines.step_times(sizes).max()
+    slowest = machines.model.time(sizes).max()
     for giver in range(len(workers)):
         for taker in range(len(workers)):
             moved = sizes.copy()
             moved[giver] -= 1
             moved[taker] += 1
             if giver != taker and moved[giver] >= 1 and moved[taker] <= machines.limits[taker]:
-                assert machines.step_times(moved).max() >= slowest * (1 - 1e-9)
+                assert machines.model.time(moved).max() >= slowest * (1 - 1e-9)
 
 
 def test_a_worker_400_times_slower_keeps_one_sample_a_step():
     machines = Machines.of(3, 100, [TimeModel(0.4, 0.1), *[TimeModel(0.001, 0.01)] * 2])
-    assert balanced_sizes(100, machines).tolist() == [1, 50, 49]
+    assert balanced_sizes(100, machines.model, machines.limits).tolist() == [1, 50, 49]
 
 
 def test_a_global_batch_that_nobody_can_hold_is_refused():
     machines = Machines.of(2, 8, TimeModel(0.001, 0.01))
     with pytest.raises(ValueError, match=r"global_batch_size must be in \[2, 16\].*, got 17"):
-        balanced_sizes(17, machines, machines.limits)
+        balanced_sizes(17, machines.model, machines.limits)
     with pytest.raises(ValueError, match=r"global_batch_size must be in \[2, 16\].*, got 1$"):
-        balanced_sizes(1, machines, machines.limits)
+        balanced_sizes(1, machines.model, machines.limits)
 
 
 MODELS = [TimeModel(0.001, 0.01)] * 3
@@ -192,14 +192,14 @@ def test_sizes_that_make_no_step_are_refused(sizes, message):
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3), st.integers(1, 3))
 def test_other_proportions_never_drift_or_empty_a_part(proportions, rounds):
-    options = {"samples": 103, "rounds": rounds, "drop_last": False, "least": 1}
+    rules = PlanRules(rounds=rounds)
     joint = plan_steps(103, (12, 6, 2), MODELS)
     limits = np.full(3, 20)
-    moved = with_proportions(joint, np.array(proportions), MODELS, limits, **options)
+    moved = with_proportions(103, joint, np.array(proportions), MODELS, limits, rules)
     assert sum(w.local_batch_size for w in moved.workers) == 20
     assert min(w.local_batch_size for w in moved.workers) >= 1
-    of_rounds = plan_dual_batch(103, 3, 1, 8, MODELS[0], rounds=rounds)
-    moved = with_proportions(of_rounds, np.array(proportions), MODELS, limits, **options)
+    of_rounds = plan_dual_batch(103, 3, 1, 8, MODELS[0], rules)
+    moved = with_proportions(103, of_rounds, np.array(proportions), MODELS, limits, rules)
     assert sum(w.samples for w in moved.workers) == 103
     assert all(w.samples >= rounds >= 1 and w.local_batch_size >= 1 for w in moved.workers)
 

@@ -20,7 +20,7 @@ from dbsl.extras.noise import (
     separate,
 )
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import Round, RoundReport, TimeModel
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
@@ -125,7 +125,10 @@ def test_known_noise_scale_is_estimated_within_a_tenth(kind, sizes):
     assert trace / gradient_square == pytest.approx(50.0, rel=0.1)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("micro", (64,)), ("joined", (12, 12, 20, 20))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("micro", (64,)), pytest.param("joined", (12, 12, 20, 20), marks=pytest.mark.slow)],
+)
 def test_batches_without_replacement_give_the_noise_scale_of_the_training_set(kind, sizes):
     # 64 samples, dealt out whole: with new draws for granted 50 would come out as 230.
     rng = torch.Generator().manual_seed(2)
@@ -234,7 +237,7 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
 )
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process(sync, processes, kind):
     model = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(400, 4, 1, 32, model, time_ratio=1.2)
+    plan = plan_dual_batch(400, 4, 1, 32, model, PlanRules(time_ratio=1.2))
     settings = {"enabled": True, "rounds": 1, "least": 1}
     where = {"sync": sync, "processes": processes}
     probe = choose_probe({8: plan}, {8: [model] * 4}, nn.Linear(1, 1), **where, **settings)
@@ -293,7 +296,7 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
 @pytest.mark.parametrize(("device", "every"), [("cpu", 1), ("cuda", 9)])
 def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once(device, every):
     model = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(400, 4, 1, 50, model, time_ratio=1.2)
+    plan = plan_dual_batch(400, 4, 1, 50, model, PlanRules(time_ratio=1.2))
     settings = {"enabled": True, "rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
     with FakeTensorMode():
         trained = nn.Linear(1, 1, device=device)
@@ -318,6 +321,7 @@ def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
     assert torch.backends.cudnn.benchmark
 
 
+@pytest.mark.slow
 def test_interval_holds_the_truth_about_as_often_as_it_says():
     model = Quadratic(50, 2.0).double()
     probe = make_probe(model)

@@ -37,7 +37,7 @@ from dbsl.profile.timing import (
     profile_steps,
 )
 from dbsl.run.prepare import prepare
-from dbsl.run.workers import _reserve_bytes, largest_auto_batch, make_profiler, measured_models
+from dbsl.run.workers import Measurements, _reserve_bytes, largest_auto_batch, make_profiler
 from dbsl.tools import profile as command
 
 SIZES = [31, 62, 125, 250, 500]
@@ -533,7 +533,7 @@ def test_a_line_that_misses_its_times_is_told_with_what_to_do(
         write_profiles(path, profiler.setup, {32: fit})
         monkeypatch.setattr("dbsl.profile.cache.profile_steps", lambda *_, fit=fit, **__: fit)
         own = profiler(**options | ({"file": path} if "file" in options else {}))
-        measured_models(config, own, [[64]], None, accelerator)
+        Measurements(config, own, accelerator).models([[64]], None)
         (line,) = [row for row in capsys.readouterr().out.splitlines() if "R2" in row]
         assert ("; a bad fit: predictions may be far off, " in line) == bad
         assert (again in line) == bad

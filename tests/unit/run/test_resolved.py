@@ -117,7 +117,7 @@ def test_a_measured_floor_is_planned_with_and_goes_with_its_slope(tmp_path, monk
     flags = ["--model", "test_resnet", "--train-samples", "240", "--resolutions", "16,32"]
     run = planned(monkeypatch, tmp_path, *flags, "--large-batch-size", "20", "--workers", "4")
     assert run.config.floor == pytest.approx((0.005, 0.005))
-    assert run.models[32] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
+    assert [*run.known.models[32]] == [TimeModel(*(x[0] for x in times_of(run.config)))] * 4
     assert all(w.predicted_time_s >= 0.005 * w.steps for w in run.plans[32].workers)
     given = Config()
     found = found_by(given, run.config, 1)
