@@ -86,7 +86,7 @@ def test_a_setting_with_what_it_needs_is_taken():
 def test_a_setting_without_effect_is_refused_where_a_run_begins():
     check_fields(Needy(ahead=3))  # a run that goes on may have had it
     check_needs(Needy(ahead=3, sync="ssp"), new=True)
-    with pytest.raises(SettingError, match="^ahead must be 1 except with sync ssp, got 3$"):
+    with pytest.raises(SettingError, match=r"^ahead must be 1 except with sync ssp, got 3$"):
         check_needs(Needy(ahead=3), new=True)
 
 
