@@ -50,7 +50,7 @@ def build_model(
     DeiT, EVA, Swin) resample their position embeddings to each resolution.
 
     Weights that were trained elsewhere keep what fits: the classifier is new where the number of
-    classes is another one, a ResNet's stem where the images are small and its own is not. The
+    classes is another one, a ResNet's stem where the images are small and theirs is not. The
     model's ``input_statistics`` are what its weights were trained with; None: they are new.
 
     `name` is in timm's registry, or ``local-dir:FOLDER`` or ``hf-hub:USER/NAME``. `resolutions`, in
@@ -76,25 +76,30 @@ def build_model(
         model.small_stem = is_small and _shrink_stem(model)
         if small_stem:
             timm.models.load_pretrained(model, num_classes=num_classes)
-    model.named_weights = from_elsewhere
-    model.input_statistics = (
-        _statistics(model.pretrained_cfg, f"of {name}") if from_elsewhere else None
-    )
+    model.input_statistics, model.named_weights = None, from_elsewhere
     if from_elsewhere:
+        model.input_statistics = _statistics(model.pretrained_cfg, f"of {name}")
         before = model.pretrained_cfg["num_classes"]
-        if before != num_classes:
-            say(f"the classifier is new: {num_classes} classes in the data, {before} in {name}")
-        if model.small_stem and not small_stem:
-            say(
-                f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
-                "weights for a 7x7 stem (resolutions above keep it)"
-            )
+        _say_what_is_new(name, (before, num_classes), model.small_stem and not small_stem, say)
     for module in model.modules():
         if type(module) is nn.Conv2d and module.stride[1] > 1:
             module.__class__ = StridedConv2d
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
+
+
+def _say_what_is_new(
+    name: str, classes: tuple[int, int], stem: bool, say: Callable[[str], object]
+) -> None:
+    before, now = classes
+    if before != now:
+        say(f"the classifier is new: {now} classes in the data, {before} in {name}")
+    if stem:
+        say(
+            f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
+            "weights for a 7x7 stem (resolutions above keep it)"
+        )
 
 
 def _check_name(name: str) -> None:
@@ -217,12 +222,12 @@ def load_initial(model: nn.Module, file: str, say: Callable[[str], object]) -> N
     if unlike:
         say(f"new, as {file} has none that fit: {', '.join(n for n in unlike if n in wanted)}")
     try:
-        beside = read_model_config(Path(file).parent)
+        saved = read_model_config(Path(file).parent)
     except ValueError:  # none, or another program's
-        beside = {}
-    if beside.get("architecture") == config["architecture"]:
+        saved = {}
+    if saved.get("architecture") == config["architecture"]:
         of_file = f"of {Path(file).with_name('config.json')}"
-        model.input_statistics = _statistics(beside["pretrained_cfg"], of_file)
+        model.input_statistics = _statistics(saved["pretrained_cfg"], of_file)
     else:
         of_timm = f"timm's of {config['architecture']}, as no config.json of it is beside {file}"
         model.input_statistics = _statistics(config, of_timm)
@@ -280,23 +285,27 @@ def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
 
 
 def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
-    """Return the fewest samples that a model of timm's trains on; see `least_batch`."""
+    """Return the fewest samples that a model of timm's trains on; see `try_out`."""
     least = 1
     for side in resolutions:
         try:
-            least = max(least, least_batch(model, data.example(1, side)[0]))
-        except Exception as error:  # of any code of timm's
+            inputs, _ = data.example(2, side)
+            own, scores = try_out(model, inputs)
+        except Exception as error:  # any code of timm's may raise
             raise SettingError(
                 f"model must take images of {side} px, got {name} ({words_of(error)})"
             ) from None
+        check_scores(scores, name, inputs, data.num_classes)
+        least = max(least, own)
     return least
 
 
 @torch.no_grad()
-def least_batch(model: nn.Module, example: torch.Tensor) -> int:
-    """Return the fewest samples that the model trains on: 2 where batch norm sees one value each.
+def try_out(model: nn.Module, inputs: torch.Tensor) -> tuple[int, Any]:
+    """Return the fewest samples that the model trains on, and what it gives for inputs.
 
-    A ResNet's last maps are 1x1 pixel at 8 px; the variance of a single value is no statistic.
+    They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
+    and the variance of a single value is no statistic.
     """
     least = 1
 
@@ -308,12 +317,27 @@ def least_batch(model: nn.Module, example: torch.Tensor) -> int:
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     hooks = [norm.register_forward_pre_hook(look) for norm in norms]
     training = model.training
-    model.eval()
-    model(example)
+    found = model.eval()(inputs)
     model.train(training)
     for hook in hooks:
         hook.remove()
-    return least
+    return least, found
+
+
+def check_scores(
+    scores: Any, name: str, inputs: torch.Tensor, classes: int, *, several: bool = False
+) -> None:
+    """Raise ``SettingError`` unless a model gives a score for each of the data's classes.
+
+    With `several` it may give several tensors, which the loss function and `evaluate` take apart.
+    """
+    tensor = isinstance(scores, torch.Tensor)
+    shape = list(scores.shape) if tensor else type(scores).__name__
+    if shape != [len(inputs), classes] and (tensor or not several):
+        raise SettingError(
+            f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
+            f"for inputs {list(inputs.shape)}, got {shape} of {name}"
+        )
 
 
 def join_batch_norm(model: nn.Module) -> nn.Module:

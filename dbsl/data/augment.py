@@ -6,6 +6,7 @@ What is drawn for a sample, or to mix a batch, is a function of (seed, epoch, sa
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -87,7 +88,7 @@ def timm_transform(kwargs: AugmentKwargs, resolution: int, mean: RGB, mirror: bo
     )
     for step in built.transforms:
         policies = getattr(step, "policy", [getattr(step, "ops", [])])
-        for operation in (own for policy in policies for own in policy):
+        for operation in itertools.chain.from_iterable(policies):
             if operation.aug_fn is timm.data.auto_augment.posterize:
                 operation.aug_fn = _posterize
     return built
@@ -125,8 +126,8 @@ def erase_here(
     )
     seeds = image_seeds(seed, "erasing", epoch, samples)
     with GlobalStreams() as streams:
-        for image, own in zip(images, seeds, strict=True):
-            streams.seed(own)
+        for image, its_seed in zip(images, seeds, strict=True):
+            streams.seed(its_seed)
             erasing(image)
     return images
 

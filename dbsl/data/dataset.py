@@ -141,7 +141,7 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
     """Open a dataset and make its training and evaluation samples readable by number.
 
     Images that are squares of one size up to 64 px are decoded at once and kept on the device; the
-    decoded pixels are cached beside the dataset in `datasets.config.HF_DATASETS_CACHE`. Others are
+    decoded pixels are cached in `datasets.config.HF_DATASETS_CACHE`. Others are
     decoded by loader processes as they are needed. The seed is that of subsets and of what is held
     out.
     """

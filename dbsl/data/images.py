@@ -44,8 +44,9 @@ _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals en
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
 
 Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
-_Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
-_Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
+Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
+Loaded = tuple[torch.Tensor, torch.Tensor, dict[int, str]]  # images, their places, bad rows
+Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
 
 
 class ImageSource(ABC):
@@ -122,7 +123,7 @@ class ImageLoader(ImageSource):
         loader_workers: int,
         max_bad: int = 0,
         bad: Mapping[int, str] | None = None,
-        requests: list[_Request] | None = None,
+        requests: list[Request] | None = None,
     ) -> None:
         super().__init__(split.labels, device, bad)
         self._split = split
@@ -163,7 +164,7 @@ class ImageLoader(ImageSource):
         return self._read(self._calls, requests, iter(self._loader))
 
     def _read(
-        self, call: int, requests: Sequence[_Request], loaded: Iterator[Any]
+        self, call: int, requests: Sequence[Request], loaded: Iterator[Loaded]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number, ((wanted, transform, epoch), (images, decoded, errors)) in enumerate(
             zip(requests, loaded, strict=True)
@@ -223,7 +224,7 @@ class ImageSplit:
     image_column: str
     label_column: str
     dataset: str  # as the user named it
-    name: str  # of the split
+    name: str  # the split's
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -254,7 +255,7 @@ class ImageSplit:
         if not any(place.startswith(os.path.join(os.path.abspath(r), "")) for r in roots):
             raise SettingError(f"path must lie inside the dataset's folder, got {path}")
 
-    def __getitem__(self, request: _Request) -> tuple[torch.Tensor, torch.Tensor, dict[int, str]]:
+    def __getitem__(self, request: Request) -> Loaded:
         """Return a batch: images, uint8 [b, 3, R, R], their places in it, int64 [b], and bad rows.
 
         An exception would reach the trainer as a loader process's traceback in a message.
@@ -281,10 +282,10 @@ class ImageSplit:
         images = torch.from_numpy(pixels[: len(places)]).permute(0, 3, 1, 2)
         return images, torch.tensor(places, dtype=torch.int64), errors
 
-    def _values(self, samples: np.ndarray) -> list[_Stored]:
+    def _values(self, samples: np.ndarray) -> list[Stored]:
         return self.table[self.rows[samples % len(self)]][self.image_column]
 
-    def _open(self, value: _Stored) -> Image.Image:
+    def _open(self, value: Stored) -> Image.Image:
         """Return an image that is not decoded yet, where that can be."""
         if value is None or value["bytes"] is value["path"] is None:
             raise SettingError("it is null")

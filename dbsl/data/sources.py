@@ -54,7 +54,7 @@ class TrainingData(Protocol):
     evaluation: Source
     eval_split: str  # where `evaluation` comes from, in words
     num_classes: int  # labels lie in [0, num_classes)
-    resolutions: tuple[int, ...]  # of the stages, ascending; (0,) where inputs have no side
+    resolutions: tuple[int, ...]  # stages', ascending; (0,) where inputs have no side
 
     def on(self, device: torch.device) -> TrainingData:
         """Return the data with batches on a device."""
@@ -165,7 +165,7 @@ def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
 def _read(
     dataset: Sequence[tuple[Tensor, int]], split: str, classes: int, first: Tensor | None
 ) -> TensorSource:
-    """Return the samples of a dataset; all must be like `first`, or like its own first."""
+    """Return the samples of a dataset; all must be like `first`, or else like the first of them."""
     inputs, labels = [], []
     if not (hasattr(dataset, "__len__") and len(dataset)):
         raise SettingError(

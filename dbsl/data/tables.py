@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _LABEL_COLUMNS = ("labels", "target", "class")  # names to try once there is no "label"
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
-_COLUMNS = "file_name,label"  # of a metadata.csv
+_COLUMNS = "file_name,label"  # the first line of a metadata.csv
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
 
 
@@ -152,7 +152,7 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
 
 
 def _read_local(builder: datasets.DatasetBuilder) -> dict[str, datasets.Dataset]:
-    """Return the splits that have rows, each with the classes that its own parquet files name.
+    """Return the splits that have rows, each with the classes that its parquet files name.
 
     `datasets` would take those of the first split for all: in another order, their names change.
     """
@@ -357,7 +357,7 @@ def _read_class_folders(
 
 
 def _check_metadata(files: Iterable[Path]) -> None:
-    """Raise ``SettingError`` for a metadata.csv whose first row names no image beside it."""
+    """Raise ``SettingError`` for a metadata.csv whose first row names no image next to it."""
     for file in files:
         if file.name != "metadata.csv":
             continue

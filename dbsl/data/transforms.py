@@ -57,14 +57,14 @@ class Transform:
     resolution: int  # side R of the images that come out, pixels
     augment: Augment
     mirror: bool  # whether a mirrored image keeps its meaning, so that it may be flipped
-    mean: tuple[float, float, float]  # of channels in [0, 1]: subtracted
+    mean: tuple[float, float, float]  # subtracted from channels in [0, 1]
     std: tuple[float, float, float]  # then divides
     seed: int
     # side of the centre crop of "none" over the image's shorter side; None: 1 of small images,
     # `EVAL_CROP` of others
     crop_pct: float | None = None
-    interpolation: Interpolation = "bilinear"  # of "none"
-    pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)  # of "timm"
+    interpolation: Interpolation = "bilinear"  # how "none" resizes
+    pipeline: AugmentKwargs = field(default_factory=AugmentKwargs)  # what "timm" does
     erasing: EraseKwargs | None = None  # not for "none"
 
     def __post_init__(self) -> None:

@@ -40,16 +40,14 @@ class Profiler:
     """Profiles of one model on this device: from a file, from the cache, or measured.
 
     Every process gets profiles of its own device. They measure together or not at all, since one
-    alone would find the machine idle.
-
-    A profile file of another device or setup is refused.
+    alone would find the machine idle. Profiles of another setup are not used.
 
     Args:
-        spec: The step that is measured; profiles of another setup are not used.
+        spec: The step that is measured.
         seconds: About how long measuring may take for each resolution.
-        rough: Whether times need not be good: three batch sizes are measured, and nothing is kept.
+        rough: Times need not be good: three batch sizes are measured, and nothing is kept.
         refresh: Measure even what the cache has.
-        file: Take the profiles from this file instead.
+        file: Take the profiles from this file instead, which must be of the same setup.
         reserve: Bytes that a run needs besides one worker's training, from those of an optimizer's
             state.
     """
@@ -78,9 +76,9 @@ class Profiler:
     def _open(self) -> None:
         """Find what is kept of the setup."""
         self.path = self.file or cache_file(self.spec.setup)
-        fresh = self._refresh and not self.file
         strict = bool(self.file)
-        self._known = {} if fresh else _read(self.path, self.spec.setup, strict=strict)
+        skip = self._refresh and not strict
+        self._known = {} if skip else _read(self.path, self.spec.setup, strict=strict)
 
     @property
     def again(self) -> str:
@@ -129,7 +127,7 @@ class Profiler:
                 f"{re.sub('[ -]', '_', what)}_size must be given, got auto, but batch sizes "
                 "made no measurable difference to memory here"
             )
-        memory = self._adapted(memory)
+        memory = self._for_now(memory)
         batch = min(memory.largest_batch(limit_bytes), at_most)
         if self._accelerator.device.type == "cuda":
             batch = confirm_batch(TrainingStep(self.spec, resolution), batch)
@@ -160,7 +158,7 @@ class Profiler:
                 again = "" if self.file else " (--profile-refresh measures them again)"
                 self._accelerator.print(f"step times from {self.path}{again}")
                 self._announced = True
-            return replace(known, memory=known.memory and self._adapted(known.memory))
+            return replace(known, memory=self._for_now(known.memory))
         self._accelerator.print(
             f"measuring steps of {self.spec.setup.model}{px(resolution, ' at ')}, "
             f"{self._seconds:g} s at most"
@@ -178,12 +176,15 @@ class Profiler:
                 write_profiles(self.path, self.spec.setup, self._known)
             except OSError as error:
                 logger.warning("step times are not kept for the next run (%s)", error)
-        return replace(profile, memory=profile.memory and self._adapted(profile.memory))
+        return replace(profile, memory=self._for_now(profile.memory))
 
-    def _adapted(self, memory: MemoryModel) -> MemoryModel:
+    def _for_now(self, memory: MemoryModel | None) -> MemoryModel | None:
         """Return a memory model, kept or new, for what this run holds and what is free now."""
+        if memory is None:
+            return None
         capacity = PeakMemory(self._accelerator.device).capacity()
-        return memory.adapted(capacity, self._reserve(memory.state_bytes))
+        reserve = self._reserve(memory.state_bytes)
+        return replace(memory, capacity_bytes=capacity, reserve_bytes=reserve)
 
     def _all(self, here: bool) -> bool:
         """Whether a condition holds in every process."""

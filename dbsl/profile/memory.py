@@ -10,7 +10,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class MemoryModel:
     """Memory of one step with x samples, ``fixed + x * per_sample`` bytes, and what there is.
 
-    Capacity and reserve belong to the moment and the run: a cached model is `adapted` to them.
+    Capacity and reserve belong to the moment and the run: a cached model gets those of now.
     """
 
     fixed_bytes: float  # p: parameters, optimizer state, workspace
@@ -50,10 +50,6 @@ class MemoryModel:
     reserve_bytes: float  # for what a run holds besides one worker's training
     source: str  # the quantity that was measured
     state_bytes: float = 0.0  # optimizer state of one model; a part of p
-
-    def adapted(self, capacity_bytes: float, reserve_bytes: float) -> MemoryModel:
-        """Return the same line for another capacity, and for a run that reserves another part."""
-        return replace(self, capacity_bytes=capacity_bytes, reserve_bytes=reserve_bytes)
 
     def largest_batch(self, limit_bytes: float | None = None) -> int:
         """Return the largest batch that fits into the capacity, or into a lower limit."""
@@ -126,11 +122,10 @@ class PeakMemory:
         if self.cuda:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self.device)
-            own = torch.cuda.memory_reserved(self.device)
-            return float(free / processes_on_a_gpu() + own)
+            return float(free / processes_on_a_gpu() + torch.cuda.memory_reserved(self.device))
         free = float(psutil.virtual_memory().available)
-        own = float(psutil.Process().memory_info().rss)
-        return min(free / local_processes() + own, _container_limit() / local_processes())
+        used = float(psutil.Process().memory_info().rss)
+        return min(free / local_processes() + used, _container_limit() / local_processes())
 
 
 @contextmanager

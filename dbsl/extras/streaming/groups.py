@@ -54,7 +54,7 @@ class GroupCache:
         self._name, self._known, self._whole = uuid.uuid4().hex, set[str](), set[str]()
         self._held: dict[str, int] = {}  # bytes
         self._holders: dict[str, set[object]] = {}  # who holds what
-        self.bringing: Bringing | None = None  # of files that this process needs, or needed
+        self.bringing: Bringing | None = None  # the latest
         self._mutex = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         alive = FileLock(folder / f"{self._name}{_ALIVE}", thread_local=False)

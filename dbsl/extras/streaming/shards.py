@@ -20,7 +20,7 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
-from dbsl.data.images import ImageSplit
+from dbsl.data.images import ImageSplit, Stored
 from dbsl.data.tables import EVAL_SPLITS, HUB_ID, choose_columns, label_splits, same_classes
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
@@ -29,7 +29,7 @@ local, parquet = lazy_import("fsspec.implementations.local"), lazy_import("pyarr
 _READERS = 16  # files whose metadata are read at a time
 _ROWS = 256  # decoded from a shard at a time, for the sake of memory
 _FORMAT = 1
-_SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache beside the image
+_SPARE = (64, 2048)  # bytes that a row, and a file, have in the cache besides the image
 
 Keep = Callable[[str, Callable[[Path], None]], Path]  # the file of a name, written unless there
 File = tuple[str, str]  # path or URL of a shard, and what tells that it has not changed
@@ -40,7 +40,7 @@ class Shards:
     """The row groups of one split; arrays are int64 [G]."""
 
     files: tuple[File, ...]
-    column: str  # of the images
+    column: str  # the images'
     file: np.ndarray  # shard of each row group
     number: np.ndarray  # its number in the shard
     sizes: np.ndarray  # its rows
@@ -143,7 +143,7 @@ class ShardedSplit(ImageSplit):
         where = f"image {row} of split {self.name!r} of dataset {self.dataset!r}"
         return f"{where}, {self.shards.named(group)}, cannot be decoded ({reason})"
 
-    def _values(self, samples: np.ndarray) -> list[Any]:
+    def _values(self, samples: np.ndarray) -> list[Stored]:
         samples = samples % len(self)
         places, values = self.places_of(samples), [None] * len(samples)
         for place in np.unique(places):
@@ -246,7 +246,7 @@ def _read_features(file: File) -> datasets.Features:
 
 def _read_index(
     files: Sequence[File], image_column: str, label_column: str, keep: Keep
-) -> tuple[Shards, Any]:
+) -> tuple[Shards, pa.Table]:
     """Return a split's row groups and a table of its labels; both are kept in one file."""
     key = json.dumps([_FORMAT, files, image_column, label_column])
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
@@ -273,7 +273,7 @@ def _write_index(files: Sequence[File], image_column: str, label_column: str, pa
 
 def _read_one(
     file: File, image_column: str, label_column: str
-) -> tuple[list[tuple[int, int, int]], Any]:
+) -> tuple[list[tuple[int, int, int]], pa.Table]:
     """Return number, rows and bytes of each row group of a shard, and a table of its labels."""
     with _opened(*file) as shard:
         missing = {image_column, label_column} - {*shard.schema_arrow.names}
@@ -298,7 +298,7 @@ def _read_one(
 
 
 @contextmanager
-def _opened(url: str, origin: str) -> Iterator[Any]:
+def _opened(url: str, origin: str) -> Iterator[parquet.ParquetFile]:
     """Open a shard; its metadata are read once."""
     system, path = fsspec.core.url_to_fs(url)
     metadata = _metadata(url, origin)

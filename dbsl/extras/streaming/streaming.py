@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from dbsl.base.errors import ReadError, SettingError
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.seeds import generator
 from dbsl.base.words import plural
-from dbsl.data.images import ImageLoader
+from dbsl.data.images import ImageLoader, Request
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import ShardedSplit, open_shards
@@ -97,12 +96,12 @@ class StreamLoader(ImageLoader):
         self._awaited.on_its_way.through(number)
 
 
-class _Awaited(list):
+class _Awaited(list[Request]):
     """Requests of loader processes, each given out once its row groups are in the cache."""
 
     on_its_way: Prefetch | None = None  # the row groups of the latest requests
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Request]:
         row_groups = self.on_its_way
         for number, request in enumerate(list.__iter__(self)):
             row_groups.wait(number)
@@ -128,7 +127,7 @@ class Streams:
         """See `dbsl.extras.streaming.shards.open_shards`."""
         cache, kept = self._cache, []
 
-        def keep(name: str, write: Any) -> Path:
+        def keep(name: str, write: Callable[[Path], None]) -> Path:
             kept.append(name)
             cache.knows(name)
             cache.hold({name: 0})  # small, and only until it has been read

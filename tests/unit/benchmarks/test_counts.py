@@ -19,6 +19,7 @@ from dbsl.data.transforms import Transform
 from dbsl.model import build_model
 from dbsl.optimizer import build_optimizer
 from experiments.benchmarks import operators
+from tests.helpers import slow
 
 WORKERS, BATCH = 4, 4
 # What waits for a device's queue where the tensor is on one: these methods, and these operators.
@@ -122,7 +123,9 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[slow] * (mode != "bsp")) for mode in MODES]
+)
 def test_a_round_waits_once_copies_the_weights_once_and_adds_few_operators_to_a_step(
     tmp_path, monkeypatch, mode
 ):

@@ -1,5 +1,6 @@
 """The command that finds out on a GPU what only a GPU shows: it survives being cut off."""
 
+import inspect
 import json
 import os
 import random
@@ -120,12 +121,8 @@ def test_a_result_is_a_line_with_figures_and_a_failure_has_its_traceback(stub, t
     ]
     assert run_stages(stages, tmp_path / "out", facts={"commit": "abc"}) == 3
     lines = {line["stage"]: line for line in read_results([tmp_path / "out" / RESULTS])}
-    assert {name: line["status"] for name, line in lines.items()} == {
-        "good": "ok",
-        "bad": "failed",
-        "slow": "timeout",
-        "gone": "failed",
-    }
+    ends = dict(zip(lines, (line["status"] for line in lines.values()), strict=True))
+    assert ends == {"good": "ok", "bad": "failed", "slow": "timeout", "gone": "failed"}
     assert lines["good"]["figures"] == {"first": 1, "second": 2}
     assert lines["slow"]["figures"] == {"first": 1}  # what it had found until then
     assert "ArithmeticError: not yet" in lines["bad"]["error"]
@@ -185,6 +182,7 @@ def test_half_a_line_is_no_result_and_the_next_one_is_whole(tmp_path):
     assert read_results([tmp_path / "none"]) == []
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_and_taken_up_every_stage_ends_once(stub, tmp_path):
     rng = random.Random(0)
     stages = [stub(f"stage-{number}", seconds=0.2) for number in range(5)]
@@ -330,31 +328,8 @@ def parquet(tmp_path):
     return folder.parent
 
 
-READ = """
-import json, sys, zlib
-import numpy as np, torch
-from experiments.benchmarks.gpu.training import arm_flags, best_rate, needs_all_images
-from dbsl.config.parse import parse_config
-from dbsl.config.image_settings import ImageConfig
-from dbsl.data.dataset import load_data
-from dbsl.data.transforms import Transform
-from train import Config
-import datasets
-assert "standin" in datasets.__file__, datasets.__file__
-found = []
-for dataset in json.loads(sys.argv[1]):
-    data = load_data(ImageConfig(dataset))
-    raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
-    for source in (data.train, data.evaluation):
-        images, labels = next(source.batches([np.arange(len(source))], raw))
-        pixels = images.permute(0, 2, 3, 1).to(torch.uint8).contiguous().numpy()
-        found.append([len(source), zlib.crc32(pixels.tobytes()), labels.tolist()])
-    found.append([list(data.class_names), data.image_column, data.label_column, data.eval_split])
-print(json.dumps(found))
-"""
-
-
-def read_with_the_library(dataset):
+def read(dataset):
+    """Return what a data set has, in numbers."""
     found, data = [], load_data(ImageConfig(str(dataset)))
     raw = Transform(data.image_side, "none", False, (0.0,) * 3, (1 / 255,) * 3, 0)
     for source in (data.train, data.evaluation):
@@ -363,6 +338,20 @@ def read_with_the_library(dataset):
         found.append([len(source), zlib.crc32(pixels.tobytes()), labels.tolist()])
     names = [list(data.class_names), data.image_column, data.label_column, data.eval_split]
     return [*found, names]
+
+
+READ = f"""
+import json, sys, zlib
+import datasets, numpy as np, torch
+import experiments.benchmarks.gpu.training
+from dbsl.config.image_settings import ImageConfig
+from dbsl.data.dataset import load_data
+from dbsl.data.transforms import Transform
+from train import Config
+assert "standin" in datasets.__file__, datasets.__file__
+{inspect.getsource(read)}
+print(json.dumps([part for name in json.loads(sys.argv[1]) for part in read(name)]))
+"""
 
 
 @pytest.mark.slow
@@ -389,7 +378,7 @@ def test_packed_images_read_by_the_stand_in_are_those_that_the_library_reads(
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    expected = [*read_with_the_library(parquet), *read_with_the_library("digits")]
+    expected = [*read(parquet), *read("digits")]
     assert json.loads(done.stdout) == expected
 
 

@@ -11,7 +11,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from dbsl.tools.study.report import examples_figure, rates_figure, steps_figure, write_report
 from dbsl.tools.study.scaling import (
     Result,
-    Study,
     Trial,
     critical_batch,
     edges,
@@ -90,9 +89,6 @@ def test_goal_is_strict_and_budgets_cut(workload):
     assert steps_to_result(study, 0.3, example_budget=16 * 300 - 1) is None
     assert steps_to_result(study, 1.3, objective="val/cross_entropy_error").steps == 100
 
-
-def test_objective_that_is_not_there_is_refused(workload):
-    (study, *_) = read_workloads([workload])["cifar_10/resnet_8/sgd"]
     with pytest.raises(ValueError, match=r"objective must be a column .*val/class.* got test/x"):
         steps_to_result(study, 0.3, objective="test/x")
 
@@ -119,26 +115,13 @@ def test_critical_batch_is_that_of_the_curve_that_made_the_steps():
 
 
 def test_edges_are_judged_on_the_scale_that_was_searched():
+    def searched(scale, low, high):
+        return {"type": "DOUBLE", "scale": scale, "min_value": low, "max_value": high}
+
     search = {
-        "learning_rate": {
-            "type": "DOUBLE",
-            "scale": "LOG_SCALE",
-            "min_value": 0.001,
-            "max_value": 1.0,
-        },
-        "momentum": {
-            "type": "DOUBLE",
-            "scale": "REVERSE_LOG_SCALE",
-            "min_value": 0.9,
-            "max_value": 0.999,
-        },
-        "factor": {
-            "type": "DOUBLE",
-            "scale": "LINEAR_SCALE",
-            "min_value": 0.0,
-            "max_value": 1.0,
-            "fixed_bounds": ["max"],
-        },
+        "learning_rate": searched("LOG_SCALE", 0.001, 1.0),
+        "momentum": searched("REVERSE_LOG_SCALE", 0.9, 0.999),
+        "factor": searched("LINEAR_SCALE", 0.0, 1.0) | {"fixed_bounds": ["max"]},
         "label_smoothing": {"type": "DISCRETE", "feasible_points": [0.0, 0.1]},
     }
     inside = {"learning_rate": 0.03, "momentum": 0.99, "factor": 1.0, "label_smoothing": 0.1}
@@ -272,10 +255,6 @@ def test_trials_that_ended_at_a_goal_say_nothing_about_another(workload, tmp_pat
 def test_report_without_a_goal_is_refused(workload, tmp_path):
     with pytest.raises(ValueError, match="goal_error must be given"):
         write_report(read_workloads([workload]), tmp_path, None)
-
-
-def test_study_without_trials_has_no_result():
-    assert steps_to_result(Study("d", "m", "o", 8, ()), 0.3) is None
 
 
 def test_pictures_show_what_was_computed():

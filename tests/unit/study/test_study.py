@@ -107,7 +107,7 @@ def closed_form(rate, batch_size, goal, variance=0.5):
 def test_quadratic_takes_the_steps_of_its_closed_form():
     goal, rates = 0.01, np.geomspace(0.01, 3.0, 20)
     found = {}
-    for batch_size in (1, 2, 4, 8, 16, 32, 64, 256):
+    for batch_size in (1, 2, 64, 256):
         trials = tuple(
             run_trial(
                 Quadratic(batch_size, seed=100 * batch_size + number),
@@ -361,13 +361,12 @@ def test_killed_study_goes_on_with_no_trial_lost_or_repeated(tmp_path):
     unbroken = tmp_path / "unbroken"
     run_study(unbroken)
     broken = tmp_path / "broken"
-    for done, lines in ((2, 2), (5, 3)):
-        process = Forked(lambda: study.main(flags(broken)))
-        wait_until(lambda p=process, n=lines: p.stdout.count(", trial ") >= n)
-        time.sleep(0.05)  # inside the next trial, as a rule
-        process.kill()
-        finished = len(trials_of(broken))
-        assert done <= finished < 12
+    process = Forked(lambda: study.main(flags(broken)))
+    wait_until(lambda: process.stdout.count(", trial ") >= 2)
+    time.sleep(0.05)  # inside the next trial, as a rule
+    process.kill()
+    finished = len(trials_of(broken))
+    assert 2 <= finished < 12
     last = Forked(lambda: study.main(flags(broken)))
     assert last.wait(120) == 0, last.stderr
     ran = [line for line in last.stdout.splitlines() if ", trial " in line]
