@@ -20,7 +20,7 @@ from dbsl.plan.types import RoundReport, Segment, TimeModel
 from train import Config
 
 # What a server has told of and has not merged.
-NOTHING = {"newcomers": [], "inside": {}, "reports": [], "finished": [], "outer": None}
+NOTHING = {"newcomers": [], "inside": [], "reports": [], "finished": [], "outer": None}
 
 
 def server_shard(clocks, active=None, **planner):
