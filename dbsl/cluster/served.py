@@ -42,7 +42,7 @@ from dbsl.cluster.wire import (
     receive,
     send,
 )
-from dbsl.plan.types import CurrentPlan, Round, RoundReport
+from dbsl.plan.types import Round, RoundReport, Segment
 
 _GRACE_S = 5.0
 _START_S = 60.0  # that processes may come to their start apart, at least
@@ -131,7 +131,7 @@ class ServedCluster(Cluster):
             yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
 
-    def plan(self, turn: Round) -> CurrentPlan:
+    def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead.
 
         The server is asked, which may have changed it.

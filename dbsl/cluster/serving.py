@@ -41,12 +41,12 @@ from dbsl.cluster.wire import (
 )
 from dbsl.plan.types import (
     BAD_WEIGHTS,
-    CurrentPlan,
     EpochEnd,
     JoinedWorker,
     LostWorker,
     Round,
     RoundReport,
+    Segment,
 )
 
 
@@ -234,7 +234,7 @@ class Conversing(Cluster):
             report = replace(report, refused=True, fault=BAD_WEIGHTS)
         self._merge(peer.buffer, report)
 
-    def _plan_to_begin(self, peer: _Peer, epoch: int, round_: int) -> CurrentPlan:
+    def _plan_to_begin(self, peer: _Peer, epoch: int, round_: int) -> Segment:
         """Return a round's plan to a worker that may begin it: until then a loss may change it."""
         with self._changed:
             self._wait_to_start(peer)
@@ -323,7 +323,7 @@ class ServingCluster(Conversing):
             yield from self._finished(wait=False)
         yield from self._finished(wait=True)
 
-    def plan(self, turn: Round) -> CurrentPlan:
+    def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead.
 
         Until it begins, a loss may change the plan.

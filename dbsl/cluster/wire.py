@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, one_of_several
 from dbsl.plan.follow import Planner
-from dbsl.plan.types import CurrentPlan, Plan, RoundReport, StepLine, WorkerPlan
+from dbsl.plan.types import Plan, RoundReport, Segment, StepLine, WorkerPlan
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
@@ -208,7 +208,7 @@ def plan_tensor(workers: int, device: torch.device) -> Tensor:
     return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64, device=device)
 
 
-def encode_plan(segment: CurrentPlan, device: torch.device) -> Tensor:
+def encode_plan(segment: Segment, device: torch.device) -> Tensor:
     """Return where a plan begins, in the first row, and each worker's part, in the others."""
     rows = plan_tensor(len(segment.plan.workers), device)
     rows[0, :2] = torch.tensor([segment.first_round, segment.start])
@@ -216,7 +216,7 @@ def encode_plan(segment: CurrentPlan, device: torch.device) -> Tensor:
     return rows
 
 
-def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
+def decode_plan(rows: Tensor, like: Plan) -> Segment:
     """Return the segment that `encode_plan` was given; what is the run's is taken from `like`.
 
     Raises:
@@ -229,7 +229,7 @@ def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
         WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))
         for row in rows[1:].tolist()
     )
-    return CurrentPlan(replace(like, workers=workers), first_round, start)
+    return Segment(replace(like, workers=workers), first_round, start)
 
 
 def _row(worker: WorkerPlan) -> list[float]:
@@ -555,9 +555,9 @@ class SharedPlans:
     def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
         self.planner = planner
         self._control = control
-        self._last: tuple[tuple[int, int] | None, CurrentPlan | None] = (None, None)
+        self._last: tuple[tuple[int, int] | None, Segment | None] = (None, None)
 
-    def at(self, epoch: int, round_: int) -> CurrentPlan:
+    def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
         alike = self.planner.balance == "none" or self.planner.takes_over(epoch)
         if alike or not one_of_several():
@@ -569,7 +569,7 @@ class SharedPlans:
             self._last = (epoch, round_), current
         return current
 
-    def _shared(self, epoch: int, round_: int) -> CurrentPlan:
+    def _shared(self, epoch: int, round_: int) -> Segment:
         like = self.planner.current_at(epoch)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else CPU
         rows = plan_tensor(len(like.workers), device)

@@ -21,7 +21,7 @@ import numpy as np
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 from dbsl.config.fields import in_range
-from dbsl.plan.types import CurrentPlan, Round
+from dbsl.plan.types import Round, Segment
 
 if TYPE_CHECKING:
     from dbsl.run.training import Run
@@ -205,13 +205,13 @@ class SimulatedTimes:
         self._parameters = sum(p.numel() for p in trained)
 
     def duration(
-        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
     ) -> float:
         """Return the seconds that a worker computes in a round."""
         return self._computed(worker, epoch, round_, segment)[0]
 
     def exchange(
-        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
     ) -> float:
         """Return the seconds that a worker's round takes on the emulated link.
 
@@ -231,7 +231,7 @@ class SimulatedTimes:
         return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
 
     def _computed(
-        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None
     ) -> tuple[float, int]:
         """Return the seconds of a worker's round, and its steps."""
         run = self._run

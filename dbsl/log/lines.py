@@ -25,7 +25,7 @@ from dbsl.config.settings import meets_at_server
 from dbsl.extras.emulate import SimulatedTimes
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
-from dbsl.plan.types import CurrentPlan, JoinedWorker, LostWorker
+from dbsl.plan.types import JoinedWorker, LostWorker, Segment
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.training import Run
 
@@ -231,7 +231,7 @@ def _on_link(run: Run) -> list[str]:
     config = run.config
     if config.link_gbps is None:
         return []
-    at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
+    at_first = Segment(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
     exchange_s = SimulatedTimes(run).exchange(config.workers - 1, 0, 0, at_first)
     link = f"emulated link of {config.link_gbps:g} Gbit/s"
     if config.workers == 1:

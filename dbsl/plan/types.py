@@ -138,7 +138,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class CurrentPlan:
+class Segment:
     """A plan in force from one round of an epoch on."""
 
     plan: Plan
@@ -154,7 +154,7 @@ def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
 
 
-def segment_at(segments: Sequence[CurrentPlan], round_: int) -> CurrentPlan | None:
+def segment_at(segments: Sequence[Segment], round_: int) -> Segment | None:
     """Return the segment of an epoch that a round is in; None: the round was over before them."""
     return next((s for s in reversed(segments) if s.first_round <= round_), None)
 

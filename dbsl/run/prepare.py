@@ -21,7 +21,7 @@ from dbsl.extras.average import WeightAverage
 from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
 from dbsl.extras.noise import choose_probe
 from dbsl.loss import Figures, LossFunction, LossOf, figure_names, with_figures
-from dbsl.model import build_model, check_patches, check_sides, least_batch, load_initial
+from dbsl.model import build_model, check_patches, check_sides, load_initial, try_out
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.joint_steps import check_parts
 from dbsl.plan.ledger import Members
@@ -41,7 +41,7 @@ from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.evaluation import further_sources
-from dbsl.run.replaced import Replaced, check_scores
+from dbsl.run.replaced import Replaced
 from dbsl.run.training import ConfigT, Run
 from dbsl.run.workers import know_workers
 
@@ -64,12 +64,11 @@ def prepare(
     emulation = _make_emulation(config)
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
-    model = _build_model(config, data, replaced, accelerator)
+    model, least = _build_model(config, data, replaced, accelerator)
     also = further_sources(replaced, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics)
     found, loss_of = _losses(loss_function, config, accelerator)
-    least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]), replaced.figures)
     replaced.check_optimizer(config, model)
@@ -234,10 +233,12 @@ def _make_stages(
 
 def _build_model(
     config: RunConfig, data: TrainingData, replaced: Replaced, accelerator: Accelerator
-) -> nn.Module:
-    """Return the model on the device: your own, or timm's."""
+) -> tuple[nn.Module, int]:
+    """Return the model on the device, your own or timm's, and the fewest samples it trains on."""
     if replaced.model is not None:
-        return replaced.build(config, data, accelerator)
+        model = replaced.build(config, data, accelerator)
+        least, _ = try_out(model, data.example(1, config.resolutions[0])[0])
+        return model, least
     model = build_model(
         config.model,
         data.num_classes,
@@ -249,8 +250,7 @@ def _build_model(
         settings=config.model_settings,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
-    check_sides(config.model, model, data, config.resolutions)
-    check_scores(model, config.model, data.example(2, config.resolutions[0])[0], data.num_classes)
+    least = check_sides(config.model, model, data, config.resolutions)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
     if config.grad_checkpointing:
@@ -260,7 +260,7 @@ def _build_model(
             raise SettingError(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"
             ) from error
-    return model
+    return model, least
 
 
 def make_planner(

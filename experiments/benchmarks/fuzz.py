@@ -270,12 +270,12 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
     fast = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(100, 3, 1, 10, fast, PlanRules(time_ratio=1.05))
     report = RoundReport(1, 2, 0, 32, 10, 100, 10, 1.5, 0.7, 0.9)
-    from dbsl.plan.types import CurrentPlan
+    from dbsl.plan.types import Segment
 
     odd = (float("nan"), float("inf"), -1.0, 0.5, 1e300, 2.0**60, 5.0)
     while True:
         head = message(rng.choice((Kind.PUSH, Kind.PLAN, 0, 2, 4)), report)
-        rows = encode_plan(CurrentPlan(plan), torch.device("cpu"))
+        rows = encode_plan(Segment(plan), torch.device("cpu"))
         for tensor in (head, rows):
             flat = tensor.view(-1)
             for _ in range(rng.randint(1, 3)):

@@ -30,7 +30,7 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.ledger import Members
 from dbsl.plan.solve import plan_dual_batch
-from dbsl.plan.types import CurrentPlan, RoundReport, StepLine, TimeModel
+from dbsl.plan.types import RoundReport, Segment, StepLine, TimeModel
 
 MODEL = TimeModel(0.001, 0.01)
 REPORT = RoundReport(3, 7, 1, 32, 24, 2**40, 12, 0.1, 2.5, 0.75, 4, 0.05, 1.5, 1.25, 0.5)
@@ -79,8 +79,8 @@ def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_worker
     ids=["rounds", "steps"],
 )
 def test_a_plan_comes_back_with_every_worker_and_its_place(plan):
-    rows = encode_plan(CurrentPlan(plan, 2, 345), CPU)
-    assert decode_plan(rows, plan) == CurrentPlan(plan, 2, 345)
+    rows = encode_plan(Segment(plan, 2, 345), CPU)
+    assert decode_plan(rows, plan) == Segment(plan, 2, 345)
 
 
 def meeting_rank(rank):
@@ -96,7 +96,7 @@ def meeting_rank(rank):
         for round_ in range(3)
     ]
     rest = plan_steps(55, (30, 10), [MODEL] * 2)  # read from a checkpoint, by every rank
-    planner.ledger.keep(2, [CurrentPlan(rest, left=((5, 20), (60, 100)))])
+    planner.ledger.keep(2, [Segment(rest, left=((5, 20), (60, 100)))])
     seen.append(shared.at(2, 0).left)
     reports = exchange_reports(replace(REPORT, worker=rank), CPU)
     return seen, reports
