@@ -68,7 +68,7 @@ def read_flags(
     groups, words = read_source(cls) if helping else ({"options": list(fields)}, {})
     if common:
         groups = {"common": list(common)} | groups
-    parser = _Parser(
+    parser = Parser(
         usage=f"{prog} [--flag VALUE ...]",
         description=cls.__doc__,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
@@ -143,8 +143,11 @@ def kinds_in_words(cls: type) -> dict[str, str]:
     return {name: described(hint)[0] for name, hint in hints.items() if hint is not bool}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, as settings do."""
+
     def error(self, message: str) -> NoReturn:
+        """Refuse."""
         raise SettingError(message.removeprefix("argument "))
 
 

@@ -218,7 +218,7 @@ class RoundReport:
 
 # Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands.
 RESERVED = {
-    *(own.name for own in fields(RoundReport)),
+    *(field.name for field in fields(RoundReport)),
     *StepLine._fields,
     *("event", "virtual_time_s", "share", "idle_time_share"),
     *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,7 +41,6 @@ class Run(Generic[ConfigT]):
     known: Workers  # what the workers can do
     sampler: TurnSampler
     emulation: Emulation  # how much slower than they are workers are made to be
-    transforms: dict[int, Any]  # augmentation, by resolution
     noise: NoiseProbe
     mixing: Mixing | None  # mixes images and labels of a batch
     loss_of: LossOf  # mean loss of a model on images [B, 3, R, R] and labels
@@ -65,6 +65,14 @@ class Run(Generic[ConfigT]):
         several = len(self.nodes) > 1  # processes, of which the last ones have the workers
         workers = self.config.workers
         return self.nodes[-workers:] if several else (0,) * workers
+
+    @cached_property
+    def transforms(self) -> dict[int, Any]:
+        """Augmentation, by resolution."""
+        config = self.config
+        return {
+            r: self.data.transform(r, config.augmentation, config.seed) for r in config.resolutions
+        }
 
     @property
     def evaluation_transform(self) -> Any:

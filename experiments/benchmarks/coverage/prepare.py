@@ -78,7 +78,6 @@ def prepare(case: Case) -> Run:
         known=known,
         sampler=sampler,
         emulation=case.emulation,
-        transforms={},
         noise=None,
         mixing=None,
         ema=None,

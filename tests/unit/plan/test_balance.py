@@ -318,3 +318,16 @@ def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
     again = joint_planner("dbs", every=100)
     again.load_state_dict(kept)
     assert again.state_dict() == planner.state_dict()
+
+
+def test_a_planners_state_holds_each_plan_once():
+    planner, _ = rounds_planner("dynamic", 4, 1)
+    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
+    for epoch in range(3):
+        measure(planner, epoch, true=slowed)
+    planner.at(3)
+    state = planner.state_dict()
+    used = {*state["current"].values()}
+    used |= {row["plan"] for rows in state["segments"].values() for row in rows}
+    assert sorted(used) == list(range(len(state["plans"])))
+    assert all(a != b for i, a in enumerate(state["plans"]) for b in state["plans"][:i])
