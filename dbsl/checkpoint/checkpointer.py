@@ -167,7 +167,7 @@ class Writer:
             data, resolution = self._run.data, self._run.config.resolutions[-1]
             save_model(self._run.model, target, resolution, data, state=copy.model)
             for name in (MODEL_FILE, "config.json"):
-                if (target / name).exists():  # a model of one's own has no config.json
+                if (target / name).exists():  # your own model has no config.json
                     files[name] = describe(target / name)
         if self._rank == SERVER_RANK and (target / _BEST_FILE).exists():
             files[_BEST_FILE] = describe(target / _BEST_FILE)

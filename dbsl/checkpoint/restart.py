@@ -420,13 +420,13 @@ def with_lost_workers(state: Mapping[str, Any], run: Run, epochs: int) -> Mappin
     planner.load_state_dict(state["planner"])
     # Only the workers know whether they have begun a round: all that may have.
     there = members.active - members.newcomers
-    members.inside = {worker: members.clocks[worker] for worker in there}
+    members.inside = set(there)
     last = min(epochs, run.config.epochs) * run.rounds  # that anybody could have begun
     begin = planner.next_epoch(last)
     planner.take_in(members.lost, begin)
     for worker in members.lost:
         members.join(worker, begin * run.rounds)
-    members.inside = dict(server["inside"])
+    members.inside = set(server["inside"])
     return {
         **state,
         "cluster": state["cluster"] | {"server": server | members.state_dict()},

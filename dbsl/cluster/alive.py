@@ -44,13 +44,8 @@ class Heartbeats:
     nothing more, one that hangs has entered fewer exchanges than the others.
 
     Where an exchange does not fail when a peer dies (NCCL's waits on the device, for its own
-    timeout), the death is heard on connections beside it, and ends this process.
-
-    Args:
-        rank: This process.
-        world_size: Number of processes.
-        timeout_s: Silence after which a process counts as lost.
-        pairs: Connections (gloo) with rank 0, or in rank 0 with each other rank, to hear deaths on.
+    timeout), the death is heard on `pairs`, and ends this process: connections (gloo) with rank 0,
+    or in rank 0 with each other rank. After a silence of `timeout_s` a process counts as lost.
     """
 
     def __init__(
@@ -242,17 +237,11 @@ class Heartbeats:
 class Pulse:
     """Two processes tell each other that they are alive, whatever else they do meanwhile.
 
-    One asks twice a second and the other answers, each in a thread, on the connection on which they
-    exchange weights: compute may take as long as it takes. When one has heard nothing of the other
-    for too long, the connection is closed, and whatever waits for it in either process fails.
+    One `asks` twice a second and the other answers, each in a thread, on the connection on which
+    they exchange weights: compute may take as long as it takes. When one has heard nothing of the
+    other for too long, the connection is closed, and whatever waits for it in either process fails.
 
-    Args:
-        peer: Rank of the other process.
-        pair: Process group (gloo) of the two.
-        timeout_s: Silence after which the other one counts as lost.
-        asks: Whether this process asks; else it answers.
-        on_lost: Called, in the thread, when the other one was lost.
-        on_stop: Called, in the thread, when the other one asks to stop.
+    `on_lost` is called, in the thread, when the other one was lost, `on_stop` when it asks to stop.
 
     Attributes:
         failure: Why the other one counts as lost, or None.

@@ -21,13 +21,8 @@ from dbsl.plan.types import Restart, RoundReport
 class ServerOptimizer:
     """The server's copy of the model, and the optimizer that steps on it.
 
-    Args:
-        model: The model, before `FlatWeights` or a stepper is built on it. What is frozen in it
-            from time to time is not stepped on.
-        device: Where the server keeps its weights.
-        build_optimizer: Builds the optimizer on the copy.
-        clip: What gradients are clipped to before each whole step; None: they are not.
-        clip_mode: As for `make_clip`.
+    It is made before `FlatWeights` or a stepper is built on the model. What is frozen in the model
+    from time to time is not stepped on. Gradients are clipped before each whole step.
 
     Attributes:
         vector: The copy's weights, [P].
@@ -91,12 +86,7 @@ class GradientServer(Server):
     are summed and make one step, as the joined batch would. Without one, each push makes its part
     b_i/B of a step as it comes, in learning rate, momentum and weight decay.
 
-    Args:
-        owner: Has the weights and the optimizer.
-        workers: Number of workers.
-        staleness: As for `Server`.
-        rounds_per_epoch: Pushes of a worker per epoch.
-        observe: As for `Server`, like `members`.
+    `owner` has the weights and the optimizer; the rest is as for `Server`.
     """
 
     def __init__(

@@ -60,17 +60,11 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that this process was launched into, while the others train.
-
-    Attributes:
-        rank: This process's.
-        processes: Of the job, as it was launched.
-        settings: The complete settings that the job trains with, and what else `Door` was given.
-    """
+    """A job that this process was launched into, while the others train."""
 
     rank: int
-    processes: int
-    settings: Mapping[str, Any]
+    processes: int  # of the job, as it was launched
+    settings: Mapping[str, Any]  # complete, with what else `Door` was given
 
     def enter(self, timeout_s: float) -> Admission:
         """Ask to be taken in, and wait for the answer.

@@ -35,9 +35,9 @@ class JointCluster(Cluster):
 
     Args:
         weights: As for `Cluster`, like all that is not named here.
-        duration: In one process: virtual seconds of a worker's part of a round, from (worker,
+        duration: In one process: virtual seconds that a worker computes in a round, from (worker,
             epoch, round).
-        exchange: In one process: virtual seconds of it that exchanges take then, from the same.
+        exchange: In one process: virtual seconds of its exchanges then, from the same.
         finish_round: Called at a round's end, before the reports are exchanged.
     """
 

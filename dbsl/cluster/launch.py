@@ -134,9 +134,6 @@ def chosen_backend() -> str | None:
     """Return the backend that DBSL_BACKEND names for processes of a launcher; None: the device's.
 
     With ``gloo`` several processes may share one GPU, which NCCL refuses; it is slower.
-
-    Raises:
-        SettingError: If it names another one.
     """
     name = os.environ.get("DBSL_BACKEND", "")
     if name not in ("", "gloo"):

@@ -93,12 +93,7 @@ def through_server(
 class ServedCluster(Cluster):
     """A worker's process: it asks rank 0 for plans and weights, and pushes to it.
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        pair: Connection with rank 0.
-        timeout_s: As for `through_server`.
-        narrow: Dtype of pushes, if it is not the weights'.
-        sends_changes: Whether a push is the weights' change since the pull.
+    Args: see `through_server` and `ServingCluster`; `pair` is the connection with rank 0.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class Server:
 
     def push(self, weights: Tensor, report: RoundReport) -> RoundReport:
         """Merge a worker's weights, advance its clock and return the report with its staleness."""
-        self.members.inside.pop(report.worker, None)
+        self.members.inside.discard(report.worker)
         staleness = self.version - self._pulled_version[report.worker]
         report = replace(report, staleness=staleness)
         if self._together:

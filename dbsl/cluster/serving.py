@@ -344,11 +344,7 @@ class ServingCluster(Cluster):
             return worker in self.server.active and self.server.clocks[worker] < self._rounds
 
     def admit(self, rank: int, pair: dist.ProcessGroup) -> None:
-        """Go on with one more worker, whose process has this connection (in a thread of the door).
-
-        Raises:
-            SettingError: If there is nothing for it to do, or no plan with it.
-        """
+        """Go on with one more worker, whose process has this connection, or refuse it."""
         worker = self._worker_of(rank)
         with self._changed:
             if self._stopping or self._interrupted or self._failure:
@@ -412,8 +408,7 @@ class ServingCluster(Cluster):
         self.server.load_state_dict(state["server"])
         # The others save later than the server, perhaps in a round that they have begun since.
         members = self.server.members
-        there = members.active - members.newcomers
-        members.inside = {w: members.clocks[w] for w in there} | members.inside
+        members.inside |= members.active - members.newcomers
 
     # --- the end
 

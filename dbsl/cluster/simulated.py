@@ -19,7 +19,6 @@ from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.protocol import Change, Cluster, join_worker, lose_worker
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.follow import Planner
 from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, Round, RoundReport
 
 
@@ -27,13 +26,10 @@ class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
 
     Args:
-        weights: The model's weights; a turn's worker has them to itself until it pushes.
-        server: The server, with the clocks of all workers.
-        planner: As for `Cluster`.
-        epochs: Epochs that each worker runs.
+        weights: As for `Cluster`, like all that is not named here. A turn's worker has them to
+            itself until it pushes.
         duration: Virtual seconds that a worker computes in a round, from (worker, epoch, round).
         exchange: Virtual seconds that its push and pull then take, from the same.
-        outgoing: As for `Cluster`.
 
     Attributes:
         changes: Workers that are lost and that join at virtual times, which are still to come.
@@ -46,21 +42,12 @@ class SimulatedCluster(Cluster):
         weights: FlatWeights,
         server: Server,
         *,
-        planner: Planner,
-        epochs: int,
         duration: Callable[[int, int, int], float],
         exchange: Callable[[int, int, int], float] = lambda *_: 0.0,
-        outgoing: Tensor | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            weights,
-            server,
-            planner=planner,
-            workers=range(len(server.clocks)),
-            epochs=epochs,
-            rounds_per_epoch=server.rounds_per_epoch,
-            outgoing=outgoing,
-        )
+        common |= {"workers": range(len(server.clocks))}
+        super().__init__(weights, server, rounds_per_epoch=server.rounds_per_epoch, **common)
         self.time_s = 0.0  # the virtual clock
         self._duration, self._exchange = duration, exchange
         self._pulled: dict[int, Tensor] = {}
@@ -112,11 +99,7 @@ class SimulatedCluster(Cluster):
         self._membership.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
     def join(self, worker: int) -> None:
-        """Go on with one more worker, unless it is there or the run has nothing left for it.
-
-        Raises:
-            SettingError: If there is no plan with it; then all is as it was.
-        """
+        """Go on with one more worker, unless it is there or the run has nothing left for it."""
         if worker in self.server.active:
             return
         clock = join_worker(self.server, self._plans.planner, worker, self._rounds)

@@ -1,22 +1,18 @@
-"""Compute time by the device's own clock, waiting for other workers left out.
+"""What an optimizer step is: a worker's own, one of all workers together, or the server's.
 
-Batch norm's running statistics over a step that is computed in several passes.
-
-Optimizer steps, and parts of one: pushes of gradients that together make a step.
-
-What one optimizer step is: a worker's own, one of all workers together, or the server's.
-
-Each stepper has the model to call, `part` around a worker's forward and backward pass, and `step`.
-The loop that uses them is the same.
+First what steppers are made of: a clock of compute time, batch norm's running statistics over
+several passes, whole steps and parts of one. Each stepper then has the model to call, `part` around
+a worker's forward and backward pass, and `step`; the loop that uses them is the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,12 +34,9 @@ from dbsl.plan.types import Round
 class ComputeClock:
     """Adds up what each worker computes, and makes slowed workers as slow as they are meant to be.
 
-    On CUDA the moments are events in the stream, so that measuring waits for nothing until the
-    times are read; elsewhere they are the host's, whose calls return when the work is done.
-
-    Args:
-        device: Device of the computation.
-        machine: Factors on workers' compute times; above 1 the process sleeps for the rest.
+    Waiting for other workers is left out. On CUDA the moments are events in the stream, so that
+    measuring waits for nothing until the times are read; elsewhere they are the host's, whose calls
+    return when the work is done. Where `machine` has a factor above 1 the process sleeps.
     """
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
@@ -124,12 +117,9 @@ class ComputeClock:
 
 
 class RunningStatistics:
-    """A model's running statistics, which several passes move once, by the mean of what each makes.
+    """A model's buffers [S], which several passes move once, by the mean of what each makes.
 
     Each pass starts from the same statistics, as the joined batch would, and normalises by its own.
-
-    Args:
-        buffers: The model's floating-point buffers, [S].
     """
 
     def __init__(self, buffers: Tensor) -> None:
@@ -211,12 +201,8 @@ def take_part(optimizer: torch.optim.Optimizer, learning_rate: float, part: floa
 
     For equal gradients without weight decay this holds to rounding, with any momentum. Each part
     decays the weights that it meets, so that decay differs by the square of one step's. Adam's
-    second moment comes from the parts' own gradients.
-
-    Args:
-        optimizer: SGD, Adam or AdamW of torch, with mean gradients at its parameters.
-        learning_rate: Of the whole step.
-        part: How much of the step.
+    second moment comes from the parts' own gradients. The optimizer is one that `takes_parts`, with
+    mean gradients at its parameters; the learning rate is that of the whole step.
     """
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
@@ -262,20 +248,8 @@ def _take_part_of_sgd(
         parameter.add_(gradient, alpha=-learning_rate * direct)
 
 
-# Older and newer versions of torch name it differently.
-_SYNC_BUFFERS = "broadcast_buffers"
-if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-    _SYNC_BUFFERS = "forward_sync_buffers"
-
-
-class _Stepper:
-    """What steppers have in common: optimizers by worker, and their state.
-
-    Args:
-        model: To be called.
-        clock: Counts what workers compute.
-        optimizers: Of this process's workers.
-        buffers: The model's floating-point buffers, [S].
+class Stepper(ABC):
+    """What steppers have in common: optimizers by worker of this process, and their state.
 
     Attributes:
         joint: Whether, by the time of a step, gradients are those of all workers' batches.
@@ -303,6 +277,14 @@ class _Stepper:
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
 
+    @abstractmethod
+    def part(self, step: Step, part: Part) -> AbstractContextManager[float]:
+        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+
+    @abstractmethod
+    def step(self, step: Step, learning_rate: float) -> None:
+        """Take the optimizer step, or leave it to the server."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
         return {"optimizers": {w: o.state_dict() for w, o in self.optimizers.items()}}
@@ -319,8 +301,8 @@ class _Stepper:
             self.optimizers[worker].state.clear()
 
 
-class OwnSteps(_Stepper):
-    """Each worker steps by itself, with an optimizer of its own; its weights are pushed later.
+class OwnSteps(Stepper):
+    """Each worker steps by itself, with its own optimizer; its weights are pushed later.
 
     `buffers` may be left out where there are no micro-batches.
     """
@@ -338,7 +320,7 @@ class OwnSteps(_Stepper):
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
-        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        """See `Stepper.part`."""
         with self.clock.running((part.worker,)), self._statistics.of_micro_batch(part):
             yield part.weight
 
@@ -351,7 +333,7 @@ class OwnSteps(_Stepper):
             take_step(self.optimizers[part.worker], learning_rate)
 
 
-class JointSteps(_Stepper):
+class JointSteps(Stepper):
     """All workers of one process step together: parts are accumulated, then one step is taken.
 
     Each part normalises by its own statistics; the running statistics become those of the parts,
@@ -381,7 +363,7 @@ class JointSteps(_Stepper):
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
-        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        """See `Stepper.part`."""
         with self._statistics.passing(part.weight), self.clock.running((part.worker,)):
             yield part.weight
 
@@ -396,7 +378,13 @@ class JointSteps(_Stepper):
         self._statistics.begin()
 
 
-class DistributedSteps(_Stepper):
+# Older and newer versions of torch name it differently.
+_SYNC_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "forward_sync_buffers"
+
+
+class DistributedSteps(Stepper):
     """All processes step together: DDP sums weighted gradients while they are computed.
 
     DDP averages, so that the loss is multiplied by the number of workers as well. A step of which
@@ -437,7 +425,7 @@ class DistributedSteps(_Stepper):
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
-        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        """See `Stepper.part`."""
         if (step.odd or step.reweighted) and part.begins:
             self.average_buffers()
         self._weight = step.parts[0].weight  # all its micro-batches have the same
@@ -460,11 +448,11 @@ class DistributedSteps(_Stepper):
             take_step(self.optimizers[self._worker], learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `OwnSteps.state_dict`."""
+        """See `Stepper.state_dict`."""
         return super().state_dict() | {"weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `OwnSteps.load_state_dict`."""
+        """See `Stepper.load_state_dict`."""
         super().load_state_dict(state)
         self._weight = state["weight"]
 
@@ -520,7 +508,7 @@ class DistributedSteps(_Stepper):
             parameter.grad.copy_(gradient.view_as(parameter))
 
 
-class PushedGradients(_Stepper):
+class PushedGradients(Stepper):
     """Workers sum weighted gradients; the step is taken by the server's optimizer.
 
     `vector` is what a worker pushes: gradients, then the change of its floating-point buffers,
@@ -543,7 +531,7 @@ class PushedGradients(_Stepper):
 
     @contextmanager
     def part(self, step: Step, part: Part) -> Iterator[float]:
-        """Enclose a worker's forward and backward pass; gives the factor on its mean loss."""
+        """See `Stepper.part`."""
         if part.begins:
             self._before = self._buffers.clone()
         with self.clock.running((part.worker,)), self._statistics.of_micro_batch(part):
@@ -558,11 +546,11 @@ class PushedGradients(_Stepper):
             self.on_gradients(self._weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `OwnSteps.state_dict`."""
+        """See `Stepper.state_dict`."""
         return super().state_dict() | {"gradients": self.vector, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `OwnSteps.load_state_dict`."""
+        """See `Stepper.load_state_dict`."""
         super().load_state_dict(state)
         self.vector.copy_(state["gradients"])
         self._weight = state["weight"]

@@ -1,6 +1,6 @@
-"""A model's floating-point state as one vector: a merge or a transfer is then one operation.
+"""A model's floating-point state as one vector, and the model made ready to be called.
 
-What each resolution and batch size needs before training: a graph, or cuDNN's choice.
+With one vector a merge or a transfer is one operation. Graphs and cuDNN's choices keep its address.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def make_ready(
         batch_sizes: Samples of the batches that are trained on, by resolution.
         dropout: Before the classifier, by resolution.
         accelerator: Tells the device, and prints.
-        example: Batch of a size at a resolution, on the device.
+        example: Makes a batch of a size at a resolution.
         loss_of: Mean loss of the model on a batch.
         compiled: Whether to compile the model in place first.
         sums: Whether an optimizer sums the gradients of several calls, of micro-batches.

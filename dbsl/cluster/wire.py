@@ -109,11 +109,7 @@ def report_rows(report: RoundReport) -> Tensor:
 
 
 def read_report(rows: Tensor, figures: Sequence[str] = ()) -> RoundReport:
-    """Return the report that `report_rows` was given, with figures of these names.
-
-    Raises:
-        SettingError: If the rows are none such, or a line is another worker's.
-    """
+    """Return the report that `report_rows` was given, with figures of these names."""
     names, first = tuple(figures), rows[0].tolist()
     values, means = first[: len(_NUMBERS)], first[len(_NUMBERS) :]
     _whole("report", *(v for f, v in zip(_NUMBERS, values, strict=True) if f.type != "float"))

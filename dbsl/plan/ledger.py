@@ -19,7 +19,7 @@ class Members:
         self.clocks = [0] * workers  # rounds that each has pushed, lost workers included
         self.active = set(range(workers))  # those that are there
         self.newcomers: set[int] = set()  # have joined, and have not begun a round
-        self.inside: dict[int, int] = {}  # by worker that has begun a round: which
+        self.inside: set[int] = set()  # have begun a round, and not pushed it
 
     @property
     def lost(self) -> set[int]:
@@ -33,18 +33,18 @@ class Members:
     def begun(self, last: int, but: int | None = None) -> int:
         """Return the rounds, of `last` in all, that any worker, but for one, has begun."""
         there = (worker for worker in self.active if worker != but)
-        return min(max(max(self.clocks[w], self.inside.get(w, -1) + 1) for w in there), last)
+        return min(max(self.clocks[w] + (w in self.inside) for w in there), last)
 
     def begin(self, worker: int) -> None:
         """Note that a worker has begun its next round."""
         self.newcomers.discard(worker)
-        self.inside[worker] = self.clocks[worker]
+        self.inside.add(worker)
 
     def leave(self, worker: int) -> None:
         """Go on without a worker."""
         self.active.discard(worker)
         self.newcomers.discard(worker)
-        self.inside.pop(worker, None)
+        self.inside.discard(worker)
 
     def join(self, worker: int, clock: int) -> None:
         """Go on with one more worker, which has so many rounds behind it as any other or more."""
@@ -58,12 +58,12 @@ class Members:
             "clocks": list(self.clocks),
             "active": sorted(self.active),
             "newcomers": sorted(self.newcomers),
-            "inside": dict(self.inside),
+            "inside": sorted(self.inside),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.clocks, self.inside = list(state["clocks"]), dict(state["inside"])
+        self.clocks, self.inside = list(state["clocks"]), set(state["inside"])
         self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
 
 

@@ -24,7 +24,14 @@ from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import ComputeClock, DistributedSteps, JointSteps, OwnSteps, PushedGradients
+from dbsl.cluster.steps import (
+    ComputeClock,
+    DistributedSteps,
+    JointSteps,
+    OwnSteps,
+    PushedGradients,
+    Stepper,
+)
 from dbsl.cluster.weights import FlatWeights, make_ready
 from dbsl.cluster.wire import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 from dbsl.config.settings import RunConfig, meets_at_server
@@ -32,8 +39,6 @@ from dbsl.model import join_batch_norm
 from dbsl.optimizer import Clip, make_clip
 from dbsl.run.code import SUMS
 from dbsl.run.training import Run, SimulatedTimes
-
-Stepper = OwnSteps | JointSteps | DistributedSteps | PushedGradients
 
 
 def connect(
@@ -128,7 +133,7 @@ class _Builder:
             stepper.clip = self._clip()
             server = self._server(weights, device, merge)
         if self._alone:
-            for name in ("workers", "rounds_per_epoch", "figures"):  # which the server has
+            for name in ("workers", "rounds_per_epoch"):  # which the server has
                 del common[name]
             times = SimulatedTimes(self._run)
             common |= {"duration": times.duration, "exchange": times.exchange}

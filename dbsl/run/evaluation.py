@@ -16,7 +16,6 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import px, short_loss
 from dbsl.config.parse import read_settings, run_folder_of
 from dbsl.config.settings import RunConfig
-from dbsl.data.dataset import load_data
 from dbsl.data.sources import Source, TrainingData, as_source
 from dbsl.model import check_patches, check_sides, load_own_weights, load_timm_weights
 from dbsl.plan.sampler import evaluation_batch_size, evaluation_batches
@@ -57,11 +56,11 @@ class Evaluation:
         return replace(self, **own, more=more)
 
 
-_MOST_PRINTED = 8  # metrics of one's own in a line
+_MOST_PRINTED = 8  # of your own metrics in a line
 
 
 def more_in_words(evaluation: Evaluation) -> str:
-    """Return the metrics of one's own that an evaluation has, for its line."""
+    """Return your own metrics that an evaluation has, for its line."""
     sets = further_sets(evaluation.more)
     told = {f"{name}_{kind}" for name in sets for kind in ("accuracy", "loss")}
     own = [(name, value) for name, value in evaluation.more.items() if name not in told]
@@ -154,9 +153,7 @@ def further_sources(
                     f"got {given}"
                 )
             changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
-            with accelerator.local_main_process_first():
-                named = replace(config, **changes)
-                given = load_data(named, config.seed, accelerator.device)
+            given = replaced.load_data(replace(config, **changes), accelerator)
         sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
     return sources
 

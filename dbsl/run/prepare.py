@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -17,7 +17,7 @@ from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import TrainingData
-from dbsl.loss import Figures, LossFunction, figure_names, with_figures
+from dbsl.loss import Figures, LossFunction, LossOf, figure_names, with_figures
 from dbsl.model import build_model, check_patches, check_sides, load_initial, try_out
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.joint_steps import check_parts
@@ -54,18 +54,8 @@ def prepare(
 ) -> Run[ConfigT]:
     """Load the data, build the model, measure step times unless given, and plan the run.
 
-    The loss function is called once for the names of its figures, and is a part of the steps that
-    are measured. Without `extras` the settings say which.
+    Without `extras` the settings say which. A first call of the loss function names its figures.
     """
-
-    def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
-        with accelerator.autocast():  # the config is as complete as it is when this is called
-            return with_figures(loss_function(model, images, labels, config))
-
-    @wraps(loss_function)  # whose text step times are kept by
-    def loss_of(*batch: Any) -> Tensor:
-        return found(*batch)[0]
-
     given = config
     config, nodes = _count_workers(config, accelerator)
     extras = Extras.of(config) if extras is None else extras
@@ -76,9 +66,9 @@ def prepare(
     also = further_sources(replaced, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics)
+    found, loss_of = _losses(loss_function, config, accelerator)
     _check_samples(data, config, least)
-    example = data.example(2, config.resolutions[0])
-    figures = figure_names(found, model, *example, replaced.figures)
+    figures = figure_names(found, model, *data.example(2, config.resolutions[0]), replaced.figures)
     replaced.check_optimizer(config, model)
     builder = replaced.optimizer and partial(replaced.build_optimizer, config)
     known, config = know_workers(config, model, data, accelerator, loss_of, builder)
@@ -89,8 +79,8 @@ def prepare(
     rounds = rounds_of_epoch(plans, config)
     mixing = _make_mixing(config, data)
     config = replace(config, small_batch_size=maker.small_batch_size())
-    # Data of one's own may not know of blocks.
-    blocks = getattr(data.train, "blocks", None)
+    _, loss_of = _losses(loss_function, config, accelerator)  # the config is complete now
+    blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
     sampler = TurnSampler(config, len(data.train), rounds, least, blocks)
     run = Run(
         config=config,
@@ -102,9 +92,6 @@ def prepare(
         known=known,
         sampler=sampler,
         machine=machine,
-        transforms={
-            r: data.transform(r, config.augmentation, config.seed) for r in config.resolutions
-        },
         mixing=mixing,
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
@@ -116,6 +103,22 @@ def prepare(
         extras=extras,
     )
     return run
+
+
+def _losses(
+    loss_function: LossFunction, config: RunConfig, accelerator: Accelerator
+) -> tuple[Callable[..., tuple[Tensor, Figures]], LossOf]:
+    """Return what gives the loss and its figures, and what gives the loss, in the precision."""
+
+    def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
+        with accelerator.autocast():
+            return with_figures(loss_function(model, images, labels, config))
+
+    @wraps(loss_function)  # whose text step times are kept by
+    def loss_of(*batch: Any) -> Tensor:
+        return found(*batch)[0]
+
+    return found, loss_of
 
 
 def _count_workers(

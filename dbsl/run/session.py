@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.steps import ComputeClock
+from dbsl.cluster.steps import ComputeClock, Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
@@ -36,7 +36,6 @@ from dbsl.plan.types import (
     Segment,
     StepLine,
 )
-from dbsl.run.connect import Stepper
 from dbsl.run.evaluation import evaluation_images
 from dbsl.run.stopping import Stopping, Stopwatch
 from dbsl.run.training import ConfigT, Run

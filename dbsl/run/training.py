@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,7 +38,6 @@ class Run(Generic[ConfigT]):
     known: Workers  # what the workers can do
     sampler: TurnSampler
     machine: Machine  # how the workers' machines and network differ from that
-    transforms: dict[int, Any]  # augmentation, by resolution
     mixing: Mixing | None  # mixes images and labels of a batch
     loss_of: LossOf  # mean loss of a model on images [B, 3, R, R] and labels
     # Builds what steps on a model; each group's rate is in ``lr_scale``.
@@ -60,6 +60,14 @@ class Run(Generic[ConfigT]):
         several = len(self.nodes) > 1  # processes, of which the last ones have the workers
         workers = self.config.workers
         return self.nodes[-workers:] if several else (0,) * workers
+
+    @cached_property
+    def transforms(self) -> dict[int, Any]:
+        """Augmentation, by resolution."""
+        config = self.config
+        return {
+            r: self.data.transform(r, config.augmentation, config.seed) for r in config.resolutions
+        }
 
     @property
     def evaluation_transform(self) -> Any:

@@ -78,7 +78,6 @@ def prepare(case: Case) -> Run:
         known=known,
         sampler=sampler,
         machine=case.emulation,
-        transforms={},
         mixing=None,
         loss_of=None,
         build_optimizer=lambda module: build_optimizer("momentum", module, 1.0, 0.0, 0.0),

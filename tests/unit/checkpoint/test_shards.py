@@ -20,7 +20,7 @@ from dbsl.plan.types import RoundReport, Segment, TimeModel
 from train import Config
 
 # What a server has told of and has not merged.
-NOTHING = {"newcomers": [], "inside": {}, "reports": [], "finished": [], "outer": None}
+NOTHING = {"newcomers": [], "inside": [], "reports": [], "finished": [], "outer": None}
 
 
 def server_shard(clocks, active=None, **planner):
@@ -92,6 +92,33 @@ def test_a_lost_worker_is_back_in_the_first_epoch_that_nobody_has_begun(clocks, 
     assert state["cluster"]["server"]["newcomers"] == [2]  # it waits, as one that joins
 
 
+FAST = TimeModel(0.001, 0.01)
+
+
+def saved_run(plan, clocks, *, rounds=1, active=None, **server):
+    """Return the state that rank 0 saved of a run with a server, as `plan_restart` reads it."""
+    workers = len(plan.workers)
+    members = Members(workers, rounds)
+    planner = Planner({8: plan}, lambda epoch: 8, {8: [FAST] * workers}, members=members)
+    counts = {"weights": None, "version": 9, "refused": 0}
+    active = list(range(workers)) if active is None else active
+    server = NOTHING | counts | {"clocks": clocks, "active": active} | server
+    # Rank 0 may be a server alone: its own clock stands still.
+    return {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
+
+
+def run_of(config, rounds=1, **more):
+    """Return as much of a new run of 60 samples as a restart asks for."""
+    data, stage_at = Bag(train=range(60)), lambda epoch: Bag(resolution=8)
+    sampler = TurnSampler(config, 60, rounds, 1)
+    given = {"config": config, "data": data, "stage_at": stage_at, "sampler": sampler}
+    return Bag(rounds=rounds, **given, **more)
+
+
+def dual(workers, rounds=1):
+    return plan_dual_batch(60, workers, 1, 4, FAST, PlanRules(time_ratio=1.05, rounds=rounds))
+
+
 SIMULATED = {"queue": [(0.5, 1)], "turn": None}
 ROUNDS = {"push": "weights", "rounds_per_epoch": 2, "epochs": 3, "staleness": 1}
 
@@ -129,18 +156,13 @@ def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds()
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
-    fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(time_ratio=1.05, rounds=2))
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
-    server = {"clocks": [5, 6, 1 if lost else 4], "active": [0, 1] if lost else [0, 1, 2]}
-    server |= NOTHING | {"weights": None, "version": 9, "refused": 0}
-    # Rank 0 is a server alone: its own clock stands still.
-    state = {"cluster": {"clock": 0, "server": server}, "planner": planner.state_dict()}
-    data = Bag(train=range(60))
+    plan = dual(3, rounds=2)
+    state = saved_run(
+        plan, [5, 6, 1 if lost else 4], rounds=2, active=[0, 1] if lost else [0, 1, 2]
+    )
     config = Config(seed=3, workers=2, sync="asp")
-    run = Bag(rounds=2, config=config, data=data, stage_at=lambda epoch: Bag(resolution=8))
-    run.sampler = TurnSampler(config, 60, 2, 1)
     before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
+    run = run_of(config, rounds=2)
     restart = plan_restart(state, {}, run, before, 60)
     assert restart.clock == (5 if lost else 4)
     sampler = run.sampler.sampler(Segment(plan))
@@ -151,24 +173,18 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
 
 
 def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
-    fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 3, 1, 4, fast, PlanRules(time_ratio=1.05, rounds=2))
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 3}, members=Members(3, 2))
     reports = [
         RoundReport(worker, 2, round_, 8, 4, 10, 3, 1.0, 0.5, 1.0)
         for worker, round_ in ((0, 0), (1, 0), (1, 1))  # the last is done again
     ]
-    server = {"clocks": [5, 6, 5], "active": [0, 1, 2], "weights": torch.ones(1), "version": 9}
-    server |= NOTHING | {"refused": 4}
+    server = {"weights": torch.ones(1), "refused": 4}
     server["reports"] = [asdict(report) for report in reports]
     server["finished"] = [{"epoch": 1, "weights": torch.zeros(1), "ended_at": 1.0}]
-    state = {"cluster": {"server": server}, "planner": planner.state_dict()}
-    run = Bag(rounds=2, config=Config(seed=3, workers=2), data=Bag(train=range(60)))
-    run.sampler = TurnSampler(run.config, 60, 2, 1)
-    run.stage_at = lambda epoch: Bag(resolution=8)
-    before = asdict(run.config) | {"rounds_per_epoch": 2, "workers": 3}
+    state = saved_run(dual(3, rounds=2), [5, 6, 5], rounds=2, **server)
+    config = Config(seed=3, workers=2)
+    before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
-    start = plan_restart(state, {}, run, before, 60)
+    start = plan_restart(state, {}, run_of(config, rounds=2), before, 60)
     other.restart(start)
     assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
     assert not other.reports
@@ -178,17 +194,10 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
 
 @pytest.mark.parametrize(("clock", "expected"), [(3, 2), (6, 4), (4, None)])
 def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
-    fast = TimeModel(0.001, 0.01)
-    plan = plan_steps(60, np.array([5, 5]), [fast] * 2)  # six steps: three pushes, then two
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2}, members=Members(2, 3))
-    server = {"clocks": [clock] * 2, "active": [0, 1], "weights": None, "version": 9, "refused": 0}
-    server |= NOTHING
-    state = {"cluster": {"server": server | {"optimizer": {}}}, "planner": planner.state_dict()}
+    plan = plan_steps(60, np.array([5, 5]), [FAST] * 2)  # six steps: three pushes, then two
+    state = saved_run(plan, [clock] * 2, rounds=3, optimizer={})
     config = Config(workers=2, push="gradients", push_every=3)
-    run = Bag(rounds=2, config=config, plans={8: plan}, stage_at=lambda epoch: Bag(resolution=8))
-    run.sampler = TurnSampler(config, 60, 2, 1)
-    run.data = Bag(train=range(60))
-    before = asdict(config) | {"push_every": 2}
+    run, before = run_of(config, rounds=2, plans={8: plan}), asdict(config) | {"push_every": 2}
     if expected is None:
         with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
             plan_restart(state, {}, run, before, 60)
@@ -206,17 +215,12 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
 )
 @pytest.mark.parametrize("before", ["step", "gradients"])
 def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expected):
-    fast = TimeModel(0.001, 0.01)
-    plan = plan_steps(60, np.array([5, 5]), [fast] * 2)
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
-    server = {"clocks": [6, 6], "active": [0, 1], "weights": None, "version": 9, "refused": 0}
-    server |= NOTHING
-    cluster = {"clock": 1, "time_s": 3.0, "refused": 0, "server": server | {"optimizer": "of all"}}
-    state = {"cluster": cluster, "planner": planner.state_dict(), "progress": None}
-    state["model"] = {"weights": None}
-    run = Bag(rounds=1, config=Config(workers=2, sync=sync, push=push))
-    run.sampler = TurnSampler(run.config, 60, 1, 1)
+    plan = plan_steps(60, np.array([5, 5]), [FAST] * 2)
+    state = saved_run(plan, [6, 6], optimizer="of all")
+    state["cluster"] |= {"clock": 1, "time_s": 3.0, "refused": 0}
+    state |= {"progress": None, "model": {"weights": None}}
     settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
+    run = run_of(Config(workers=2, sync=sync, push=push))
     restart = plan_restart(state, {0: "of all"}, run, settings, 60)
     assert {name: getattr(restart, name) for name in expected} == expected
     assert restart.clock == 1
@@ -224,13 +228,6 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
 
 @pytest.mark.parametrize(("sync", "expected"), [("asp", {0: "a", 1: "b"}), ("step", {})])
 def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expected):
-    fast = TimeModel(0.001, 0.01)
-    plan = plan_dual_batch(60, 2, 1, 4, fast, PlanRules(time_ratio=1.05))
-    planner = Planner({8: plan}, lambda epoch: 8, {8: [fast] * 2})
-    server = {"clocks": [1, 1], "active": [0, 1], "weights": None, "version": 1, "refused": 0}
-    server |= NOTHING
-    state = {"cluster": {"server": server}, "planner": planner.state_dict()}
-    run = Bag(rounds=1, config=Config(workers=2, sync=sync), data=Bag(train=range(60)))
-    run.sampler = TurnSampler(run.config, 60, 1, 1)
+    state, run = saved_run(dual(2), [1, 1]), run_of(Config(workers=2, sync=sync))
     restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)), 60)
     assert restart.optimizers == expected  # joint steps must be alike in all processes

@@ -37,7 +37,7 @@ def know(planner, *clocks, inside=(), lost=(), newcomers=()):
     members = planner.members
     members.clocks, members.newcomers = [*clocks], set(newcomers)
     members.active = set(range(len(clocks))) - set(lost)
-    members.inside = {worker: clocks[worker] for worker in inside}
+    members.inside = set(inside)
 
 
 def samples_of(run, epoch):

