@@ -285,23 +285,27 @@ def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
 
 
 def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
-    """Return the fewest samples that a model of timm's trains on; see `least_batch`."""
+    """Return the fewest samples that a model of timm's trains on; see `try_out`."""
     least = 1
     for side in resolutions:
         try:
-            least = max(least, least_batch(model, data.example(1, side)[0]))
+            inputs, _ = data.example(2, side)
+            own, scores = try_out(model, inputs)
         except Exception as error:  # any code of timm's may raise
             raise SettingError(
                 f"model must take images of {side} px, got {name} ({words_of(error)})"
             ) from None
+        check_scores(scores, name, inputs, data.num_classes)
+        least = max(least, own)
     return least
 
 
 @torch.no_grad()
-def least_batch(model: nn.Module, example: torch.Tensor) -> int:
-    """Return the fewest samples that the model trains on: 2 where batch norm sees one value each.
+def try_out(model: nn.Module, inputs: torch.Tensor) -> tuple[int, Any]:
+    """Return the fewest samples that the model trains on, and what it gives for inputs.
 
-    A ResNet's last maps are 1x1 pixel at 8 px; the variance of a single value is no statistic.
+    They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
+    and the variance of a single value is no statistic.
     """
     least = 1
 
@@ -313,12 +317,27 @@ def least_batch(model: nn.Module, example: torch.Tensor) -> int:
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     hooks = [norm.register_forward_pre_hook(look) for norm in norms]
     training = model.training
-    model.eval()
-    model(example)
+    found = model.eval()(inputs)
     model.train(training)
     for hook in hooks:
         hook.remove()
-    return least
+    return least, found
+
+
+def check_scores(
+    scores: Any, name: str, inputs: torch.Tensor, classes: int, *, several: bool = False
+) -> None:
+    """Raise ``SettingError`` unless a model gives a score for each of the data's classes.
+
+    With `several` it may give several tensors, which the loss function and `evaluate` take apart.
+    """
+    tensor = isinstance(scores, torch.Tensor)
+    shape = list(scores.shape) if tensor else type(scores).__name__
+    if shape != [len(inputs), classes] and (tensor or not several):
+        raise SettingError(
+            f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
+            f"for inputs {list(inputs.shape)}, got {shape} of {name}"
+        )
 
 
 def join_batch_norm(model: nn.Module) -> nn.Module:

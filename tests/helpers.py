@@ -1,5 +1,6 @@
 """What tests of whole runs share: a tiny config, a run, what it left, and runs as processes."""
 
+import itertools
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ import pytest
 from accelerate.state import AcceleratorState
 from PIL import Image
 
-from dbsl.base.errors import one_line_errors
+from dbsl.base.errors import RunStopped, one_line_errors
+from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.config.parse import parse_config
 from dbsl.log.meter import MEASURED
 from dbsl.log.rows import read_metrics
@@ -94,6 +97,22 @@ def fingerprint(folder):
 
 def rounds_of(folder):
     return [event for event in metrics_of(folder) if event["event"] == "round"]
+
+
+@contextmanager
+def stopped_at_step(number):
+    """Have SIGTERM come when the run in here has taken so many steps, which it ends by."""
+    after_step, count = Checkpointer.after_step, itertools.count(1)
+
+    def counted(self, **options):
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        after_step(self, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "after_step", counted)
+        with pytest.raises(RunStopped):
+            yield
 
 
 def free_port():

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}  # nobody's code's fault
 
@@ -24,6 +25,7 @@ _SHOWN_S = 2.0  # that a rank waits for the traceback of the one that failed fir
 
 _joined = threading.Event()
 
+EXIT_REFUSED = 2
 EXIT_DIVERGED = 3
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, to be run again
 EXIT_INTERRUPTED = 130  # shells use 128 plus the number of SIGINT
@@ -92,16 +94,9 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say("interrupted", os.environ.get("LOCAL_RANK", "0") == "0")
-        if one_of_several():
-            os._exit(EXIT_INTERRUPTED)
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        _end("interrupted", EXIT_INTERRUPTED, printed=_first_on_machine())
     except RunStopped as stopped:
-        _say(str(stopped), os.environ.get("RANK", "0") == "0")
-        if one_of_several():
-            sys.stdout.flush()
-            os._exit(EXIT_STOPPED)
-        raise SystemExit(EXIT_STOPPED) from None
+        _end(str(stopped), EXIT_STOPPED, printed=os.environ.get("RANK", "0") == "0")
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK:
             error = SaveError(f"{error.strerror}: {error.filename or 'the run folder'}")
@@ -115,16 +110,9 @@ def one_line_errors() -> Iterator[None]:
             raise
         # Every rank meets the same bad input, so one per machine reports it. A lost peer or a full
         # disk is reported by each rank.
-        of_all = isinstance(error, SettingError)
-        _say(f"error: {error}", not of_all or os.environ.get("LOCAL_RANK", "0") == "0")
-        status = EXIT_DIVERGED if isinstance(error, DivergedError) else 2
-        if one_of_several():
-            from dbsl.base.launcher import note_fault  # torch is there
-
-            note_fault("ended")
-            sys.stdout.flush()
-            os._exit(status)
-        raise SystemExit(status) from None
+        printed = not isinstance(error, SettingError) or _first_on_machine()
+        status = EXIT_DIVERGED if isinstance(error, DivergedError) else EXIT_REFUSED
+        _end(f"error: {error}", status, printed=printed)
 
 
 def _show_fault(error: Exception) -> None:
@@ -144,17 +132,29 @@ def _show_fault(error: Exception) -> None:
         print(f"rank {rank}: {own} (rank {first} failed first)", file=sys.stderr, flush=True)
 
 
-def _say(text: str, printed: bool) -> None:
-    """Print why the process ends, and have torchrun repeat it at the end of its own report."""
+def _end(text: str, status: int, *, printed: bool) -> NoReturn:
+    """Say why the process ends, to torchrun too, which repeats it in its own report; and end it."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": int(time.time())}}
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
-    if not printed:
-        return
-    print(text, file=sys.stderr, flush=True)
-    if file or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
-        print("(the line above counts; the launcher adds a traceback)", file=sys.stderr, flush=True)
+    if printed:
+        print(text, file=sys.stderr, flush=True)
+        if file or "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch
+            what = "(the line above counts; the launcher adds a traceback)"
+            print(what, file=sys.stderr, flush=True)
+    if one_of_several():
+        if status in (EXIT_REFUSED, EXIT_DIVERGED):
+            from dbsl.base.launcher import note_fault  # torch is there
+
+            note_fault("ended")
+        sys.stdout.flush()
+        os._exit(status)
+    raise SystemExit(status) from None
+
+
+def _first_on_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+STORE_PATIENCE = timedelta(seconds=20)
+_CONNECT_S = 2.0  # for a connection that is to be there at once
+
 
 def launched_precision() -> Literal["bf16", "fp16"] | None:
     """Return the precision that `accelerate launch` was asked for; None: it says nothing.
@@ -24,10 +27,9 @@ def launched_precision() -> Literal["bf16", "fp16"] | None:
     return asked if asked in ("bf16", "fp16") else None
 
 
-STORE_PATIENCE = timedelta(seconds=20)
-
-
-_CONNECT_S = 2.0  # for a connection that is to be there at once
+def restarts() -> int:
+    """Return how often torchrun or accelerate has restarted this launch's processes."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def remember(key: str, value: str) -> str:
@@ -39,43 +41,6 @@ def remember(key: str, value: str) -> str:
         return value
     store = connect_store("launch")
     return value if store is None else store.compare_set(key, "", value).decode()
-
-
-def launcher_address() -> tuple[str, int] | None:
-    """Return the host and the port of the launcher's store; None: there is no launcher."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return None
-    return address, int(port)
-
-
-def connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> dist.TCPStore:
-    """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
-
-    torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
-    by a process that was stopped.
-    """
-    made: list[dist.TCPStore | RuntimeError] = []
-
-    def connect() -> None:
-        try:
-            made.append(dist.TCPStore(address, port, timeout=timeout, **options))
-        except RuntimeError as error:
-            made.append(error)
-
-    thread = threading.Thread(target=connect, name="store", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + _CONNECT_S)
-    if not made:
-        raise RuntimeError(f"timed out: nobody answers at {address}:{port}")
-    if isinstance(made[0], RuntimeError):
-        raise made[0]
-    return made[0]
-
-
-def restarts() -> int:
-    """Return how often torchrun or accelerate has restarted this launch's processes."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def recall(key: str) -> str | None:
@@ -124,16 +89,10 @@ def _faults() -> dist.Store | None:
 
 
 def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
-    """Return a connection of one's own to the launcher's store; None: there is no launcher.
+    """Return a new connection to the launcher's store; None: there is no launcher.
 
-    Args:
-        prefix: Of its keys.
-        at_once: Whether to fail at once where nobody listens, and soon where nobody answers,
-            instead of trying again and again.
-
-    Raises:
-        OSError: If `at_once` is set and nobody listens, or the address is not reached.
-        RuntimeError: If the store does not answer.
+    With `at_once` it fails at once where nobody listens (``OSError``), and soon where nobody
+    answers (``RuntimeError``), instead of trying again and again.
     """
     where = launcher_address()
     if where is None:
@@ -144,3 +103,35 @@ def connect_store(prefix: str, *, at_once: bool = False) -> dist.Store | None:
     store = connect(*where, is_master=False, timeout=patience)
     store.set_timeout(STORE_PATIENCE)
     return dist.PrefixStore(f"dbsl/{prefix}", store)
+
+
+def launcher_address() -> tuple[str, int] | None:
+    """Return the host and the port of the launcher's store; None: there is no launcher."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not address or not port or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    return address, int(port)
+
+
+def connect(address: str, port: int, *, timeout: timedelta, **options: Any) -> dist.TCPStore:
+    """Return a connection with a store, or raise ``RuntimeError`` soon after the timeout.
+
+    torch (2.15) itself waits without end where a connection is taken and nobody answers on it, as
+    by a process that was stopped.
+    """
+    made: list[dist.TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            made.append(dist.TCPStore(address, port, timeout=timeout, **options))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _CONNECT_S)
+    if not made:
+        raise RuntimeError(f"timed out: nobody answers at {address}:{port}")
+    if isinstance(made[0], RuntimeError):
+        raise made[0]
+    return made[0]

@@ -1,26 +1,21 @@
-"""Modules that are imported when they are first used.
-
-Together timm, datasets and scipy take seconds to import. A wrong flag is refused,
-``--help`` printed and a stopped run found finished before that.
-
-The CPU cores that a process may use, and how many processes share the machine.
-
-The Hugging Face hub, asked once whether it answers: its libraries would retry for a minute.
-"""
+"""What a process finds where it runs: libraries that are slow to import, CPU cores, the hub."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 import psutil
+
+_THREADS = "OMP_NUM_THREADS"
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
+_PATIENCE_S = 3.0  # for an answer of the hub, of any kind
 
 
 class _LazyModule(ModuleType):
@@ -33,16 +28,15 @@ class _LazyModule(ModuleType):
 def lazy_import(name: str) -> ModuleType:
     """Return what stands for a module, and imports it when one of its attributes is first read.
 
-    Raises:
-        ModuleNotFoundError: If there is no such module.
+    Together timm, datasets and scipy take seconds to import. A wrong flag is refused, ``--help``
+    printed and a stopped run found finished before that.
     """
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return _LazyModule(name)
 
 
-_THREADS = "OMP_NUM_THREADS"
-_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
+datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
 
 
 def cores_of_process() -> int:
@@ -87,16 +81,12 @@ def _launcher_has_set_it() -> bool:
         return True  # another user's process, say: the launcher set it more often
 
 
-datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
-
-_PATIENCE_S = 3.0  # for an answer of any kind
-
-
-@contextlib.contextmanager
+@contextmanager
 def hub_or_cache() -> Iterator[bool]:
     """Inside, Hugging Face libraries read their caches alone unless the hub answers.
 
-    Yields whether it does. With ``HF_HUB_OFFLINE`` set it is not asked.
+    They would try again for a minute. Yields whether it does; with ``HF_HUB_OFFLINE`` set it is not
+    asked.
     """
     answers = not huggingface_hub.constants.HF_HUB_OFFLINE and _hub_answers()
     settings = (huggingface_hub.constants, datasets.config)

@@ -13,28 +13,18 @@ from typing import Any, NamedTuple
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
-from dbsl.checkpoint.disk import (
-    MODEL_FILE,
-    Found,
-    read_shard,
-    reading_checkpoint,
-)
+from dbsl.checkpoint.disk import MODEL_FILE, Found, read_shard, reading_checkpoint
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.fields import Role, with_role
-from dbsl.config.settings import (
-    RunConfig,
-    Schedule,
-    meets_at_server,
-    takes_joint_steps,
-)
+from dbsl.config.settings import RunConfig, Schedule, meets_at_server, takes_joint_steps
 from dbsl.plan.ledger import Ledger
 from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import (
-    CurrentPlan,
     EpochEnd,
     Restart,
     Round,
+    Segment,
     plan_from_plain,
     report_from_plain,
 )
@@ -53,7 +43,7 @@ class RoundAhead(NamedTuple):
 
     epoch: int
     round: int
-    segment: CurrentPlan
+    segment: Segment
     workers: list[int]
 
 
@@ -64,17 +54,10 @@ def plan_restart(
     before: Mapping[str, Any],
     samples: int,
 ) -> Restart:
-    """Return what a run takes over from another one's state.
+    """Return what a run takes over from another one's state; refuse what cannot be told.
 
-    Args:
-        state: Of the old run's rank 0.
-        optimizers: Optimizer state of the old workers, by worker.
-        run: The new run.
-        before: The old run's settings.
-        samples: Training images of the old run.
-
-    Raises:
-        SettingError: If what is left of the epoch cannot be told.
+    `state` is that of the old run's rank 0, `optimizers` are of its workers. It had the settings
+    `before`, and so many training samples.
     """
     if before["sync"] == "step":
         return _joint_restart(state, optimizers, run, before, samples)
@@ -134,7 +117,7 @@ def _joint_restart(
         return Restart(clock=epoch * run.rounds, **common)
     _check_inside_epoch({epoch}, state, run, before, samples)
     turn = Round(tuple(range(run.config.workers)), epoch, round_)
-    segment = CurrentPlan(run.plans[run.stage_at(epoch).resolution])
+    segment = Segment(run.plans[run.stage_at(epoch).resolution])
     counted = progress["counted"] if progress else 0
     ahead = run.sampler.steps(segment, turn)
     return Restart(
@@ -200,7 +183,7 @@ def rounds_ahead(
         segment = ledger.at(epoch, round_)
         if epoch not in ledger.segments:
             number = planner["current"][run.stage_at(epoch).resolution]
-            segment = CurrentPlan(plans[number])
+            segment = Segment(plans[number])
         workers = [
             worker
             for worker, clock in enumerate(clocks)

@@ -15,12 +15,12 @@ from dbsl.base.errors import SettingError
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import SERVER_RANK, FusedSum
+from dbsl.cluster.wire import SERVER_RANK
 from dbsl.plan.types import Action, EpochEnd, Round, RoundReport
 
 
 class BarrierCluster(Cluster):
-    """Bulk synchronous rounds: one weighted sum over all ranks, with their reports in it.
+    """Bulk synchronous rounds: a weighted sum over all ranks, which is how `mean` is taken here.
 
     The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
     broadcast, as they do before the first round and where a whole round was refused.
@@ -31,9 +31,9 @@ class BarrierCluster(Cluster):
         outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
         wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
             rounded to it, and of weights their change since the pull.
-        at_server: Whether the server makes other weights of the mean, which come back in a
+        at_server: Whether the server's rule makes other weights of the mean, which come back in a
             broadcast, too.
-        gathers: Whether the server gets every worker's weights, for a merge rule of one's own.
+        gathers: Whether the server gets every worker's weights, for a fork's own merge rule.
     """
 
     def __init__(
@@ -52,10 +52,11 @@ class BarrierCluster(Cluster):
         self._at_server = at_server
         self._gathers = gathers
         self._has_global = False
-        summed = self.outgoing[:0] if gathers else self.outgoing  # then their reports alone
-        self._sum = FusedSum(summed, wire or self.outgoing.dtype, self._figures)
+        dtype = wire or self.outgoing.dtype
+        summed = self.outgoing[:0] if gathers else self.outgoing
+        self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's part, then all ranks'
         # What the workers' changes count from; only where changes are what travels.
-        changes = self._averages and self._sum.vector.dtype != self.outgoing.dtype
+        changes = self._averages and dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
 
     def turns(self) -> Iterator[Round | EpochEnd]:
@@ -132,8 +133,9 @@ class BarrierCluster(Cluster):
         total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
         if not self._gathers:
             self._weigh(report, total)
-        self.control.enter()
-        reports = self.control.with_lines(self._sum.exchange(report), report)
+            self.control.enter()
+            dist.all_reduce(self._sum)
+        reports = self.control.gather_reports(report, self._figures)
         self._refused += sum(r.refused for r in reports)
         if self._gathers:
             self._gather(reports)
@@ -145,7 +147,7 @@ class BarrierCluster(Cluster):
 
     def _weigh(self, report: RoundReport | None, total: float) -> None:
         """Write this rank's part of the weighted sum."""
-        summed = self._sum.vector
+        summed = self._sum
         if report is None or report.refused:
             summed.zero_()  # zero times what is not finite would not be
         elif not self._averages:
@@ -158,7 +160,7 @@ class BarrierCluster(Cluster):
 
     def _take(self, reports: Sequence[RoundReport], total: float) -> None:
         """Take the sum of all ranks, in which refused parts are zeros."""
-        summed = self._sum.vector
+        summed = self._sum
         taken = [r.merge_weight for r in reports if not r.refused]
         if self._averages and len(taken) < len(reports) and taken:
             summed.mul_(total / sum(taken))

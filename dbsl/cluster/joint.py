@@ -14,7 +14,6 @@ from torch import Tensor
 from dbsl.base.errors import one_of_several
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import exchange_reports
 from dbsl.plan.types import (
     NO_FAULT,
     Action,
@@ -101,9 +100,7 @@ class JointCluster(Cluster):
             (report,) = reports
             wait_time_s = max(0.0, spent - report.time_s)
             own = replace(report, compute_time_s=report.time_s, wait_time_s=wait_time_s)
-            self.control.enter()
-            done = exchange_reports(own, self.weights.vector.device)
-            done = self.control.with_lines(done, own)
+            done = self.control.gather_reports(own, self._figures)
         refused = any(report.refused for report in done)
         if refused:
             self.weights.load(self._start)

@@ -20,13 +20,13 @@ from dbsl.cluster.wire import NOTHING_ANNOUNCED, ControlGroup, SharedPlans
 from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
-    CurrentPlan,
     EpochEnd,
     JoinedWorker,
     LostWorker,
     Restart,
     Round,
     RoundReport,
+    Segment,
 )
 
 
@@ -109,7 +109,7 @@ class Cluster(ABC):
     def turns(self) -> Iterator[Round | EpochEnd]:
         """Yield the rounds of this process's workers, and each epoch's end when it comes."""
 
-    def plan(self, turn: Round) -> CurrentPlan:
+    def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn (a collective where processes meet)."""
         return self._plans.at(turn.epoch, turn.round)
 

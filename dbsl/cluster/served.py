@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,22 +26,20 @@ from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
-    CPU,
     SERVER_RANK,
     Ending,
     Kind,
     Transfer,
-    answer,
     decode_plan,
-    encode_lines,
     message,
     pairs_with_server,
-    plan_tensor,
+    plan_room,
     read_answer,
     receive,
+    report_rows,
     send,
 )
-from dbsl.plan.types import CurrentPlan, Round, RoundReport
+from dbsl.plan.types import Round, RoundReport, Segment
 
 _GRACE_S = 5.0
 _START_S = 60.0  # that processes may come to their start apart, at least
@@ -115,7 +112,6 @@ class ServedCluster(Cluster):
         **common: Any,
     ) -> None:
         super().__init__(weights, **common)
-        self._message = partial(message, figures=len(self._figures))
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
         self._can_change = False  # this round began with `_pulled`
@@ -131,7 +127,7 @@ class ServedCluster(Cluster):
             yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
 
-    def plan(self, turn: Round) -> CurrentPlan:
+    def plan(self, turn: Round) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead.
 
         The server is asked, which may have changed it.
@@ -140,9 +136,9 @@ class ServedCluster(Cluster):
         if planner.takes_over(turn.epoch):
             return planner.at(turn.epoch, turn.round)
         like = planner.current_at(turn.epoch)
-        began, rows = time.perf_counter(), plan_tensor(len(like.workers), CPU)
+        began, rows = time.perf_counter(), plan_room(len(like.workers))
         with self._exchange():
-            send(self._message(Kind.PLAN, epoch=turn.epoch, round_=turn.round), self._pair)
+            send(message(Kind.PLAN), self._pair)
             receive(rows, self._pair)
         self._waited_s += time.perf_counter() - began
         return decode_plan(rows, like)
@@ -166,10 +162,9 @@ class ServedCluster(Cluster):
         began = time.perf_counter()
         with self._exchange():
             # It is on its way while the next round is prepared, and there before the pull ends.
-            kind = Kind.PUSH_CHANGE if self._can_change else Kind.PUSH
-            send(self._message(kind, report), self._pair)
-            if report.lines:
-                send(encode_lines(report.lines), self._pair)
+            kind, rows = Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, report_rows(report)
+            send(message(kind, len(rows)), self._pair)
+            send(rows, self._pair)
             if self._can_change:
                 self._narrow.send(self.outgoing, minus=self._pulled)
             elif self._pulled is None:
@@ -204,7 +199,7 @@ class ServedCluster(Cluster):
         """Tell the server that this worker is done."""
         self._pulse.close()
         with self._exchange():
-            send(self._message(Kind.DONE), self._pair)
+            send(message(Kind.DONE), self._pair)
             self._sent()
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,11 +229,11 @@ class ServedCluster(Cluster):
 
     def _ask(self, kind: int) -> tuple[Ending, tuple[int, int]]:
         """Send a question; return whether the run ends, and the save to take part in."""
-        head = answer()
-        send(self._message(kind), self._pair)
-        receive(head, self._pair)
+        answer = message(Ending.GOES_ON)
+        send(message(kind), self._pair)
+        receive(answer, self._pair)
         self._sent()
-        return read_answer(head)
+        return read_answer(answer)
 
     def _end(self, how: Ending) -> None:
         """Leave the run, which rank 0 has stopped or finished."""

@@ -1,6 +1,7 @@
-"""What rank 0 and the workers that it serves say to each other: a thread a worker, one lock.
+"""Rank 0 where workers meet without a barrier: it has the server, and perhaps trains itself.
 
-Rank 0 where workers meet without a barrier: the server, its own worker, who comes and goes.
+Each worker of another process is answered in a thread of its own. One lock guards the server. A
+push is merged under it; a pull is answered as soon as the clocks allow.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from dbsl.cluster.wire import (
     Ending,
     Kind,
     Transfer,
-    answer,
     check_report,
-    decode,
     encode_plan,
-    line_rows,
     message,
-    message_kind,
-    message_numbers,
+    read_question,
+    read_report,
     receive,
+    report_room,
     send,
-    with_lines,
 )
 from dbsl.plan.types import (
     BAD_WEIGHTS,
-    CurrentPlan,
     EpochEnd,
     JoinedWorker,
     LostWorker,
     Round,
     RoundReport,
+    Segment,
 )
+
+_LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
+_STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
 @dataclass
 class _Peer:
-    """A worker that a thread serves, and its connection."""
+    """A worker of another process, and its connection."""
 
     rank: int
     worker: int
@@ -65,12 +66,13 @@ class _Peer:
     has_pulled: bool = False
 
 
-class Conversing(Cluster):
-    """Answers workers of other processes, each in a thread of its own.
+class ServingCluster(Cluster):
+    """The server's process; its own worker takes the same way to the server as the others.
 
     Args:
         weights: As for `Cluster`, like all that is not named here.
         server: The server, its weights in host memory.
+        pairs: Connections with the other ranks.
         timeout_s: Longest silence of a worker before it counts as lost.
         narrow: Dtype of pushes, if it is not the weights'.
         sends_changes: Whether a push is the weights' change since the pull.
@@ -84,6 +86,7 @@ class Conversing(Cluster):
         weights: FlatWeights,
         server: Server,
         *,
+        pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
         narrow: torch.dtype | None,
         sends_changes: bool,
@@ -96,45 +99,99 @@ class Conversing(Cluster):
         self._narrow_dtype = narrow
         self._sends_changes = sends_changes
         self._stopping = False
-        self._changed = threading.Condition()  # guards the server
+        self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
         self._heard: dict[int, int] = {}  # by rank that is served: the last save it was told of
         self._saving: dict[int, set[int]] = {}  # by save: ranks that were told of it
+        self._pushed = self.outgoing  # in host memory, which a GPU copies to faster if it is pinned
+        if self.outgoing.is_cuda:
+            self._pushed = torch.empty_like(self.outgoing, device="cpu", pin_memory=True)
+        self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
 
-    def saving(self, sequence: int) -> set[int]:
-        """Return the ranks to wait for: their shard of a save has come or may still come.
+    # --- this process's turns
 
-        A worker hears of a save when it pulls. Those that finish before do not save it, nor does
-        one that came later, or that heard of a newer save first. Nobody waits for a lost worker.
-        """
+    def turns(self) -> Iterator[Round | EpochEnd]:
+        """Yield this process's rounds in order, and each epoch's end as it comes."""
+        for thread in self._threads:  # not before a resumed run's state is here
+            thread.start()
+        if self._door is not None:
+            self._door.open(self)
+        while self.workers and self._clock < self._rounds:
+            yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            self._clock += 1
+            yield from self._ends()
+        while True:
+            yield from self._ends()
+            with self._changed:
+                if not self.server.finished and self.server.slowest() >= self._rounds:
+                    return
+                self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
+                waits = not self.server.finished
+            if waits:  # there are no steps after which this process could save or stop: it may here
+                act = self.on_stop if self._interrupted else self.idle
+                act()
+
+    def _ends(self) -> Iterator[EpochEnd]:
+        """Yield the epochs' ends that have come."""
+        while True:
+            with self._changed:
+                self._raise_failure()
+                if not self.server.finished:
+                    return
+                end = self.server.finished.popleft()
+            yield end
+
+    def plan(self, turn: Round) -> Segment:
+        """Return the plan in force in a turn, waiting while the worker is too far ahead."""
+        (worker,) = turn.workers
+        began = time.perf_counter()
+        plan = self._begin(worker)
+        self._waited_s += time.perf_counter() - began
+        return plan
+
+    def pull(self, turn: Round) -> None:
+        """Bring the global weights into the model, waiting while the worker is too far ahead."""
+        (worker,) = turn.workers
+        began = time.perf_counter()
+        weights = self._pull(worker)
+        if weights is None:
+            self.on_stop()
+        else:  # a copy to a GPU takes its time, and others need not wait for it
+            self.weights.load(weights)
+        self._waited_s += time.perf_counter() - began
+
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Give the worker's weights, or gradients, to the server; True: they were refused."""
+        (report,) = reports
+        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
+        began = time.perf_counter()
+        self._merge(self._pushed.copy_(self.outgoing), report)
+        self._waited_s = time.perf_counter() - began
+        return report.refused
+
+    # --- what any worker asks of the server
+
+    def _begin(self, worker: int, pulse: Pulse | None = None) -> Segment:
+        """Return the plan of a worker's next round when it may begin; until then it may change."""
         with self._changed:
-            ranks = set(self._saving.get(sequence, ()))
-            if sequence == self._announced[0]:
-                ranks |= {rank for rank, heard in self._heard.items() if heard < sequence}
-            return ranks
+            if self._may_begin(worker, pulse):
+                self.server.members.begin(worker)
+            place = divmod(self.server.clocks[worker], self._rounds_per_epoch)
+            return self._plans.planner.at(*place)
 
-    def _told(self, rank: int) -> None:
-        """Note that a rank has been told of the last save, with the lock held."""
-        sequence = self._announced[0]
-        if self._heard[rank] < sequence:
-            self._heard[rank] = sequence
-            self._saving.setdefault(sequence, set()).add(rank)
+    def _pull(self, worker: int, pulse: Pulse | None = None) -> Tensor | None:
+        """Return the weights for a worker's next round when it may begin; None: the run stops."""
+        with self._changed:
+            return self.server.pull(worker) if self._may_begin(worker, pulse) else None
 
-    def _worker_of(self, rank: int) -> int:
-        return rank - (not self.workers)
-
-    def _thread_for(
-        self, rank: int, pair: dist.ProcessGroup, first: Tensor | None = None
-    ) -> threading.Thread:
-        """Return what serves a rank; `first` is what it is told before it asks."""
-        pulse = Pulse(
-            rank, pair, self._timeout_s, asks=False, on_lost=self._wake, on_stop=self.interrupt
+    def _may_begin(self, worker: int, pulse: Pulse | None) -> bool:
+        """Wait, with the lock held, until a worker may begin; False: the run is to stop."""
+        self._wait_for(
+            lambda: self._interrupted or (pulse and pulse.failure) or self.server.may_start(worker)
         )
-        self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
-        arguments = (rank, pair, pulse, first)
-        return threading.Thread(
-            target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
-        )
+        if pulse and pulse.failure:
+            raise SyncError(pulse.failure)
+        return not self._interrupted
 
     def _merge(self, weights: Tensor, report: RoundReport) -> None:
         with self._changed:
@@ -158,6 +215,24 @@ class Conversing(Cluster):
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    # --- workers of other processes
+
+    def _worker_of(self, rank: int) -> int:
+        return rank - (not self.workers)
+
+    def _thread_for(
+        self, rank: int, pair: dist.ProcessGroup, first: Tensor | None = None
+    ) -> threading.Thread:
+        """Return what serves a rank; `first` is what it is told before it asks."""
+        pulse = Pulse(
+            rank, pair, self._timeout_s, asks=False, on_lost=self._wake, on_stop=self.interrupt
+        )
+        self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
+        arguments = (rank, pair, pulse, first)
+        return threading.Thread(
+            target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
+        )
 
     def _serve(
         self, rank: int, pair: dist.ProcessGroup, pulse: Pulse, first: Tensor | None
@@ -187,22 +262,21 @@ class Conversing(Cluster):
                 self._door.leave_word(rank, number, reason)
 
     def _converse(self, peer: _Peer) -> None:
-        head = message(Kind.DONE, figures=len(self._figures))
+        head = message(Kind.DONE)
         while True:
             receive(head, peer.pair)
-            kind = message_kind(head)
+            kind, number = read_question(head)
             if kind == Kind.DONE:
                 return
             if kind == Kind.LEAVE:
                 self._let_go(peer)
                 return
-            if kind in (Kind.PUSH, Kind.PUSH_CHANGE):
-                self._take_push(peer, head, is_change=kind == Kind.PUSH_CHANGE)
-            elif kind == Kind.PLAN:
-                moment = message_numbers(head, self._rounds // self._rounds_per_epoch)
-                send(encode_plan(self._plan_to_begin(peer, *moment), CPU), peer.pair)
-            else:
+            if kind == Kind.PLAN:
+                send(encode_plan(self._begin(peer.worker, peer.pulse)), peer.pair)
+            elif kind == Kind.PULL:
                 self._answer_pull(peer)
+            else:
+                self._take_push(peer, number, is_change=kind == Kind.PUSH_CHANGE)
 
     def _let_go(self, peer: _Peer) -> None:
         """Answer a worker that is to stop: this process is to, and says as what it saves."""
@@ -211,15 +285,24 @@ class Conversing(Cluster):
                 self._interrupted = True
                 self._changed.notify_all()
                 self._wait_for(lambda: self._stopping)
-            self._told(peer.rank)
-        send(answer(stop=Ending.STOPPED, announced=self._announced), peer.pair)
+            announced = self._tell(peer.rank)
+        send(message(Ending.STOPPED, *announced), peer.pair)
 
-    def _take_push(self, peer: _Peer, head: Tensor, *, is_change: bool) -> None:
-        report = decode(head[1:], self._figures)
-        rows = line_rows(report)
-        if len(rows):
-            receive(rows, peer.pair)
-            report = with_lines(report, rows)
+    def _answer_pull(self, peer: _Peer) -> None:
+        with self._changed:
+            weights = self._pull(peer.worker, peer.pulse)
+            announced = self._tell(peer.rank)
+        ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
+        send(message(Ending.GOES_ON if weights is not None else ending, *announced), peer.pair)
+        if weights is not None:
+            peer.whole.send(weights, copy=peer.pulled)
+            peer.whole.wait()
+            peer.has_pulled = peer.pulled is not None
+
+    def _take_push(self, peer: _Peer, rows: int, *, is_change: bool) -> None:
+        room = report_room(rows, self._figures)
+        receive(room, peer.pair)
+        report = read_report(room, self._figures)
         if is_change:
             if not peer.has_pulled:
                 raise SettingError("a change of weights must follow a pull")
@@ -228,40 +311,13 @@ class Conversing(Cluster):
             transfer = peer.whole if self._sends_changes else peer.narrow
             finite = transfer.receive(peer.buffer, check=True)
         with self._changed:
-            clock = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
-        check_report(report, peer.worker, *clock)
+            place = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
+        check_report(report, peer.worker, *place)
         if not (finite or report.refused):
             report = replace(report, refused=True, fault=BAD_WEIGHTS)
         self._merge(peer.buffer, report)
 
-    def _plan_to_begin(self, peer: _Peer, epoch: int, round_: int) -> CurrentPlan:
-        """Return a round's plan to a worker that may begin it: until then a loss may change it."""
-        with self._changed:
-            self._wait_to_start(peer)
-            if not self._interrupted:
-                self.server.members.begin(peer.worker)
-            return self._plans.planner.at(epoch, round_)
-
-    def _wait_to_start(self, peer: _Peer) -> None:
-        """Wait until a worker may start its next round, or the run is to stop; with the lock."""
-        self._wait_for(
-            lambda: self._interrupted or peer.pulse.failure or self.server.may_start(peer.worker)
-        )
-        if peer.pulse.failure:
-            raise SyncError(peer.pulse.failure)
-
-    def _answer_pull(self, peer: _Peer) -> None:
-        with self._changed:
-            self._wait_to_start(peer)
-            stop = self._interrupted
-            weights = None if stop else self.server.pull(peer.worker)
-            self._told(peer.rank)
-        ending = Ending(stop + (stop and self.finished_early))
-        send(answer(stop=ending, announced=self._announced), peer.pair)
-        if not stop:
-            peer.whole.send(weights, copy=peer.pulled)
-            peer.whole.wait()
-            peer.has_pulled = peer.pulled is not None
+    # --- who comes and goes
 
     def _lose(self, rank: int, worker: int, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
@@ -280,88 +336,6 @@ class Conversing(Cluster):
             return False
         self._membership.append(LostWorker(rank, worker, clock, samples, reason))
         return True
-
-
-_LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
-_STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
-
-
-class ServingCluster(Conversing):
-    """Rank 0: it has the server, and perhaps a worker of its own.
-
-    A push is merged under a lock, a pull is answered as soon as the clocks allow.
-
-    Args:
-        weights: As for `Conversing`, like all that is not named here.
-        server: The server, its weights in host memory.
-        pairs: Connections with the other ranks.
-    """
-
-    def __init__(
-        self,
-        weights: FlatWeights,
-        server: Server,
-        *,
-        pairs: Mapping[int, dist.ProcessGroup],
-        **common: Any,
-    ) -> None:
-        super().__init__(weights, server, **common)
-        self._pushed = self.outgoing  # in host memory, which a GPU copies to faster if it is pinned
-        if self.outgoing.is_cuda:
-            self._pushed = torch.empty_like(self.outgoing, device="cpu", pin_memory=True)
-        self._threads = [self._thread_for(rank, pair) for rank, pair in pairs.items()]
-
-    def turns(self) -> Iterator[Round | EpochEnd]:
-        """Yield this process's rounds in order, and each epoch's end as it comes."""
-        for thread in self._threads:  # not before a resumed run's state is here
-            thread.start()
-        if self._door is not None:
-            self._door.open(self)
-        while self.workers and self._clock < self._rounds:
-            yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
-            self._clock += 1
-            yield from self._finished(wait=False)
-        yield from self._finished(wait=True)
-
-    def plan(self, turn: Round) -> CurrentPlan:
-        """Return the plan in force in a turn, waiting while the worker is too far ahead.
-
-        Until it begins, a loss may change the plan.
-        """
-        (worker,) = turn.workers
-        began = time.perf_counter()
-        with self._changed:
-            if self._may_begin(worker):
-                self.server.members.begin(worker)
-            self._waited_s += time.perf_counter() - began
-            return self._plans.planner.at(turn.epoch, turn.round)
-
-    def pull(self, turn: Round) -> None:
-        """Bring the global weights into the model, waiting while the worker is too far ahead."""
-        (worker,) = turn.workers
-        began = time.perf_counter()
-        with self._changed:
-            stop = not self._may_begin(worker)
-            weights = None if stop else self.server.pull(worker)
-        if stop:
-            self.on_stop()
-        else:  # a copy to a GPU takes its time, and others need not wait for it
-            self.weights.load(weights)
-        self._waited_s += time.perf_counter() - began
-
-    def _may_begin(self, worker: int) -> bool:
-        """Wait, with the lock held, until this process's worker may begin; False: the run stops."""
-        self._wait_for(lambda: self._interrupted or self.server.may_start(worker))
-        return not self._interrupted
-
-    def push(self, reports: Sequence[RoundReport]) -> bool:
-        """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        began = time.perf_counter()
-        self._merge(self._pushed.copy_(self.outgoing), report)
-        self._waited_s = time.perf_counter() - began
-        return report.refused
 
     def is_served(self, rank: int) -> bool:
         """Whether a rank's worker is there, and has something left to do."""
@@ -390,10 +364,58 @@ class ServingCluster(Conversing):
             self._threads.append(thread)
             thread.start()
 
+    # --- saves
+
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save to take part in; every worker is asked to when it pulls next."""
         self._announced = (sequence, epoch)
         return self._announced
+
+    def saving(self, sequence: int) -> set[int]:
+        """Return the ranks to wait for: their shard of a save has come or may still come.
+
+        A worker hears of a save when it pulls. Those that finish before do not save it, nor does
+        one that came later, or that heard of a newer save first. Nobody waits for a lost worker.
+        """
+        with self._changed:
+            ranks = set(self._saving.get(sequence, ()))
+            if sequence == self._announced[0]:
+                ranks |= {rank for rank, heard in self._heard.items() if heard < sequence}
+            return ranks
+
+    def _tell(self, rank: int) -> tuple[int, int]:
+        """Return the last save and note that a rank is told of it, with the lock held."""
+        sequence = self._announced[0]
+        if self._heard[rank] < sequence:
+            self._heard[rank] = sequence
+            self._saving.setdefault(sequence, set()).add(rank)
+        return self._announced
+
+    def held(self) -> AbstractContextManager:
+        """Hold pushes up for as long as this is open."""
+        return self._changed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which round it is, and the server's state.
+
+        This process's weights are the model's; they are not in here. Nor is there a state to go on
+        from where something has failed in a thread, a merge rule for one: that is raised.
+        """
+        with self._changed:
+            self._raise_failure()
+            server = self.server.state_dict()
+            return {"clock": self._clock, "waited_s": self._waited_s, "server": server}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
+        self._clock, self._waited_s = state["clock"], state["waited_s"]
+        self.server.load_state_dict(state["server"])
+        # The others save later than the server, perhaps in a round that they have begun since.
+        members = self.server.members
+        there = members.active - members.newcomers
+        members.inside = {w: members.clocks[w] for w in there} | members.inside
+
+    # --- the end
 
     def interrupt(self) -> None:
         """End this process's waits: the run is to stop."""
@@ -440,56 +462,6 @@ class ServingCluster(Conversing):
         self._close_door()
         return super().__exit__(*error)
 
-    def held(self) -> AbstractContextManager:
-        """Hold pushes up for as long as this is open."""
-        return self._changed
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which round it is, and the server's state.
-
-        This process's weights are the model's; they are not in here.
-
-        Raises:
-            Exception: What has failed in a thread, a merge rule's error for one: such a state is
-                not to be gone on from.
-        """
-        with self._changed:
-            self._raise_failure()
-            server = self.server.state_dict()
-            return {"clock": self._clock, "waited_s": self._waited_s, "server": server}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
-        self._clock, self._waited_s = state["clock"], state["waited_s"]
-        server = self.server
-        server.load_state_dict(state["server"])
-        # The others save later than the server, perhaps in a round that they have begun since.
-        members = server.members
-        there = members.active - members.newcomers
-        members.inside = {w: members.clocks[w] for w in there} | members.inside
-
     def _close_door(self) -> None:
         if self._door is not None:
             self._door.close()
-
-    def _finished(self, *, wait: bool) -> Iterator[EpochEnd]:
-        """Yield the epochs' ends that have come; `wait`: all that are to come.
-
-        While it waits this process has no steps after which it could save, and is asked to here.
-        """
-        while True:
-            with self._changed:
-                if wait and not self.server.finished and not self._all_done():
-                    self._wait_for(lambda: self._interrupted or self.server.finished, _LOOK_S)
-                self._raise_failure()
-                end = self.server.finished.popleft() if self.server.finished else None
-            if end is None:
-                if not wait or self._all_done():
-                    return
-                act = self.on_stop if self._interrupted else self.idle
-                act()
-            else:
-                yield end
-
-    def _all_done(self) -> bool:
-        return self.server.slowest() >= self._rounds

@@ -1,16 +1,12 @@
-"""What processes send each other beside weights: reports and plans, as tensors of fixed shape.
+"""How processes talk: messages, reports and plans as tensors, vectors in chunks, collectives.
 
-Nothing is pickled, and what comes is checked. Here is no communication.
-
-A vector from one process to another, in chunks: what is done with one overlaps with the next.
-
-What all processes do together: sums, agreements, and plans and reports that all of them get.
+Nothing is pickled, and what comes is checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -20,153 +16,125 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor
 
-from dbsl.base.errors import SettingError, one_of_several
+from dbsl.base.errors import SettingError
 from dbsl.plan.follow import Planner
-from dbsl.plan.types import CurrentPlan, Plan, RoundReport, StepLine, WorkerPlan
+from dbsl.plan.types import Plan, RoundReport, Segment, StepLine, WorkerPlan
 
 SERVER_RANK = 0
 CPU = torch.device("cpu")
 NOTHING_ANNOUNCED = (0, -1)
 
-_APART = ("lines", "figures")  # of a report: step lines come behind it, figures are more columns
-_FIELDS = [field for field in fields(RoundReport) if field.name not in _APART]
-_LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
-_PLAN_FIELDS = fields(WorkerPlan)
-ROW = len(_FIELDS)  # numbers of an encoded report without figures
 _KINDS = {"int": int, "float": float, "bool": bool}
-_WHOLE = 4  # numbers at the start of a step line that are whole
+_MOST = 2**53  # up to which float64 has all whole numbers
+
+# --- messages
 
 
 class Kind(IntEnum):
     """What a message asks of the server."""
 
     DONE = 0
-    PUSH = 1  # weights or gradients
-    PUSH_CHANGE = 2  # the weights' change since the pull
+    PUSH = 1  # weights or gradients; its number: rows of the report, which come first
+    PUSH_CHANGE = 2  # the weights' change since the pull; likewise
     PULL = 3
-    PLAN = 4
+    PLAN = 4  # of the worker's next round
     LEAVE = 5
 
 
 class Ending(IntEnum):
-    """Whether the run goes on."""
+    """What the server answers: whether the run goes on, and which save to take part in."""
 
     GOES_ON = 0
     STOPPED = 1  # to be gone on with: workers save and stop
     FINISHED = 2  # before its last epoch
 
 
-def encode(report: RoundReport, device: torch.device) -> Tensor:
-    """Return a report as float64 [fields + figures]; integers up to 2**53 stay exact.
+def message(what: int, *numbers: int) -> Tensor:
+    """Return a question or an answer, with up to two numbers, float64 [3]."""
+    return torch.tensor([what, *numbers, 0, 0][:3], dtype=torch.float64)
 
-    Its step lines are sent apart (`encode_lines`).
+
+def read_question(head: Tensor) -> tuple[Kind, int]:
+    """Return a question's kind and its number."""
+    kind, number, _ = head.tolist()
+    if kind not in tuple(Kind):
+        raise SettingError(f"message must be of a known kind, got {kind:g}")
+    return Kind(int(kind)), _whole("message", number)
+
+
+def read_answer(head: Tensor) -> tuple[Ending, tuple[int, int]]:
+    """Return whether the run goes on, and number and epoch of the latest save."""
+    ending, sequence, epoch = map(int, head.tolist())
+    return Ending(ending), (sequence, epoch)
+
+
+def _whole(what: str, *values: float) -> int:
+    """Return the first of some numbers, all of which must be whole and not too large."""
+    if not all(value.is_integer() and abs(value) <= _MOST for value in values):
+        raise SettingError(f"{what} must have whole numbers up to 2**53, got {list(values)}")
+    return int(values[0])
+
+
+# --- reports
+
+_APART = ("lines", "figures")
+_NUMBERS = [field for field in fields(RoundReport) if field.name not in _APART]
+_LOGGED = [field.name for field in _NUMBERS].index("logged")
+_LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
+_WHOLE = 4  # of these, from the first on, are whole
+_MOST_ROWS = 1 << 20
+
+
+def report_room(count: int, figures: Sequence[str] = ()) -> Tensor:
+    """Return room for a report of so many rows with figures of these names, all -1."""
+    if not 1 <= count <= _MOST_ROWS:
+        raise SettingError(f"report must have 1 .. {_MOST_ROWS} rows, got {count}")
+    return torch.full((count, len(_NUMBERS) + len(figures)), -1.0, dtype=torch.float64)
+
+
+def report_rows(report: RoundReport) -> Tensor:
+    """Return a report, and in further rows its step lines, as float64 [1 + lines, F].
+
+    Figures come behind the numbers. Whole numbers up to 2**53 stay exact.
     """
-    values = [getattr(report, field.name) for field in _FIELDS]
-    return torch.tensor([*values, *report.figures.values()], dtype=torch.float64, device=device)
+    rows = report_room(1 + len(report.lines), tuple(report.figures))
+    numbers = [getattr(report, field.name) for field in _NUMBERS]
+    rows[0] = torch.tensor([*numbers, *report.figures.values()], dtype=torch.float64)
+    for row, line in zip(rows[1:], report.lines, strict=True):
+        values = [*line[:_LINE], *line.figures.values()]
+        row[: len(values)] = torch.tensor(values, dtype=torch.float64)
+    return rows
 
 
-def decode(row: Tensor, figures: Iterable[str] = ()) -> RoundReport:
-    """Return the report that `encode` was given, with figures of these names.
+def read_report(rows: Tensor, figures: Sequence[str] = ()) -> RoundReport:
+    """Return the report that `report_rows` was given, with figures of these names.
 
     Raises:
-        SettingError: If the row is none such.
+        SettingError: If the rows are none such, or a line is another worker's.
     """
-    names = tuple(figures)
-    if row.shape != (ROW + len(names),) or row.dtype != torch.float64:
-        raise SettingError(
-            f"report must be float64 [{ROW + len(names)}], got {row.dtype} {list(row.shape)}"
-        )
-    values, own = row[:ROW].tolist(), row[ROW:].tolist()
-    counts = [v for f, v in zip(_FIELDS, values, strict=True) if f.type != "float"]
-    if not all(value.is_integer() and abs(value) <= 2**53 for value in counts):
-        raise SettingError(f"report must have whole numbers up to 2**53, got {counts}")
-    found = {f.name: _KINDS[f.type](value) for f, value in zip(_FIELDS, values, strict=True)}
-    return RoundReport(**found, figures=dict(zip(names, own, strict=True)))
-
-
-def encode_lines(lines: Sequence[StepLine]) -> Tensor:
-    """Return step lines as float64 [lines, fields + figures]."""
-    rows = [[*line[:_LINE], *line.figures.values()] for line in lines]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def line_rows(report: RoundReport) -> Tensor:
-    """Return room for the step lines that follow a report, float64 [lines, fields + figures].
-
-    Raises:
-        SettingError: If there are more of them than steps.
-    """
-    if not 0 <= report.logged <= report.steps:
+    names, first = tuple(figures), rows[0].tolist()
+    values, means = first[: len(_NUMBERS)], first[len(_NUMBERS) :]
+    _whole("report", *(v for f, v in zip(_NUMBERS, values, strict=True) if f.type != "float"))
+    found = {f.name: _KINDS[f.type](value) for f, value in zip(_NUMBERS, values, strict=True)}
+    report = RoundReport(**found, figures=dict(zip(names, means, strict=True)))
+    if not 0 <= report.logged <= min(report.steps, len(rows) - 1):
         raise SettingError(
             f"report must have at most a line for each of {report.steps} steps, got {report.logged}"
         )
-    return torch.zeros(report.logged, _LINE + len(report.figures), dtype=torch.float64)
-
-
-def with_lines(report: RoundReport, rows: Tensor) -> RoundReport:
-    """Return a report with the step lines that came behind it, as `encode_lines` made them.
-
-    Raises:
-        SettingError: If they are no such lines, or another worker's.
-    """
-    lines = []
-    for row in rows.tolist():
-        whole = row[:_WHOLE]
-        if not all(value.is_integer() and 0 <= value <= 2**53 for value in whole):
-            raise SettingError(f"step line must begin with whole numbers, got {whole}")
-        figures = dict(zip(report.figures, row[_LINE:], strict=True))
-        line = StepLine(*map(int, whole), *row[_WHOLE:_LINE], figures)
+    lines = [_read_line(row, names) for row in rows[1 : 1 + report.logged].tolist()]
+    for line in lines:
         if line.worker != report.worker:
             raise SettingError(f"step line must be of worker {report.worker}, got {line.worker}")
-        lines.append(line)
     return replace(report, logged=0, lines=tuple(lines))
 
 
-def message(
-    kind: int,
-    report: RoundReport | None = None,
-    *,
-    epoch: int = 0,
-    round_: int = 0,
-    figures: int = 0,
-) -> Tensor:
-    """Return a message's head: its kind, then a push's report or numbers.
-
-    It is float64 [1 + fields + figures], whatever is in it.
-    """
-    head = torch.zeros(1 + ROW + figures, dtype=torch.float64)
-    head[0] = kind
-    head[1], head[2] = epoch, round_
-    if report is not None:
-        head[1:] = encode(report, CPU)
-    return head
-
-
-def message_kind(head: Tensor) -> Kind:
-    """Return a message's kind.
-
-    Raises:
-        SettingError: If there is none such.
-    """
-    kind = float(head[0])
-    if kind not in tuple(Kind):
-        raise SettingError(f"message must be of a known kind, got {kind:g}")
-    return Kind(int(kind))
-
-
-def message_numbers(head: Tensor, epochs: int) -> tuple[int, int]:
-    """Return the epoch and the round that a question about the plan names.
-
-    Raises:
-        SettingError: If the run has no such epoch or round.
-    """
-    epoch, round_ = (float(value) for value in head[1:3])
-    if not (epoch.is_integer() and 0 <= epoch < epochs and round_.is_integer() and round_ >= 0):
-        raise SettingError(f"message must name an epoch below {epochs}, got {epoch:g}, {round_:g}")
-    return int(epoch), int(round_)
+def _read_line(row: Sequence[float], figures: Sequence[str]) -> StepLine:
+    _whole("step line", *row[:_WHOLE])
+    means = row[_LINE : _LINE + len(figures)]
+    numbers = (*map(int, row[:_WHOLE]), *row[_WHOLE:_LINE])
+    return StepLine(*numbers, dict(zip(figures, means, strict=True)))
 
 
 def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> None:
@@ -187,41 +155,28 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
         raise SettingError("report must have counts of at least 0")
 
 
-def answer(
-    *, stop: Ending = Ending.GOES_ON, announced: tuple[int, int] = NOTHING_ANNOUNCED
-) -> Tensor:
-    """Return what the server says before it sends weights, float64 [3].
+# --- plans
 
-    Whether the run ends (then no weights follow), and the number and epoch of the latest save.
-    """
-    return torch.tensor([float(stop), *announced], dtype=torch.float64)
+_PLAN_FIELDS = fields(WorkerPlan)
 
 
-def read_answer(head: Tensor) -> tuple[Ending, tuple[int, int]]:
-    """Return what `answer` was given."""
-    stop, sequence, epoch = head.tolist()
-    return Ending(int(stop)), (int(sequence), int(epoch))
-
-
-def plan_tensor(workers: int, device: torch.device) -> Tensor:
+def plan_room(workers: int) -> Tensor:
     """Return room for an encoded plan, float64 [1 + workers, fields]."""
-    return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64, device=device)
+    return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64)
 
 
-def encode_plan(segment: CurrentPlan, device: torch.device) -> Tensor:
+def encode_plan(segment: Segment) -> Tensor:
     """Return where a plan begins, in the first row, and each worker's part, in the others."""
-    rows = plan_tensor(len(segment.plan.workers), device)
+    rows = plan_room(len(segment.plan.workers))
     rows[0, :2] = torch.tensor([segment.first_round, segment.start])
-    rows[1:] = torch.tensor([_row(w) for w in segment.plan.workers], dtype=torch.float64)
+    for row, worker in zip(rows[1:], segment.plan.workers, strict=True):
+        values = [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
+        row[:] = torch.tensor(values, dtype=torch.float64)
     return rows
 
 
-def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
-    """Return the segment that `encode_plan` was given; what is the run's is taken from `like`.
-
-    Raises:
-        SettingError: If the rows are no plan of as many workers.
-    """
+def decode_plan(rows: Tensor, like: Plan) -> Segment:
+    """Return the segment that `encode_plan` was given; what is the run's is taken from `like`."""
     if rows.shape != (1 + len(like.workers), len(_PLAN_FIELDS)) or not rows.isfinite().all():
         raise SettingError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
     first_round, start = (int(value) for value in rows[0, :2].tolist())
@@ -229,16 +184,12 @@ def decode_plan(rows: Tensor, like: Plan) -> CurrentPlan:
         WorkerPlan(*(_KINDS[f.type](value) for f, value in zip(_PLAN_FIELDS, row, strict=True)))
         for row in rows[1:].tolist()
     )
-    return CurrentPlan(replace(like, workers=workers), first_round, start)
+    return Segment(replace(like, workers=workers), first_round, start)
 
 
-def _row(worker: WorkerPlan) -> list[float]:
-    return [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
-
+# --- vectors
 
 CHUNK = 1 << 20  # numbers, 4 MiB of float32: cache-sized, and few enough messages
-
-
 # Timeout of an exchange, which ends earlier: a `Pulse` closes the connection after silence.
 _EVER = timedelta(days=10_000)
 
@@ -276,7 +227,7 @@ class Transfer:
     Args:
         like: A vector as they are sent.
         pair: Group of this process and the other one.
-        dtype: What travels.
+        dtype: What travels; None: the vector's.
     """
 
     def __init__(
@@ -375,6 +326,9 @@ def _split(vector: Tensor | None, count: int) -> Sequence[Tensor | None]:
     return [None] * count if vector is None else vector.split(CHUNK)
 
 
+# --- collectives
+
+
 def wait_for_all() -> None:
     """Wait until all processes have come here; one process alone goes on at once (a collective).
 
@@ -387,13 +341,11 @@ def wait_for_all() -> None:
 
 
 def share_text(text: str, accelerator: Accelerator) -> str:
-    """Return the main process's text on every process (a collective; up to 1,000 bytes)."""
+    """Return the main process's text on every process (a collective)."""
     # As bytes: collectives for objects would unpickle whatever comes.
-    letters = torch.zeros(1000, dtype=torch.int32, device=accelerator.device)
-    if accelerator.is_main_process:
-        content = list(text.encode()[:1000])
-        letters[: len(content)] = torch.tensor(content, dtype=torch.int32)
-    return bytes(broadcast(letters).tolist()).rstrip(b"\0").decode(errors="replace")
+    if not dist.is_initialized():
+        return text if accelerator.is_main_process else ""
+    return share_from(SERVER_RANK, text, accelerator.device)
 
 
 @contextmanager
@@ -410,56 +362,14 @@ def refused_by_all(accelerator: Accelerator) -> Iterator[None]:
 
 def share_from(rank: int, text: str, device: torch.device) -> str:
     """Return a rank's text, of any length, on every process of the group (a collective)."""
-    letters = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    length = torch.tensor(len(letters), device=device)
+    content = list(text.encode())
+    length = torch.tensor(len(content), device=device)
     dist.broadcast(length, rank)
-    if dist.get_rank() != rank:
-        letters = torch.empty(int(length), dtype=torch.uint8, device=device)
+    letters = torch.zeros(1 + int(length), dtype=torch.uint8, device=device)  # none is an error
+    if dist.get_rank() == rank:
+        letters[1:] = torch.tensor(content, dtype=torch.uint8)
     dist.broadcast(letters, rank)
-    return bytes(letters.tolist()).decode()
-
-
-def exchange_reports(report: RoundReport, device: torch.device) -> list[RoundReport]:
-    """Return the reports of all ranks, in their order (a collective)."""
-    row = encode(report, device)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
-    return [decode(row, report.figures) for row in rows]
-
-
-class FusedSum:
-    """A vector summed over all ranks, and with it their reports, in one collective.
-
-    Reports travel as bytes behind the vector: integers below 256 are exact in every dtype, and
-    nothing but zeros is added to them.
-
-    Args:
-        like: A vector as they are summed.
-        dtype: What travels.
-        figures: Names of the reports' figures.
-    """
-
-    def __init__(self, like: Tensor, dtype: torch.dtype, figures: Sequence[str] = ()) -> None:
-        self._figures = figures
-        self._row = (ROW + len(figures)) * torch.float64.itemsize
-        room = dist.get_world_size() * (1 + self._row)
-        self._all = torch.zeros(len(like) + room, dtype=dtype, device=like.device)
-        self.vector = self._all[: len(like)]  # this rank's, then the sum
-        self._rows = self._all[len(like) :].view(dist.get_world_size(), 1 + self._row)
-
-    def exchange(self, report: RoundReport | None) -> list[RoundReport]:
-        """Sum `vector` in place (a collective); return the ranks' reports, in their order."""
-        self._rows.zero_()
-        if report is not None:
-            letters = encode(report, CPU).view(torch.uint8).to(self._rows.dtype)
-            mine = self._rows[dist.get_rank()]
-            mine[0] = 1  # there is a report
-            mine[1:] = letters.to(mine.device)
-        dist.all_reduce(self._all)
-        rows = self._rows.cpu()
-        found = rows[rows[:, 0] != 0, 1:]
-        letters = found.to(torch.uint8).contiguous()
-        return [decode(row.view(torch.float64), self._figures) for row in letters]
+    return bytes(letters[1:].tolist()).decode()
 
 
 def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:
@@ -509,36 +419,37 @@ class ControlGroup:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return numbers.tolist()
 
-    def with_lines(
-        self, reports: Sequence[RoundReport], own: RoundReport | None
+    def gather_reports(
+        self, report: RoundReport | None, figures: Sequence[str] = ()
     ) -> list[RoundReport]:
-        """Return all processes' reports with their step lines (a collective if there are any).
-
-        Args:
-            reports: Of all processes, as every one of them has them.
-            own: This process's, with its lines.
-        """
-        most = max((len(line_rows(report)) for report in reports), default=0)
-        if not most:
-            return list(reports)
+        """Return all processes' reports, by rank, of those that have one (a collective)."""
+        mine = report_room(1, figures) if report is None else report_rows(report)
         self.enter()
-        width = line_rows(reports[0]).shape[1]
-        mine = torch.full((most, width), -1.0, dtype=torch.float64)
-        if own is not None and own.lines:
-            mine[: len(own.lines)] = encode_lines(own.lines)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine, group=self._group)
-        lines = {int(of_rank[0, 0]): of_rank for of_rank in rows}  # by worker; none: -1
-        return [
-            with_lines(report, lines[report.worker][: report.logged]) if report.logged else report
-            for report in reports
-        ]
+        firsts = _gathered(mine[:1], self._group)
+        lines = max(int(first[0, _LOGGED]) for first in firsts)
+        tables = firsts
+        if lines > 0:
+            room = report_room(lines, figures)
+            room[: len(mine) - 1] = mine[1:]
+            self.enter()
+            behind = _gathered(room, self._group)
+            tables = [torch.cat(pair) for pair in zip(firsts, behind, strict=True)]
+        return [read_report(table, figures) for table in tables if table[0, 0] >= 0]
+
+    def share_plan(self, rows: Tensor) -> None:
+        """Give all processes the server's rows of a plan (a collective)."""
+        self.enter()
+        dist.broadcast(rows, src=SERVER_RANK, group=self._group)
 
     def gather_rows(self, row: Tensor) -> list[Tensor]:
         """Return the rows of all processes (a collective of their writer threads)."""
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, row, group=self._writers)
-        return rows
+        return _gathered(row, self._writers)
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor, group=group)
+    return found
 
 
 class SharedPlans:
@@ -549,34 +460,32 @@ class SharedPlans:
 
     Args:
         planner: Decides in the server rank's process.
-        control: Is told of every exchange that this process enters.
+        control: Of processes that meet; None: this one's planner decides.
     """
 
     def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
         self.planner = planner
         self._control = control
-        self._last: tuple[tuple[int, int] | None, CurrentPlan | None] = (None, None)
+        self._last: tuple[tuple[int, int] | None, Segment | None] = (None, None)
 
-    def at(self, epoch: int, round_: int) -> CurrentPlan:
+    def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
         alike = self.planner.balance == "none" or self.planner.takes_over(epoch)
-        if alike or not one_of_several():
+        if alike or self._control is None:
             return self.planner.at(epoch, round_)
         place, current = self._last
         if place != (epoch, round_):
             if current is None or self.planner.is_boundary(epoch, round_):
-                current = self._shared(epoch, round_)
+                current = self._shared(self._control, epoch, round_)
             self._last = (epoch, round_), current
         return current
 
-    def _shared(self, epoch: int, round_: int) -> CurrentPlan:
-        like = self.planner.current_at(epoch)
-        device = torch.device("cuda") if dist.get_backend() == "nccl" else CPU
-        rows = plan_tensor(len(like.workers), device)
+    def _shared(self, control: ControlGroup, epoch: int, round_: int) -> Segment:
         if dist.get_rank() == SERVER_RANK:
             current = self.planner.at(epoch, round_)
-            rows = encode_plan(current, device)
-        if self._control is not None:
-            self._control.enter()
-        dist.broadcast(rows, src=SERVER_RANK)
-        return current if dist.get_rank() == SERVER_RANK else decode_plan(rows, like)
+            control.share_plan(encode_plan(current))
+            return current
+        like = self.planner.current_at(epoch)
+        rows = plan_room(len(like.workers))
+        control.share_plan(rows)
+        return decode_plan(rows, like)

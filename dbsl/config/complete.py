@@ -3,8 +3,6 @@
 A run's ``config.yaml`` keeps the two apart: settings as they were given at the top level, and a
 mapping ``resolved`` of those that the run found out for itself. Read back unchanged, the file
 repeats the run; a setting that changes drops what was found from it, which is then found anew.
-
-Settings that are one value for all, one for each resolution, or one for each worker, too.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from dbsl.base.errors import SettingError
 from dbsl.config.fields import JOINT, PROCESSES, UNLIKE, Found, PerWorker, markers, sources
 from dbsl.config.settings import RunConfig, takes_joint_steps
 
+T = TypeVar("T")
+RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
+
 
 def says_unlike(
     small_ratio: float, small_workers: int | None, local_batch_sizes: Sequence[int] | None
 ) -> bool:
     """Whether these settings speak of several workers, unlike ones."""
     return small_ratio > 0 or small_workers is not None or bool(local_batch_sizes)
-
-
-RESOLVED = "resolved"  # the mapping in config.yaml, and the field of Config that has it
 
 
 def check_names(resolved: Any, cls: type[RunConfig]) -> None:
@@ -71,12 +69,8 @@ def still_true(
 ) -> dict[str, Any]:
     """Return what a run found out, without what does not follow from the settings of now.
 
-    Args:
-        resolved: What it found out.
-        before: The settings that it was given.
-        now: Those that are given now.
-        processes: Of this launch.
-        launched_precision: What this launch was asked for; it stands in for ``auto``.
+    `before` are the settings that it was given; `processes` and `launched_precision`, which stands
+    in for ``auto``, are this launch's.
     """
     changed = {
         field.name
@@ -99,9 +93,8 @@ def with_resolved(given: RunConfig) -> RunConfig:
     """Return the settings with what an earlier run found out, where it holds, filled in."""
     names = given.resolved.keys() - {PROCESSES}
     values = {name: given.resolved[name] for name in names}
-    return replace(
-        given, **values, **{end: getattr(type(given), end) for end in _ends(given, names)}
-    )
+    said = {end: getattr(type(given), end) for end in _ends(given, names)}
+    return replace(given, **values, **said)
 
 
 def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> RunConfig:
@@ -141,9 +134,6 @@ def _at_length(values: Sequence[Any], length: int) -> list[Any]:
     return [value for value in values for _ in range(length // len(values))]
 
 
-T = TypeVar("T")
-
-
 def for_workers(
     name: str, values: Sequence[T] | None, resolutions: Sequence[int], workers: int
 ) -> list[list[T | None]]:
@@ -151,9 +141,6 @@ def for_workers(
 
     From none, one for all, one for each resolution, or one for each resolution and worker (all
     workers of the first resolution, then of the second).
-
-    Raises:
-        SettingError: If the number of values is none of these.
     """
     rows = len(resolutions)
     values = [None] if values is None else list(values)

@@ -83,32 +83,6 @@ def in_range(name: str, value: float, *bounds: float, **ends: bool) -> None:
     Within(*bounds, **ends).check(name, value)
 
 
-def check_fields(config: Any) -> None:
-    """Raise ``SettingError`` for the first field that is not as its type says.
-
-    A number without bounds has those of `Within()`; a list with bounds has a number at least.
-    """
-    bounds = markers(type(config), Within)
-    for name in (field.name for field in fields(config)):
-        value, bound = getattr(config, name), bounds.get(name)
-        if bound and value == ():
-            raise SettingError(f"{name} must have a value, got none")
-        for number in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(number, (int, float)):
-                (bound or Within()).check(name, number)
-    check_needs(config, new=False)
-
-
-def check_needs(config: Any, *, new: bool) -> None:
-    """Raise ``SettingError`` for the first field that is set without what it needs."""
-    for name, needs in markers(type(config), Needs).items():
-        value, default = getattr(config, name), getattr(type(config), name)
-        if needs.new == new and value not in (default, None) and not needs.are_met(config):
-            raise SettingError(
-                f"{name} must be {as_given(default)} except with {needs}, got {as_given(value)}"
-            )
-
-
 class Role(Flag):
     """What a setting is to a run; without a role, weights depend on it."""
 
@@ -122,7 +96,8 @@ class Role(Flag):
     ORDER = auto()  # the order of an epoch's samples is drawn by it
     ROUND = auto()  # how many samples a worker's round has
     STEP = auto()  # what a step computes, and so its time and its memory
-    TIMED = auto()  # step times are found from it, too
+    SOLVED = auto()  # a small batch is solved from it
+    TIMED = auto()  # step times are found from it, as from all of STEP
     TIMES = auto()  # how long steps take
     MODEL = auto()  # says nothing of a model that the script brings
 
@@ -168,19 +143,14 @@ class Needs:
 PROCESSES, NODES, JOINT, UNLIKE = "processes", "nodes", "joint steps", "unlike workers"
 
 
-@dataclass(frozen=True, init=False)
 class Found:
     """A run may find it out, from these sources: names, or a `Role` that several settings have.
 
     With it found, the settings in `ends`, which say how, have had their say.
     """
 
-    sources: tuple[str | Role, ...]
-    ends: tuple[str, ...]
-
     def __init__(self, *sources: str | Role, ends: tuple[str, ...] = ()) -> None:
-        object.__setattr__(self, "sources", sources)
-        object.__setattr__(self, "ends", ends)
+        self.sources, self.ends = sources, ends
 
 
 @lru_cache
@@ -207,6 +177,32 @@ def sources(cls: type) -> dict[str, tuple[str, ...]]:
         )
         for name, found in markers(cls, Found).items()
     }
+
+
+def check_fields(config: Any) -> None:
+    """Raise ``SettingError`` for the first field that is not as its type says.
+
+    A number without bounds has those of `Within()`; a list with bounds has a number at least.
+    """
+    bounds = markers(type(config), Within)
+    for name in (field.name for field in fields(config)):
+        value, bound = getattr(config, name), bounds.get(name)
+        if bound and value == ():
+            raise SettingError(f"{name} must have a value, got none")
+        for number in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(number, (int, float)):
+                (bound or Within()).check(name, number)
+    check_needs(config, new=False)
+
+
+def check_needs(config: Any, *, new: bool) -> None:
+    """Raise ``SettingError`` for the first field that is set without what it needs."""
+    for name, needs in markers(type(config), Needs).items():
+        value, default = getattr(config, name), getattr(type(config), name)
+        if needs.new == new and value not in (default, None) and not needs.are_met(config):
+            raise SettingError(
+                f"{name} must be {as_given(default)} except with {needs}, got {as_given(value)}"
+            )
 
 
 def read_text(hint: Any, text: str) -> Any:
@@ -297,10 +293,7 @@ def check_names(
     known: Collection[str],
     elsewhere: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise ``SettingError`` for the first argument that is not known, or another setting's.
-
-    `elsewhere` are those settings, by argument.
-    """
+    """Refuse the first argument that is not known, or another setting's (`elsewhere`)."""
     for name in given:
         if there := (elsewhere or {}).get(name):
             raise SettingError(f"{setting} must leave {name} to {there}")

@@ -37,11 +37,7 @@ def parse_flags(cls: type[T], flags: Sequence[str] | None = None, prog: str = ""
 
 
 def build(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Build the dataclass `cls` from the fields that flags set.
-
-    Raises:
-        SettingError: If a field without a default is missing, or from its own ``__post_init__``.
-    """
+    """Build the dataclass `cls` from the fields that flags set."""
     for field in dataclasses.fields(cls):
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in values:
@@ -62,10 +58,6 @@ def read_flags(
     The help, which one process prints, shows the fields in `common` first. `files` are flags that
     are no fields, by name, with their help; `elsewhere` are names that people may bring from
     elsewhere, and what they are here.
-
-    Raises:
-        SettingError: If a flag is unknown or its value has the wrong type.
-        SystemExit: After help.
     """
     files = files or {}
     fields = {f.name: f for f in dataclasses.fields(cls) if f.metadata.get("flag", True)}
@@ -76,7 +68,7 @@ def read_flags(
     groups, words = read_source(cls) if helping else ({"options": list(fields)}, {})
     if common:
         groups = {"common": list(common)} | groups
-    parser = _Parser(
+    parser = Parser(
         usage=f"{prog} [--flag VALUE ...]",
         description=cls.__doc__,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
@@ -151,8 +143,11 @@ def kinds_in_words(cls: type) -> dict[str, str]:
     return {name: described(hint)[0] for name, hint in hints.items() if hint is not bool}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, as settings do."""
+
     def error(self, message: str) -> NoReturn:
+        """Refuse."""
         raise SettingError(message.removeprefix("argument "))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dbsl.checkpoint.disk import Found
     from dbsl.plan.sampler import Step
-    from dbsl.plan.types import CurrentPlan, EpochEnd, Plan, Round, RoundReport
+    from dbsl.plan.types import EpochEnd, Plan, Round, RoundReport, Segment
     from dbsl.run.evaluation import Evaluation
     from dbsl.run.session import Session
     from dbsl.run.training import Run, SimulatedTimes
@@ -67,7 +67,7 @@ class Machine:
         worker: int,
         epoch: int,
         round_: int,
-        segment: CurrentPlan | None = None,
+        segment: Segment | None = None,
     ) -> float:
         """Return the seconds that a simulated worker's round takes on the network."""
         return 0.0

@@ -240,8 +240,8 @@ def _check_policy(policy: str) -> None:
 class DataConfig(ImageConfig):
     """Which images, and what training makes of them."""
 
-    # times that an epoch has an image, in a row and each time augmented anew; an epoch has as many
-    # samples as ever, of fewer images
+    # how often an epoch has each of its images, in a row and with another augmentation each time;
+    # the number of samples stays, so that an epoch has fewer images
     aug_repeats: Annotated[int, Within(1), Role.ORDER] = 1
     # --- mixing
     mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off

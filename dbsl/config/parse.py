@@ -79,10 +79,6 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
     A run that is resumed keeps its settings: its own ``config.yaml`` is read before the rest. A
     process that torchrun or accelerate has restarted resumes what it was doing. What a run found
     out, and its file says, is taken over unless a setting has changed that it came from.
-
-    Raises:
-        SettingError: If a flag is unknown or its value has the wrong type, the file cannot be read
-            or is no mapping of settings, or there is no such run to resume.
     """
     flags = sys.argv[1:] if argv is None else argv
     said = read_flags(cls, flags, _COMMAND, COMMON, _CONFIG_HELP, _ELSEWHERE)
@@ -186,9 +182,6 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     ``base`` is relative to the file that it stands in; a base may have a base of its own. What a
     run found out (``resolved``) is no setting, and left out.
-
-    Raises:
-        SettingError: If a file cannot be read, is no mapping of settings, or files name each other.
     """
     return _merged(_read_files(path))
 
@@ -247,11 +240,7 @@ def _yaml_line(name: str, value: Any) -> str:
 
 
 def run_folder_of(resume: str, output_dir: str | None) -> Path:
-    """Return the run folder that `--resume` means.
-
-    Raises:
-        SettingError: If it means no folder, or another one than `output_dir`.
-    """
+    """Return the run folder that `--resume` means."""
     if resume == "auto":
         if output_dir is None:
             raise SettingError("resume auto must go with output_dir, the run folder to look into")

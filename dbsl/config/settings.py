@@ -129,15 +129,18 @@ class BatchConfig:
     small_ratio: Annotated[float, Within(0, 1)] = 0.0
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[
-        int | None, Within(0), Role.WORKERS | Role.PLAN, Found("small_ratio", "workers")
+        int | None,
+        Within(0),
+        Role.WORKERS | Role.PLAN | Role.SOLVED,
+        Found("small_ratio", "workers"),
     ] = None
-    # time that dual batch may take over all-large, k > 1
-    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN] = 1.05
+    # how much longer an epoch may take with small batches than with large ones alone: a ratio k > 1
+    time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[float | None, Within(0, open_low=True), Role.PLAN] = None
+    small_share: Annotated[float | None, Within(0, open_low=True), Role.PLAN | Role.SOLVED] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
-    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.TIMED, Found(*_FITS)] = None
+    large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED | Role.TIMED, Found(*_FITS)] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
         tuple[int, ...] | None,
@@ -160,29 +163,17 @@ class BatchConfig:
         Within(0),
         Role.PLAN,
         PerWorker(),
-        Found(
-            JOINT,
-            Role.ROUND,
-            "model",
-            "small_workers",
-            "large_batch_size",
-            Role.TIMES,
-            "time_ratio",
-            "small_share",
-            "min_batch_size",
-            "update_factor",
-            "rounding",
-        ),
+        Found(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
     ] = None
-    # most samples of a worker on its device at once: it sums the gradients of so many micro-batches
-    # in each step; one value, one per resolution, or one per resolution and worker; auto: what fits
-    # into memory; unset: the whole batch. Gradients are those of the whole batch, but batch norm
-    # normalises by, and mixup and CutMix mix within, a micro-batch
+    # largest number of a worker's samples on its device at once: a step sums the gradients of
+    # micro-batches of that size; one value, one per resolution, or one per resolution and worker;
+    # auto: what fits into memory; unset: the whole batch. Batch norm normalises each micro-batch by
+    # itself, and mixup and CutMix mix within one
     micro_batch_size: Annotated[_Sizes, Role.TIMED, Found(*_FITS, "large_batch_size", "push")] = (
         None
     )
     # smallest batch that a solved or balanced plan may give a worker
-    min_batch_size: Annotated[int, Within(1), Role.PLAN] = 2
+    min_batch_size: Annotated[int, Within(1), Role.PLAN | Role.SOLVED] = 2
     # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
     # free
     memory_limit: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
@@ -207,11 +198,11 @@ class BatchConfig:
     # measure step times even if the cache has them
     profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND | Role.TIMED] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
-    update_factor: Annotated[UpdateFactor, Role.PLAN] = "data"
+    update_factor: Annotated[UpdateFactor, Role.PLAN | Role.SOLVED] = "data"
     # rounding of plans: to the nearest, as the journal; truncate: as the conference paper
-    rounding: Annotated[Rounding, Role.PLAN] = "round"
-    # plans stay as they are (none), follow measured times (dynamic), or follow the published rule
-    # (dbs)
+    rounding: Annotated[Rounding, Role.PLAN | Role.SOLVED] = "round"
+    # whether plans stay as they are (none), follow measured times (dynamic), or follow the
+    # published rule (dbs)
     balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
     # rounds between two changes of the plan; unset: an epoch
     balance_every: Annotated[int | None, Within(1), Needs("balance", new=True)] = None
@@ -241,16 +232,18 @@ class StageConfig:
         Role.PLAN | Role.ROUND | Role.TIMED,
         Found("dataset", "image_column"),
     ] = None
-    # resolution climbs in every learning-rate stage (cyclic), once (progressive), or stays (fixed)
+    # whether the resolution climbs in every learning-rate stage (cyclic), once (progressive), or
+    # stays as it is (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
     dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True), Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
     lr: Annotated[float | None, Within(0, open_low=True), Found("optimizer")] = None
-    # samples a step that --lr was chosen for, as a recipe's; a run with other batches says so, with
-    # timm's rule for them, and keeps --lr; unset: nothing is said
+    # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
+    # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
     lr_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
-    # learning rate falls at milestones (step), along a cosine, or as a power of what is left (poly)
+    # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
+    # what is left of the run (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
     lr_scaling: LrScaling = "none"
@@ -267,8 +260,8 @@ class StageConfig:
     # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
     # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
     lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
-    # workers clear their optimizer's state never, where a stage (its resolution, too) begins, or
-    # before every round
+    # when workers clear their optimizer's state: never, where a stage or its resolution begins
+    # (stage), or before every round (round)
     reset_momentum: ResetMomentum = "never"
 
     @property
@@ -358,7 +351,7 @@ class ModelConfig:
 
     # --- model
     # timm name, local-dir:FOLDER or hf-hub:USER/NAME; the last two start from its weights
-    model: Annotated[str, Role.STEP] = "resnet18"
+    model: Annotated[str, Role.STEP | Role.SOLVED] = "resnet18"
     # start from timm's weights of the model; they are downloaded unless cached
     pretrained: Annotated[bool, Role.MODEL] = False
     # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
@@ -400,7 +393,7 @@ class MachineConfig:
     mixed_precision: Annotated[Precision, Role.STEP, Found()] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
     eval_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
-    # minutes after which it saves and stops with status 75, as after SIGTERM
+    # minutes after which the run saves and stops with status 75, as after SIGTERM
     max_minutes: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
 
 
@@ -475,28 +468,18 @@ def _check_together(config: RunConfig) -> None:
             "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "
             "got auto"
         )
-    if config.micro_batch_size is not None and config.sync_batch_norm:
-        raise SettingError(
-            "sync_batch_norm must be false with micro_batch_size, where processes differ in how "
-            "many they take, got true"
-        )
-    _check_rounds(config)
-    _check_pushes(config)
+    _check_meeting(config)
     _check_places(config)
 
 
-def _check_rounds(config: RunConfig) -> None:
-    """Raise ``SettingError`` for a setting of when workers meet that does not go with another."""
+def _check_meeting(config: RunConfig) -> None:
+    """Raise ``SettingError`` for a setting of how workers meet that does not go with another."""
     parts = (config.balance_every or 0) % config.rounds_per_epoch
-    if parts and config.sync in ("ssp", "asp"):
+    if parts and meets_at_server(config.sync):
         raise SettingError(
             f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
             f"{config.sync}, got {config.balance_every}"
         )
-
-
-def _check_pushes(config: RunConfig) -> None:
-    """Raise ``SettingError`` for a setting of what is merged that does not go with another."""
     rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
     if config.push == "gradients" and config.merge == "delta":
         raise SettingError("merge must not be delta with push gradients, got delta")
@@ -551,6 +534,8 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield joint, "lr_scaling", "none", f"{where}, where the batch is one for all workers"
     yield joint, "small_workers", 0, shared
     yield joint, "small_ratio", 0, shared
+    unlike = "with micro_batch_size, where processes differ in how many they take"
+    yield config.micro_batch_size is not None, "sync_batch_norm", False, unlike
     waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
     yield config.sync_batch_norm, "compile", False, waits
     resized = "with balance, which changes batch sizes as it trains: each would be compiled"
@@ -583,11 +568,7 @@ class Interval:
 
 
 def parse_interval(value: int | str) -> Interval:
-    """Return the interval of ``2`` (epochs) or ``10m`` (minutes).
-
-    Raises:
-        SettingError: If it is neither.
-    """
+    """Return the interval of ``2`` (epochs) or ``10m`` (minutes)."""
     text, minutes = str(value).strip(), math.nan
     with suppress(ValueError):
         if text.isdecimal():

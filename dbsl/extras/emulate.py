@@ -24,7 +24,7 @@ from dbsl.base.words import duration
 from dbsl.config.fields import Needs, Within, in_range
 from dbsl.config.hooks import Extra, Machine
 from dbsl.config.settings import RunConfig
-from dbsl.plan.types import CurrentPlan
+from dbsl.plan.types import Segment
 from dbsl.run.training import Run, SimulatedTimes
 
 
@@ -144,7 +144,7 @@ class Emulation(Machine):
         worker: int,
         epoch: int,
         round_: int,
-        segment: CurrentPlan | None = None,
+        segment: Segment | None = None,
     ) -> float:
         """Return the seconds that a simulated worker's round takes on the link.
 
@@ -170,7 +170,7 @@ class Emulation(Machine):
         link = f"emulated link of {self.link.gbps:g} Gbit/s"
         if config.workers == 1:
             return [f"{link}: one worker, nothing goes over it"]
-        at_first = CurrentPlan(run.plans[run.stage_at(0).resolution])  # nothing is to be decided
+        at_first = Segment(run.plans[run.stage_at(0).resolution])  # nothing is to be decided
         longer_s = self.exchange_s(SimulatedTimes(run), config.workers - 1, 0, 0, at_first)
         each = "each push of gradients" if config.push == "gradients" else "each round"
         at_server = ""

@@ -34,11 +34,11 @@ from dbsl.plan.machines import (
 from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_with_fallback
 from dbsl.plan.types import (
-    CurrentPlan,
     Plan,
     Restart,
     Round,
     RoundReport,
+    Segment,
     TimeModel,
     WorkerPlan,
     plan_from_plain,
@@ -96,17 +96,17 @@ class Planner:
         self._refine_at = 2  # measurements of each worker
         self._since: defaultdict[int, list[RoundReport]] = defaultdict(list)  # last change, dbs
 
-    def at(self, epoch: int, round_: int = 0) -> CurrentPlan:
+    def at(self, epoch: int, round_: int = 0) -> Segment:
         """Return the plan in force in a round of an epoch."""
         resolution, ledger = self._resolution_at(epoch), self.ledger
         if epoch in ledger.kept:
             return ledger.at(epoch, round_)
         if self.balance == "none":
-            return CurrentPlan(self.current[resolution])
+            return Segment(self.current[resolution])
         clock = epoch * self._rounds + round_
         if epoch not in ledger.segments:
             first = self._renewed(resolution, epoch * self._rounds, self.current[resolution])
-            ledger.segments[epoch], ledger.decided[epoch] = [CurrentPlan(first)], 1
+            ledger.segments[epoch], ledger.decided[epoch] = [Segment(first)], 1
             self._forget_epochs()
         segments = ledger.segments[epoch]
         if round_ >= ledger.decided[epoch]:  # a round that somebody has begun keeps its plan
@@ -114,7 +114,7 @@ class Planner:
             plan = self._renewed(resolution, clock, segments[-1].plan)
             if plan is not segments[-1].plan:
                 start = self._sampler.start_of(segments[-1], round_)
-                segments.append(CurrentPlan(plan, round_, start))
+                segments.append(Segment(plan, round_, start))
         return ledger.at(epoch, round_)
 
     def decided(self, epoch: int, round_: int) -> Plan | None:
@@ -247,7 +247,7 @@ class Planner:
             plan, start = others[self._resolution_at(epoch)], self._sampler.start_of(end, kept)
             if end.first_round < kept:
                 earlier.append(end)
-            segments = [*earlier, CurrentPlan(plan, kept, start)]
+            segments = [*earlier, Segment(plan, kept, start)]
         self.ledger.keep(epoch, segments)
         return lost
 
@@ -260,7 +260,7 @@ class Planner:
             if rest < samples:
                 begun = first_round if epoch == first_epoch else 0
                 plan = self._first[self._resolution_at(epoch)]
-                self.ledger.keep(epoch, [CurrentPlan(plan, begun, samples - rest, left)])
+                self.ledger.keep(epoch, [Segment(plan, begun, samples - rest, left)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plans, each once, and estimates in plain values."""
@@ -303,9 +303,9 @@ class Planner:
         models = [speed.model(planned[worker]) for worker, speed in enumerate(speeds)]
         return TimeModel.of(models, len(models))
 
-    def _planned(self, epoch: int) -> list[CurrentPlan]:
+    def _planned(self, epoch: int) -> list[Segment]:
         """Return the plans of an epoch's rounds, as far as they are known."""
-        return self.ledger.segments.get(epoch) or [CurrentPlan(self.current_at(epoch))]
+        return self.ledger.segments.get(epoch) or [Segment(self.current_at(epoch))]
 
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
         """Return each resolution's plan for these workers and the planned time models."""

@@ -93,16 +93,9 @@ def _check_sizes(sizes: np.ndarray, workers: int, samples: int, least: int) -> N
 def check_parts(
     samples: int, global_batch_size: int, workers: int, *, least: int, drop_last: bool
 ) -> None:
-    """Raise ``SettingError`` if a worker may have no samples in a joint step.
+    """Raise ``SettingError`` if a worker may have fewer than `least` samples in a joint step.
 
     Batch norm over all workers is an exchange inside the forward pass, which each must take.
-
-    Args:
-        samples: Training samples per epoch.
-        global_batch_size: Samples of a step at most.
-        workers: How many share it, with `least` samples of a whole batch each.
-        least: Least samples of a part.
-        drop_last: Whether only whole global batches are trained on.
     """
     size = samples // steps_of_epoch(samples, global_batch_size)
     if not drop_last and size < workers * least:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dbsl.plan.types import CurrentPlan, Plan, segment_at
+from dbsl.plan.types import Plan, Segment, segment_at
 
 
 class Members:
@@ -76,17 +76,17 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.segments: dict[int, list[CurrentPlan]] = {}
+        self.segments: dict[int, list[Segment]] = {}
         self.decided: dict[int, int] = {}  # by epoch: rounds whose plan stands
         self.kept: set[int] = set()  # epochs of which all rounds keep their plans
 
-    def at(self, epoch: int, round_: int) -> CurrentPlan | None:
+    def at(self, epoch: int, round_: int) -> Segment | None:
         """Return the plan that stands for a round; None: none does yet."""
         if epoch not in self.segments:
             return None
         return segment_at(self.segments[epoch], round_)
 
-    def keep(self, epoch: int, segments: list[CurrentPlan]) -> None:
+    def keep(self, epoch: int, segments: list[Segment]) -> None:
         """Have all rounds of an epoch keep these plans."""
         self.segments[epoch] = segments
         self.kept.add(epoch)
@@ -115,6 +115,6 @@ class Ledger:
         """Take back what `state_dict` returned."""
         self.decided, self.kept = dict(state["decided"]), set(state["kept"])
         self.segments = {
-            epoch: [CurrentPlan(**{**row, "plan": plans[row["plan"]]}) for row in rows]
+            epoch: [Segment(**{**row, "plan": plans[row["plan"]]}) for row in rows]
             for epoch, rows in state["segments"].items()
         }

@@ -23,7 +23,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 from dbsl.config.settings import RunConfig
 from dbsl.plan.machines import bounded_split, split_batch
-from dbsl.plan.types import CurrentPlan, Round
+from dbsl.plan.types import Round, Segment
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
@@ -76,13 +76,13 @@ class EpochSampler:
         shares: Samples per worker and epoch, each at least `rounds`; where the epoch has begun
             with other shares, of its remainder, which may be too few for that.
         rounds: Rounds per epoch, or those that are left.
-        seed: The run's seed.
+        seed: The run's seed, from which the epoch's order is drawn.
         first_round: Rounds of the epoch that are over.
         start: Samples of the epoch that they took.
         least: Samples of a batch at least: 2 where a model cannot train on one.
         left: Remainder of the epoch, as places in its order, if that is not all from `start` on.
         repeats: Copies of each sample in an epoch.
-        blocks: Draws the epoch's order; None: any order is as likely as another.
+        blocks: Draw the epoch's order; None: any order is as likely as another.
     """
 
     def __init__(
@@ -168,11 +168,9 @@ class StepSampler:
     Args:
         samples: Training samples, at least B.
         global_batch_size: B, samples per step over all workers at most.
-        seed: The run's seed.
+        seed: As for `EpochSampler`, like `repeats` and `blocks`.
         drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
         least: Samples that a part has at least, unless it is empty.
-        repeats: Copies of each sample in an epoch.
-        blocks: Draws the epoch's order; None: any order is as likely as another.
     """
 
     def __init__(
@@ -386,7 +384,7 @@ class TurnSampler:
     least: int  # samples of a worker in a shorter global batch, unless it has none
     blocks: Blocks | None = None  # draws an epoch's order where data are read in groups
 
-    def steps(self, segment: CurrentPlan, turn: Round) -> list[Step]:
+    def steps(self, segment: Segment, turn: Round) -> list[Step]:
         """Return the optimizer steps of a turn."""
         config, plan = self.config, segment.plan
         sizes = [worker.local_batch_size for worker in plan.workers]
@@ -409,7 +407,7 @@ class TurnSampler:
             first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
         return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
 
-    def sampler(self, segment: CurrentPlan) -> EpochSampler:
+    def sampler(self, segment: Segment) -> EpochSampler:
         """Return the sampler of a plan of rounds, from the round on in which it came into force."""
         shares = np.array([worker.samples for worker in segment.plan.workers])
         rounds_left = self.rounds - segment.first_round
@@ -434,12 +432,12 @@ class TurnSampler:
             blocks=self.blocks,
         )
 
-    def start_of(self, segment: CurrentPlan, round_: int) -> int:
+    def start_of(self, segment: Segment, round_: int) -> int:
         """Return the samples of the epoch that rounds of a segment take before a round."""
         if segment.plan.global_batch_size is not None:
             return 0  # a joint step has the same samples with any plan
         return self.sampler(segment).start_of(round_)
 
-    def count(self, segment: CurrentPlan, turn: Round) -> int:
+    def count(self, segment: Segment, turn: Round) -> int:
         """Return the samples of a turn."""
         return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)

@@ -58,7 +58,7 @@ class PlanRules:
 
 
 @dataclass(frozen=True)
-class SmallBatch:
+class _SmallBatch:
     """The small batch that is looked for: by a time ratio, or by a share of the samples."""
 
     machines: Machines
@@ -181,23 +181,21 @@ def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
     )
 
 
-def published_shares(
-    published: tuple[int, int], workers: int, small: int, total: int
-) -> np.ndarray:
+def _published_shares(large_samples: int, workers: int, small: int, total: int) -> np.ndarray:
     """Return shares, int64 [n]: d_L for every large worker, the rest spread over the small ones."""
-    shares = np.full(workers, published[0], dtype=np.int64)
-    rest = total - published[0] * (workers - small)
+    rest = total - large_samples * (workers - small)
+    shares = np.full(workers, large_samples, dtype=np.int64)
     shares[:small] = largest_remainder(np.ones(small), rest)
     return shares
 
 
-def end_together(machines: Machines, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> bool:
+def _end_together(machines: Machines, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> bool:
     """Whether all workers end within the time of the longest step a round."""
     times = machines.times(shares, sizes, rounds)
     return bool(times.max() - times.min() <= rounds * float(machines.model.time(sizes).max()))
 
 
-def fit_rounds(
+def _fit_rounds(
     machines: Machines,
     samples: int,
     shares: np.ndarray,
@@ -247,7 +245,7 @@ def fit_rounds(
     return shares, sizes
 
 
-def batch_sizes(
+def _batch_sizes(
     limits: np.ndarray, small_workers: int, batch: int | None, notes: list[str]
 ) -> np.ndarray:
     """Return every worker's batch size, small ones held to their limits."""
@@ -268,7 +266,7 @@ def batch_sizes(
     return sizes
 
 
-def check_fits(
+def _check_fits(
     large: int, small: int | None, shares: np.ndarray, small_workers: int, rounds: int, given: bool
 ) -> None:
     """Refuse batches above what an equal worker has in a round; a solved one is then no plan."""
@@ -342,22 +340,22 @@ def plan_dual_batch(
     notes: list[str] = []
     batch, published, ratio = rules.small_batch_size, None, 1.0
     if small_workers and batch is None:
-        task = SmallBatch(machines, samples, small_workers, rules)
+        task = _SmallBatch(machines, samples, small_workers, rules)
         ratio = task.wanted_ratio()
         batch, published = task.solve(ratio, notes)
-    sizes = batch_sizes(machines.limits, small_workers, batch, notes)
+    sizes = _batch_sizes(machines.limits, small_workers, batch, notes)
     shares = largest_remainder(machines.speeds(sizes), samples)
     if published:
-        exact = published_shares(published, workers, small_workers, samples)
-        if end_together(machines, exact, sizes, rules.rounds):
+        exact = _published_shares(published[0], workers, small_workers, samples)
+        if _end_together(machines, exact, sizes, rules.rounds):
             shares = exact
         else:  # rounding a B_S of a few samples has moved the times
             notes.append(f"small batch rounded to {batch}, samples moved to finish together")
             published = None
     if machines.equal:
         given = rules.small_batch_size is not None
-        check_fits(int(machines.limits[0]), batch, shares, small_workers, rules.rounds, given)
-    shares, sizes = fit_rounds(machines, samples, shares, sizes, rules, notes)
+        _check_fits(int(machines.limits[0]), batch, shares, small_workers, rules.rounds, given)
+    shares, sizes = _fit_rounds(machines, samples, shares, sizes, rules, notes)
     time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
     plan = _plan(machines, shares, sizes, small_workers, published, rules)
     return replace(

@@ -78,12 +78,9 @@ def make_stages(
         resolutions: Image sides in pixels, strictly ascending; `fixed` uses the last alone.
         schedule: Where the resolution climbs: in every stage, once per run, or not at all.
         dropout: One probability per resolution, or a single one for all.
-        learning_rate: Learning rate of the first stage.
+        learning_rate: In the first stage; `gamma` is the factor on it at each milestone.
         milestones: Epochs, strictly ascending inside (0, epochs), at which a new stage starts.
-        gamma: Factor on the stages' learning rate at each milestone.
-
-    Raises:
-        SettingError: If an argument is outside its bound; the message names both.
+        gamma: See `learning_rate`.
     """
     bounds = [0, *milestones, epochs]
     _check_schedule(bounds, resolutions, dropout)

@@ -1,7 +1,4 @@
-"""Plans as text, before a run starts: tables, timelines, seconds, comparisons.
-
-What a plan says about itself once the machines, the model and the data are known.
-"""
+"""Plans as text, before a run starts: tables, timelines, seconds, comparisons, notes on memory."""
 
 from __future__ import annotations
 
@@ -63,11 +60,7 @@ def epoch_spans(stages: Sequence[Stage]) -> str:
 
 
 def nodes_in_words(nodes: Sequence[int]) -> str:
-    """Return how many nodes there are and the processes of each, as in ``2 nodes (3 + 1)``.
-
-    Args:
-        nodes: The node of each process, in order.
-    """
+    """Return how many nodes there are and the processes of each, as in ``2 nodes (3 + 1)``."""
     sizes = [len(list(group)) for _, group in itertools.groupby(nodes)]
     texts = list(map(str, sizes))
     if len(set(sizes)) == 1:
@@ -80,9 +73,7 @@ def nodes_in_words(nodes: Sequence[int]) -> str:
 def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
     """Return the plan as a table, equal workers on one line, with what it costs below.
 
-    Args:
-        plan: The plan.
-        nodes: The node of each worker; if there are several it has a column, and rows of its own.
+    Of several `nodes`, one for each worker, each has rows and a column says which.
     """
     several = len(set(nodes)) > 1
     head = f"  {'node':>6}" if several else ""
@@ -95,10 +86,10 @@ def format_plan(plan: Plan, nodes: Sequence[int] = ()) -> str:
     for group in rows[:MAX_ROWS]:
         w, name = plan.workers[group[0]], _span(group[0], group[-1])
         node = f"  {nodes[group[0]]:>6}" if several else ""
-        own = f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7}"
+        line = f"{name:>9}{node}  {w.local_batch_size:>6} {w.samples:>9} {w.steps:>7}"
         weight, time = f" {w.merge_weight:>7.4f}", f" {duration(w.predicted_time_s):>9}"
         idle = f" {100 * idle_share(plan, w):>5.1f} %"
-        lines.append(f"{own}{time}" if alone else f"{own}{weight}{time}{idle}")
+        lines.append(f"{line}{time}" if alone else f"{line}{weight}{time}{idle}")
     if len(rows) > MAX_ROWS:
         lines.append(f"{'':>9}  ... and {len(rows) - MAX_ROWS} rows more")
     lines.append(f"  {comparison(plan)}")
@@ -171,14 +162,14 @@ def format_run(
         if stage.end_epoch > begin
     ]
     for resolution, plan in plans.items():
-        own = [stage for stage in stages if stage.resolution == resolution]
-        if not own:
+        its_stages = [stage for stage in stages if stage.resolution == resolution]
+        if not its_stages:
             lines += [f"{px(resolution)}: no epoch{' left' * bool(begin)}", ""]
             continue
         plain = plan.global_batch_size or len(plan.workers) == 1
         ratio = "" if plain else f"; time ratio {plan.time_ratio:.3f}"
-        rate = ", ".join(map(rates, own))
-        lines.append(f"{px(resolution, after=', ')}{epoch_spans(own)}, lr {rate}{ratio}")
+        rate = ", ".join(map(rates, its_stages))
+        lines.append(f"{px(resolution, after=', ')}{epoch_spans(its_stages)}, lr {rate}{ratio}")
         lines.append(format_plan(plan, nodes))
         if timelines:
             lines.append(timeline(plan, rounds))
@@ -218,5 +209,6 @@ def _on_memory(plan: Plan, known: Workers, resolution: int) -> Iterator[str]:
                 "--micro-batch-size auto"
             )
             notes.setdefault(note, []).append(number)
-    for note, own in notes.items():
-        yield f"{'workers' if len(own) > 1 else 'worker'} {', '.join(map(str, own))}: {note}"
+    for note, numbers in notes.items():
+        workers = "workers" if len(numbers) > 1 else "worker"
+        yield f"{workers} {', '.join(map(str, numbers))}: {note}"

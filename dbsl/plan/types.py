@@ -138,7 +138,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class CurrentPlan:
+class Segment:
     """A plan in force from one round of an epoch on."""
 
     plan: Plan
@@ -154,7 +154,7 @@ def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
 
 
-def segment_at(segments: Sequence[CurrentPlan], round_: int) -> CurrentPlan | None:
+def segment_at(segments: Sequence[Segment], round_: int) -> Segment | None:
     """Return the segment of an epoch that a round is in; None: the round was over before them."""
     return next((s for s in reversed(segments) if s.first_round <= round_), None)
 
@@ -218,7 +218,7 @@ class RoundReport:
 
 # Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands.
 RESERVED = {
-    *(own.name for own in fields(RoundReport)),
+    *(field.name for field in fields(RoundReport)),
     *StepLine._fields,
     *("event", "virtual_time_s", "share", "idle_time_share"),
     *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),

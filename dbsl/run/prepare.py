@@ -18,7 +18,7 @@ from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import TrainingData
 from dbsl.loss import Figures, LossFunction, figure_names, with_figures
-from dbsl.model import build_model, check_patches, check_sides, least_batch, load_initial
+from dbsl.model import build_model, check_patches, check_sides, load_initial, try_out
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.joint_steps import check_parts
 from dbsl.plan.ledger import Members
@@ -38,7 +38,7 @@ from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back
 from dbsl.run.accelerator import nodes_of
 from dbsl.run.evaluation import further_sources
-from dbsl.run.replaced import Replaced, check_scores
+from dbsl.run.replaced import Replaced
 from dbsl.run.training import ConfigT, Run
 from dbsl.run.workers import know_workers
 
@@ -72,11 +72,10 @@ def prepare(
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
-    model = _build_model(config, data, replaced, accelerator)
+    model, least = _build_model(config, data, replaced, accelerator)
     also = further_sources(replaced, config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics)
-    least = least_batch(model, data.example(1, config.resolutions[0])[0])
     _check_samples(data, config, least)
     example = data.example(2, config.resolutions[0])
     figures = figure_names(found, model, *example, replaced.figures)
@@ -200,10 +199,12 @@ def _make_stages(
 
 def _build_model(
     config: RunConfig, data: TrainingData, replaced: Replaced, accelerator: Accelerator
-) -> nn.Module:
-    """Return the model on the device: your own, or timm's."""
+) -> tuple[nn.Module, int]:
+    """Return the model on the device, your own or timm's, and the fewest samples it trains on."""
     if replaced.model is not None:
-        return replaced.build(config, data, accelerator)
+        model = replaced.build(config, data, accelerator)
+        least, _ = try_out(model, data.example(1, config.resolutions[0])[0])
+        return model, least
     model = build_model(
         config.model,
         data.num_classes,
@@ -215,8 +216,7 @@ def _build_model(
         settings=config.model_settings,
     ).to(accelerator.device, memory_format=torch.channels_last)
     check_patches(model, config.resolutions)
-    check_sides(config.model, model, data, config.resolutions)
-    check_scores(model, config.model, data.example(2, config.resolutions[0])[0], data.num_classes)
+    least = check_sides(config.model, model, data, config.resolutions)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
     if config.grad_checkpointing:
@@ -226,7 +226,7 @@ def _build_model(
             raise SettingError(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"
             ) from error
-    return model
+    return model, least
 
 
 def make_planner(

@@ -19,6 +19,7 @@ from dbsl.config.image_settings import DataConfig
 from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts
 from dbsl.data.dataset import load_data
 from dbsl.data.sources import TrainingData
+from dbsl.model import check_scores, try_out
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.run.accelerator import first_on_node
 
@@ -143,7 +144,8 @@ class Replaced:
         # What `build_model` notes of timm's models.
         model.created_with, model.small_stem, model.input_statistics = None, False, None
         model.head_dropouts = []
-        check_scores(model, _name(model), inputs, data.num_classes, several=True)
+        _, scores = try_out(model, inputs)
+        check_scores(scores, _name(model), inputs, data.num_classes, several=True)
         return model
 
 
@@ -166,23 +168,3 @@ def _name(model: nn.Module | Callable[[], nn.Module]) -> str:
     if isinstance(model, nn.Module):
         return type(model).__name__
     return getattr(model, "__name__", type(model).__name__).strip("<>")
-
-
-@torch.no_grad()
-def check_scores(
-    model: nn.Module, name: str, inputs: torch.Tensor, classes: int, *, several: bool = False
-) -> None:
-    """Raise ``SettingError`` unless the model gives a score for each of the data's classes.
-
-    With `several` it may give several tensors, which the loss function and `evaluate` take apart.
-    """
-    training = model.training
-    scores = model.eval()(inputs)
-    model.train(training)
-    tensor = isinstance(scores, torch.Tensor)
-    shape = list(scores.shape) if tensor else type(scores).__name__
-    if shape != [len(inputs), classes] and (tensor or not several):
-        raise SettingError(
-            f"model must give scores of the data's {classes} classes, {[len(inputs), classes]} "
-            f"for inputs {list(inputs.shape)}, got {shape} of {name}"
-        )

@@ -29,11 +29,11 @@ from dbsl.plan.types import (
     BAD_LOSS,
     BAD_WEIGHTS,
     NO_FAULT,
-    CurrentPlan,
     EpochEnd,
     Plan,
     Round,
     RoundReport,
+    Segment,
     StepLine,
 )
 from dbsl.run.connect import Stepper
@@ -301,7 +301,7 @@ class Session(Generic[ConfigT]):
 class Work:
     """The optimizer steps of a turn, those that a resumed run took before left out."""
 
-    def __init__(self, session: Session, turn: Round, stage: Stage, plan: CurrentPlan) -> None:
+    def __init__(self, session: Session, turn: Round, stage: Stage, plan: Segment) -> None:
         run, self._session = session.run, session
         self._turn, self._stage, self._plan = turn, stage, plan
         self._all = run.sampler.steps(plan, turn)

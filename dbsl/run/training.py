@@ -19,7 +19,7 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.machines import Workers
 from dbsl.plan.sampler import Part, Step, TurnSampler, evaluation_batch_size, micro_parts
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
-from dbsl.plan.types import CurrentPlan, Plan, Round
+from dbsl.plan.types import Plan, Round, Segment
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
 
@@ -113,7 +113,7 @@ class Run(Generic[ConfigT]):
         batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
         return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
 
-    def rate_factor(self, segment: CurrentPlan, turn: Round) -> float:
+    def rate_factor(self, segment: Segment, turn: Round) -> float:
         """Return the factor on the learning rate of a turn's worker, by its batch size."""
         plan = segment.plan
         if plan.global_batch_size is not None:
@@ -131,7 +131,7 @@ class Run(Generic[ConfigT]):
             plan = self.plans[stage.resolution]  # the planner decides when it is asked
             groups = [(w,) for w in workers] if plan.global_batch_size is None else [tuple(workers)]
             turns = (Round(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
-            steps = (s for turn in turns for s in self.sampler.steps(CurrentPlan(plan), turn))
+            steps = (s for turn in turns for s in self.sampler.steps(Segment(plan), turn))
             parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
             sizes[stage.resolution] = {len(part.indices) for part in parts}
         return sizes
@@ -152,19 +152,19 @@ class SimulatedTimes:
         self.parameters = sum(p.numel() for p in trained)
 
     def duration(
-        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
     ) -> float:
         """Return the seconds that a worker computes in a round."""
         return self.computed(worker, epoch, round_, segment)[0]
 
     def exchange(
-        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None = None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
     ) -> float:
         """Return the seconds that a worker's round takes on the network."""
         return self.run.machine.exchange_s(self, worker, epoch, round_, segment)
 
     def computed(
-        self, worker: int, epoch: int, round_: int, segment: CurrentPlan | None
+        self, worker: int, epoch: int, round_: int, segment: Segment | None
     ) -> tuple[float, int]:
         """Return the seconds of a worker's round, and its steps."""
         run = self.run

@@ -252,25 +252,18 @@ class Measurements:
 
     def largest_batches(self, most: int) -> list[list[int]]:
         """Return the largest batches that fit into memory, [resolution][worker]."""
-        found = [
-            self.profiler.largest_batch(r, limit_bytes=self._limit_bytes, at_most=most)
-            for r in self.config.resolutions
-        ]
-        return [[int(size) for size in row] for row in self._of_all(found)]
+        return self._largest([most] * len(self.config.resolutions))
 
     def largest_micro_batches(self, large: list[list[int]]) -> list[list[int]]:
         """Return the most samples at once that fit into memory, [resolution][worker]."""
+        most = [largest_of(self.config, row, number) for number, row in enumerate(large)]
+        return self._largest(most, what="micro-batch", why_most="whole batches fit")
+
+    def _largest(self, most: Sequence[int], **words: str) -> list[list[int]]:
+        find, limit = self.profiler.largest_batch, self._limit_bytes
         found = [
-            self.profiler.largest_batch(
-                resolution,
-                limit_bytes=self._limit_bytes,
-                at_most=largest_of(self.config, row, number),
-                what="micro-batch",
-                why_most="whole batches fit",
-            )
-            for number, (resolution, row) in enumerate(
-                zip(self.config.resolutions, large, strict=True)
-            )
+            find(resolution, limit_bytes=limit, at_most=at_most, **words)
+            for resolution, at_most in zip(self.config.resolutions, most, strict=True)
         ]
         return [[int(size) for size in row] for row in self._of_all(found)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from PIL import Image
 from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.base.files import write_table
 from dbsl.base.machine import lazy_import
+from dbsl.config.flags import Parser
 from dbsl.data.transforms import upright
 from dbsl.model import load_model, read_model_config
 
@@ -80,7 +80,7 @@ def predict(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print each image's likeliest classes, and write them to a CSV file if one is named."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m dbsl.predict",
         description=f"{__doc__.split(':')[0]}. An image that cannot be read is named in a warning "
         "and left out. The status is 1 if you have named that image (and not its folder), or if no "

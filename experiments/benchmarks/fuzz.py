@@ -37,12 +37,13 @@ from dbsl.checkpoint.disk import Manifest, newest, read_manifest, write_manifest
 from dbsl.cluster.wire import (
     Kind,
     check_report,
-    decode,
     decode_plan,
     encode_plan,
     message,
-    message_kind,
-    message_numbers,
+    read_question,
+    read_report,
+    report_room,
+    report_rows,
 )
 from dbsl.config.image_settings import ImageConfig
 from dbsl.config.parse import parse_config
@@ -270,28 +271,29 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
     fast = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(100, 3, 1, 10, fast, PlanRules(time_ratio=1.05))
     report = RoundReport(1, 2, 0, 32, 10, 100, 10, 1.5, 0.7, 0.9)
-    from dbsl.plan.types import CurrentPlan
+    from dbsl.plan.types import Segment
 
     odd = (float("nan"), float("inf"), -1.0, 0.5, 1e300, 2.0**60, 5.0)
     while True:
-        head = message(rng.choice((Kind.PUSH, Kind.PLAN, 0, 2, 4)), report)
-        rows = encode_plan(CurrentPlan(plan), torch.device("cpu"))
-        for tensor in (head, rows):
+        head = message(rng.choice((Kind.PUSH, Kind.PLAN, 0, 2, 4)), 1)
+        told, rows = report_rows(report), encode_plan(Segment(plan))
+        for tensor in (head, told, rows):
             flat = tensor.view(-1)
             for _ in range(rng.randint(1, 3)):
                 flat[rng.randrange(len(flat))] = rng.choice(odd)
         if rng.random() < 0.1:
-            head, rows = head[: rng.randrange(1, len(head))], rows[:-1]
-        if rng.random() < 0.1:
-            head = head.float()
+            rows = rows[:-1]
 
-        def case(head: torch.Tensor = head, rows: torch.Tensor = rows) -> None:
+        def case(
+            head: torch.Tensor = head, told: torch.Tensor = told, rows: torch.Tensor = rows
+        ) -> None:
             with contextlib.suppress(ValueError):
                 decode_plan(rows, plan)
             with contextlib.suppress(ValueError):
-                message_numbers(head, 5)
-            if message_kind(head) == Kind.PUSH:
-                check_report(decode(head[1:]), 1, 2, 0)
+                check_report(read_report(told), 1, 2, 0)
+            kind, number = read_question(head)
+            if kind == Kind.PUSH and number < 1000:
+                report_room(number)
 
         yield case
 

@@ -2,11 +2,9 @@
 
 import copy
 import importlib.util
-import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -24,8 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import train
-from dbsl.base.errors import RunStopped, SettingError
-from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
 from dbsl.extras.pictures import curves_figure
 from dbsl.log.meter import MEASURED
@@ -136,21 +133,6 @@ def fingerprint(folder):
     return told, (folder / "model.safetensors").read_bytes()
 
 
-def stopped_at_step(number, module, folder, settings):
-    """Run until so many steps are taken, and have SIGTERM come then."""
-    after_step, count = Checkpointer.after_step, itertools.count(1)
-
-    def counted(self, **options):
-        if next(count) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step(self, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "after_step", counted)
-        with pytest.raises(RunStopped):
-            run(module, folder, settings)
-
-
 def changed_lines(path):
     """Return the lines that a diff adds and removes."""
     lines = [x for x in path.read_text().splitlines() if not x.startswith(("+++", "---"))]
@@ -185,7 +167,8 @@ def test_a_table_trains_by_every_sync_and_goes_on_to_the_same_bits(fork, tmp_pat
     assert " samples/s" in printed
     assert not re.search(r"\d px|image", printed)
 
-    stopped_at_step(9, tabular, tmp_path / "broken", settings)
+    with helpers.stopped_at_step(9):
+        run(tabular, tmp_path / "broken", settings)
     again = {**settings, "resume": str(tmp_path / "broken")}
     run(tabular, tmp_path / "broken", again)
     assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
@@ -644,36 +627,13 @@ def muon(model, config):
     return [torch.optim.Muon(weights, lr=config.lr), torch.optim.AdamW(biases, lr=config.lr / 10)]
 
 
-@pytest.mark.parametrize("mode", OWN_MODES)
-def test_each_group_of_parameters_keeps_its_own_rate(tmp_path, mode):
-    torch.manual_seed(0)
-    first = hidden()
-    begun = {name: value.clone() for name, value in first.state_dict().items()}
-    data = TensorData(table(120), table(), 3)
-    opened(tmp_path / "run", data, first, two_rates, lr=0.05, **OWN_MODES[mode])
-    for name, value in load_file(tmp_path / "run/model.safetensors").items():
-        assert torch.allclose(value, begun[name], rtol=0, atol=1e-7) == ("bias" in name), name
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_muon_with_adamw_trains_and_goes_on_to_the_same_bits(tmp_path, mode):
     torch.manual_seed(0)
     data, settings = TensorData(table(120), table(), 3), {**MODES[mode], "lr": 0.05}
     opened(tmp_path / "whole", data, hidden, muon, **settings)
-
-    def stopped(session):
-        steps, after_step = itertools.count(1), session.checkpointer.after_step
-
-        def counted(**options):
-            if next(steps) == 5:
-                session.stopping.signal = "SIGTERM"
-            after_step(**options)
-
-        session.checkpointer.after_step = counted
-        train.train(session)
-
-    with pytest.raises(RunStopped):
-        opened(tmp_path / "broken", data, hidden, muon, loop=stopped, **settings)
+    with helpers.stopped_at_step(5):
+        opened(tmp_path / "broken", data, hidden, muon, **settings)
     opened(tmp_path / "broken", data, hidden, muon, resume=str(tmp_path / "broken"), **settings)
     assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
     assert "optimizer: muon\n" in (tmp_path / "whole/config.yaml").read_text()
@@ -709,16 +669,25 @@ FREEZING = {**OWN_MODES, "bsp": {**OWN_MODES["bsp"], "ema_decay": 0.5}}
 
 
 @pytest.mark.parametrize("mode", FREEZING)
-def test_what_an_optimizers_function_freezes_stays_where_it_is(tmp_path, mode):
+@pytest.mark.parametrize(
+    ("build", "optimizer", "still"),
+    [
+        (hidden, two_rates, lambda name: "bias" in name),  # a group whose rate is 0
+        (Normed, frozen_first, lambda name: name.startswith("0.")),
+    ],
+)
+def test_what_an_optimizer_freezes_or_gives_a_rate_of_0_stays_where_it_is(
+    tmp_path, build, optimizer, still, mode
+):
     torch.manual_seed(0)
-    first = Normed()
+    first = build()
     begun = {name: value.clone() for name, value in first.state_dict().items()}
     data = TensorData(table(120), table(), 3)
-    opened(tmp_path / "run", data, first, frozen_first, lr=0.05, **FREEZING[mode])
+    opened(tmp_path / "run", data, first, optimizer, lr=0.05, **FREEZING[mode])
     for path in (tmp_path / "run").glob("model*.safetensors"):
         for name, value in load_file(path).items():
             stays = torch.allclose(value.float(), begun[name].float(), rtol=0, atol=1e-7)
-            assert stays == name.startswith("0."), (path.name, name)
+            assert stays == still(name), (path.name, name)
 
 
 @pytest.mark.parametrize("mode", FREEZING)
@@ -1020,7 +989,8 @@ def test_a_run_with_a_rule_that_stops_inside_a_barrier_goes_on_to_the_same_bits(
     module = fork("median_merge")
     settings = {**TINY, **ROUNDS, "large_batch_size": (4,), "small_workers": 1}
     run(module, tmp_path / "whole", settings)
-    stopped_at_step(step, module, tmp_path / "broken", settings)
+    with helpers.stopped_at_step(step):
+        run(module, tmp_path / "broken", settings)
     run(module, tmp_path / "broken", {**settings, "resume": str(tmp_path / "broken")})
     assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
 

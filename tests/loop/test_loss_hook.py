@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import train
-from dbsl.base.errors import RunStopped, SettingError
-from dbsl.checkpoint.checkpointer import Checkpointer
+from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
 from dbsl.extras.noise import NoiseProbe
 from dbsl.log.rows import read_metrics
@@ -26,7 +24,7 @@ from dbsl.open import open_session
 from dbsl.profile.memory import GIB, MemoryModel
 from dbsl.profile.timing import fit_profile
 from dbsl.run.evaluation import Evaluation
-from tests.helpers import Forked, free_port, slow, wait_all
+from tests.helpers import Forked, free_port, slow, stopped_at_step, wait_all
 
 SAMPLES, CLASSES, WIDTH = 44, 3, 6
 SETTINGS = {
@@ -199,27 +197,12 @@ def test_figures_of_other_processes_come_with_their_reports(tmp_path, mode, sett
     assert {row["worker"] for row in rows(tmp_path / "run", "step")} == {0, 1}
 
 
-def stopped_at_step(number, folder, *arguments, **settings):
-    """Run until so many steps are taken, and have SIGTERM come then."""
-    after_step, taken = Checkpointer.after_step, []
-
-    def counted(self, **options):
-        taken.append(1)
-        if len(taken) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step(self, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "after_step", counted)
-        with pytest.raises(RunStopped):
-            run(folder, *arguments, **settings)
-
-
 @pytest.mark.parametrize("mode", ["step", *(pytest.param(m, marks=slow) for m in ("bsp", "asp"))])
 def test_a_run_resumed_inside_a_round_has_the_figures_of_an_unbroken_one(tmp_path, mode):
     settings = {**MODES[mode], "log_every": 3}
     run(tmp_path / "whole", numbered, **settings)
-    stopped_at_step(3, tmp_path / "broken", numbered, **settings)
+    with stopped_at_step(3):
+        run(tmp_path / "broken", numbered, **settings)
     with pytest.raises(SettingError, match=r"must give the figures of before \(number, one, like"):
         run(tmp_path / "broken", distilling(Teacher()), **settings, resume=str(tmp_path / "broken"))
     run(tmp_path / "broken", numbered, **settings, resume=str(tmp_path / "broken"))

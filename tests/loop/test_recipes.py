@@ -1,19 +1,14 @@
 """The recipes are the published ones, and timm's options are where the table says."""
 
 import csv
-import itertools
-import os
-import signal
 from collections import ChainMap
 from dataclasses import fields, replace
 
 import pytest
 
 import train
-from dbsl.base.errors import RunStopped
-from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.config.parse import parse_config
-from tests.helpers import ROOT, fingerprint, slow
+from tests.helpers import ROOT, fingerprint, slow, stopped_at_step
 
 with open(ROOT / "experiments/results/timm_options.csv", encoding="utf-8", newline="") as file:
     OPTIONS = list(csv.DictReader(file))
@@ -102,17 +97,8 @@ def test_a_recipe_in_small_goes_on_to_the_same_bits(tmp_path, name):
         **{"warmup_epochs": 0.5, "report_to": "none", "mixed_precision": "no", "cpu_threads": 1},
     )
     train.main(replace(config, output_dir=str(tmp_path / "whole")))
-    after_step, count = Checkpointer.after_step, itertools.count(1)
-
-    def counted(self, **options):
-        if next(count) == 6:  # inside the second epoch
-            os.kill(os.getpid(), signal.SIGTERM)
-        after_step(self, **options)
-
     parts = replace(config, output_dir=str(tmp_path / "parts"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "after_step", counted)
-        with pytest.raises(RunStopped):
-            train.main(parts)
+    with stopped_at_step(6):  # inside the second epoch
+        train.main(parts)
     train.main(replace(parts, resume="auto"))
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "whole")

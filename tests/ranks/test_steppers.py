@@ -31,7 +31,7 @@ from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
-from dbsl.plan.types import CurrentPlan, EpochEnd, Round, RoundReport, TimeModel
+from dbsl.plan.types import EpochEnd, Round, RoundReport, Segment, TimeModel
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -676,4 +676,4 @@ def test_a_barrier_of_gradients_goes_on_without_a_lost_worker(lost):
 
 def test_a_segment_says_where_a_plan_begins():
     planner, plan = make_planner((3, 5), 40)
-    assert planner.at(7) == CurrentPlan(plan, 0, 0)
+    assert planner.at(7) == Segment(plan, 0, 0)

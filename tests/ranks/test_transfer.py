@@ -1,12 +1,9 @@
-from dataclasses import astuple
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import dbsl.cluster.wire
-from dbsl.cluster.wire import FusedSum, Transfer
-from dbsl.plan.types import RoundReport
+from dbsl.cluster.wire import Transfer
 
 
 def exchange(rank, dtype, length, poisoned):
@@ -43,24 +40,3 @@ def test_vectors_come_as_they_are_or_rounded_to_what_travels(run_ranks, length, 
 def test_a_vector_that_is_not_finite_is_told_of_when_asked(run_ranks):
     (_, finite), _ = run_ranks(exchange, None, 3500, True)
     assert not finite
-
-
-def report_of(rank):
-    return RoundReport(rank, 3, 1, 32, 64, 1999, 32, 1 / 3, 2.3456789, 0.77, refused=rank == 2)
-
-
-def fused(rank, dtype):
-    total = FusedSum(torch.zeros(100), dtype)
-    found = []
-    for turn in range(2):  # nothing is left of the turn before
-        total.vector.fill_(rank + 1.0)
-        found = total.exchange(None if rank == turn else report_of(rank))
-    return total.vector.tolist(), [astuple(report) for report in found]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_reports_come_exactly_with_the_sum_and_ranks_without_one_are_left_out(run_ranks, dtype):
-    results = run_ranks(fused, dtype, world_size=3)
-    for vector, reports in results:
-        assert vector == [6.0] * 100
-        assert [RoundReport(*report) for report in reports] == [report_of(0), report_of(2)]

@@ -326,11 +326,16 @@ def test_images_that_do_not_fit_into_memory_are_refused_in_one_line():
             raise RuntimeError("can't allocate memory:\nyou tried to allocate 120000000000 bytes")
         return torch.zeros(size, 3, side, side), None
 
-    data, model = (
-        SimpleNamespace(example=example),
-        build_model("test_resnet", 2, final_resolution=32),
-    )
+    data = SimpleNamespace(example=example, num_classes=2)
+    model, passes = build_model("test_resnet", 2, final_resolution=32), []
+    model.register_forward_hook(lambda *_: passes.append(1))
     assert check_sides("test_resnet", model, data, (16, 32)) == 2  # of 16 px one pixel is left
+    assert len(passes) == 2  # one tells all of a side
+    data.num_classes = 3
+    line = r"^model must give scores of the data's 3 classes, \[2, 3\] for .*, got \[2, 2\] of"
+    with pytest.raises(SettingError, match=line):
+        check_sides("test_resnet", model, data, (32,))
+    data.num_classes = 2
     line = r"^model must take images of 100000 px, got test_resnet \(can't allocate memory: you"
     with pytest.raises(SettingError, match=line):
         check_sides("test_resnet", model, data, (32, 100_000))

@@ -16,7 +16,7 @@ from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.restart import plan_restart, with_lost_workers
 from dbsl.cluster.protocol import leave_out
-from dbsl.plan.types import CurrentPlan, EpochEnd, JoinedWorker, Restart, Round
+from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Round, Segment
 from dbsl.run.connect import connect
 from dbsl.run.session import make_reports
 from dbsl.run.training import Run
@@ -113,7 +113,7 @@ class _Player:
         except SyncError:
             self.played.ended = True
 
-    def _train(self, turn: Round, segment: CurrentPlan) -> None:
+    def _train(self, turn: Round, segment: Segment) -> None:
         """Count the samples of a turn as trained on, and push."""
         run, cluster, played = self._run, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version

@@ -1,13 +1,15 @@
 """Bounds of settings."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
 
 from dbsl.base.errors import SettingError
-from dbsl.config.fields import Within, check_fields, in_range
+from dbsl.config.fields import Needs, Within, check_fields, check_needs, in_range, markers
+from train import Config
 
 
 @dataclass
@@ -51,3 +53,43 @@ def test_a_list_with_bounds_has_a_number_at_least():
     with pytest.raises(SettingError, match=r"^sizes must have a value, got none$"):
         check_fields(Settings(sizes=()))
     check_fields(Settings(rates=()))
+
+
+@dataclass
+class Needy:
+    sync: str = "bsp"
+    gbps: float | None = None
+    delay: Annotated[float, Needs("gbps")] = 0.0
+    overlap: Annotated[float, Needs("gbps", sync="step")] = 0.0
+    last: Annotated[bool, Needs(sync="step") | Needs(sync=("ssp", "asp"))] = False
+    ahead: Annotated[int, Needs(sync="ssp", new=True)] = 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"delay": 1.0}, "delay must be 0.0 except with gbps, got 1.0"),
+        ({"overlap": 0.5, "gbps": 1.0}, "overlap must be 0.0 except with gbps and sync step"),
+        ({"last": True}, "last must be false except with sync step or sync ssp or asp, got true"),
+    ],
+)
+def test_a_setting_without_what_it_needs_is_refused(given, message):
+    with pytest.raises(SettingError, match=f"^{re.escape(message)}"):
+        check_fields(Needy(**given))
+
+
+def test_a_setting_with_what_it_needs_is_taken():
+    check_fields(Needy(gbps=1.0, delay=1.0, overlap=0.5, sync="step", last=True))
+    check_fields(Needy(sync="asp", last=True))
+
+
+def test_a_setting_without_effect_is_refused_where_a_run_begins():
+    check_fields(Needy(ahead=3))  # a run that goes on may have had it
+    check_needs(Needy(ahead=3, sync="ssp"), new=True)
+    with pytest.raises(SettingError, match=r"^ahead must be 1 except with sync ssp, got 3$"):
+        check_needs(Needy(ahead=3), new=True)
+
+
+def test_what_a_setting_needs_is_a_setting():
+    for needs in markers(Config, Needs).values():
+        assert needs.are_met(Config()) in (True, False)

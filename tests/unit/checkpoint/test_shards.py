@@ -16,7 +16,7 @@ from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.ledger import Members
 from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch
-from dbsl.plan.types import CurrentPlan, RoundReport, TimeModel
+from dbsl.plan.types import RoundReport, Segment, TimeModel
 from train import Config
 
 # What a server has told of and has not merged.
@@ -143,7 +143,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     restart = plan_restart(state, {}, run, before, 60)
     assert restart.clock == (5 if lost else 4)
-    sampler = run.sampler.sampler(CurrentPlan(plan))
+    sampler = run.sampler.sampler(Segment(plan))
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
     count = sum(len(sampler.indices(worker, 2, round_)) for worker, round_ in rest)
     (left,) = restart.left.values()

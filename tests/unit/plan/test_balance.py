@@ -11,7 +11,7 @@ from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
 from dbsl.plan.ledger import Members
 from dbsl.plan.machines import SpeedEstimate, Workers, predicted_time_s, proportional_parts
-from dbsl.plan.sampler import EpochSampler, TurnSampler
+from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.types import RoundReport, StepLine, TimeModel
 
 SAMPLES = 6400
@@ -260,23 +260,6 @@ def test_dual_batch_keeps_its_balance_when_a_worker_slows_down():
     assert predicted_time_s(plan, slowed) == max(times)
 
 
-def test_a_plan_is_fixed_once_it_is_asked_for():
-    planner = joint_planner("dynamic")
-    first = planner.at(1)
-    measure(planner, 0)
-    assert planner.at(1) is first  # another worker of the same epoch, later
-    assert planner.at(2).plan is not first.plan
-
-
-def test_a_share_sampler_may_begin_where_another_ended():
-    first = EpochSampler([10, 20, 30], rounds=3, seed=1)
-    start = first.start_of(1)
-    rest = EpochSampler([25, 14, 1 + 59 - 39 - start + 0], rounds=1, seed=1, start=start)
-    assert rest.samples == 60
-    seen = [first.indices(w, 5, 0) for w in range(3)] + [rest.indices(w, 5, 0) for w in range(3)]
-    assert sorted(np.concatenate(seen)) == list(range(60))
-
-
 def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
     rng = np.random.default_rng(0)
     noise = rng.lognormal(0.0, 0.05, (12, 3)).tolist()
@@ -335,3 +318,16 @@ def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
     again = joint_planner("dbs", every=100)
     again.load_state_dict(kept)
     assert again.state_dict() == planner.state_dict()
+
+
+def test_a_planners_state_holds_each_plan_once():
+    planner, _ = rounds_planner("dynamic", 4, 1)
+    slowed = [PLANNED, PLANNED, TimeModel(4 * PLANNED.slope, PLANNED.intercept)]
+    for epoch in range(3):
+        measure(planner, epoch, true=slowed)
+    planner.at(3)
+    state = planner.state_dict()
+    used = {*state["current"].values()}
+    used |= {row["plan"] for rows in state["segments"].values() for row in rows}
+    assert sorted(used) == list(range(len(state["plans"])))
+    assert all(a != b for i, a in enumerate(state["plans"]) for b in state["plans"][:i])

@@ -358,15 +358,6 @@ def test_two_goals_at_once_are_refused():
         plan_dual_batch(50000, 4, 1, 500, GTX_1080, PlanRules(time_ratio=1.1, small_share=0.1))
 
 
-def test_given_small_batch_balances_the_times_and_yields_the_ratio():
-    solved = plan_dual_batch(50000, 4, 3, 500, GTX_1080, PlanRules(time_ratio=1.05))
-    given_size = plan_dual_batch(
-        50000, 4, 3, 500, GTX_1080, PlanRules(small_batch_size=solved.small_batch_size)
-    )
-    assert given_size.time_ratio == pytest.approx(1.05, abs=1e-3)
-    assert given_size.small_samples == pytest.approx(solved.small_samples, rel=1e-3)
-
-
 def test_without_small_workers_all_shares_are_equal():
     plan = plan_dual_batch(10, 4, 0, 2, TimeModel(1.0, 1.0))
     assert [w.samples for w in plan.workers] == [3, 3, 2, 2]

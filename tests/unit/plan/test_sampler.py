@@ -64,13 +64,6 @@ def test_epochs_are_shuffled_anew_and_repeat_with_the_seed():
     assert epoch(0, 0) != epoch(1, 0)
 
 
-def test_coverage_holds_when_the_plan_changes_between_epochs():
-    for epoch, shares in enumerate([(30, 70), (55, 45), (99, 1)]):
-        sampler = EpochSampler(shares, seed=3)
-        both = np.concatenate([sampler.indices(w, epoch, 0) for w in (0, 1)])
-        assert sorted(both) == list(range(100))
-
-
 @pytest.mark.parametrize("rest", [0, 1, 5])
 def test_a_remainder_of_few_samples_is_covered_once_in_steps_that_have_some(rest):
     shares = [rest // 2, rest - rest // 2]

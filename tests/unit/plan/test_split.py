@@ -219,3 +219,18 @@ def test_where_batch_norm_is_over_all_processes_each_has_samples_in_every_step(
     else:
         with pytest.raises(ValueError, match="drop_last must be true with sync_batch_norm"):
             check_parts(samples, sum(sizes), workers, **options)
+
+
+def test_one_model_of_all_workers_gives_each_its_times_and_refuses_what_one_of_them_must_not_have():
+    each = [TimeModel(0.001, 0.01), TimeModel(0.002, -0.01, 0.05), TimeModel(0.004, 0)]
+    every, sizes = TimeModel.of(each, 3), np.array([1, 20, 300])
+    assert [*every] == each
+    assert every.time(sizes, 2).tolist() == [
+        m.time(int(b), 2) for m, b in zip(each, sizes, strict=True)
+    ]
+    assert every.sample_time(sizes).tolist() == [
+        m.sample_time(int(b)) for m, b in zip(each, sizes, strict=True)
+    ]
+    assert [*every[[2, 0]]] == [each[2], each[0]]
+    with pytest.raises(ValueError, match="slope must be above 0 seconds per sample, got -1"):
+        TimeModel(np.array([1.0, -1.0]), np.zeros(2))

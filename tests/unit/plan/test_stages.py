@@ -180,13 +180,6 @@ def test_learning_rate_steps_at_milestones_and_warms_up():
     assert rate(6.0) == pytest.approx(0.2)
 
 
-def test_cosine_falls_from_the_base_rate_to_zero():
-    assert rate(0.0, schedule="cosine") == pytest.approx(0.4)
-    assert rate(5.0, schedule="cosine") == pytest.approx(0.2)
-    assert rate(10.0, schedule="cosine") == pytest.approx(0.0, abs=1e-12)
-    assert rate(2.0, schedule="cosine", warmup_epochs=2) == pytest.approx(0.4)
-
-
 def test_default_resolutions_follow_the_images():
     assert default_resolutions(32) == (24, 32)
     assert default_resolutions(8) == (8, 16)
