@@ -121,16 +121,17 @@ def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:
     A comment ``# --- title`` begins a group. A field's help is the comment behind it, or the ones
     directly above where there is none behind.
     """
-    groups: dict[str, list[str]] = {"options": []}  # where a class has no groups
+    title, groups = "options", {"options": []}  # where a class has no groups
     words: dict[str, str] = {}
     above: list[str] = []
     sources = [inspect.getsource(c) for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
     for line in "\n".join(sources).splitlines():
         if found := _GROUP.fullmatch(line):
-            groups[found[1]] = []
+            title = found[1]
+            groups.setdefault(title, [])
         elif found := _FIELD.fullmatch(line):
             name, behind = found.groups()
-            groups[list(groups)[-1]].append(name)
+            groups[title].append(name)
             words[name] = behind or " ".join(above)
         comment = _COMMENT.fullmatch(line)
         above = [*above, comment[1]] if comment else []

@@ -36,7 +36,7 @@ _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 bat
 class AverageSettings(RunConfig):
     """Whether the weights are averaged."""
 
-    # --- averaged weights
+    # --- model
     # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
     ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 

@@ -67,6 +67,7 @@ _OF_PLACE = ("event", "epoch", "resolution", "samples", "train_resolution", "lea
 class ChartSettings(RunConfig):
     """Which trackers."""
 
+    # --- run
     # trackers of the run, with commas between: any that Accelerate knows and that is installed
     # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
     # or none; wandb works offline without a login or a network

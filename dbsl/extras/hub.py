@@ -54,6 +54,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 class HubSettings(RunConfig):
     """Whether a finished run goes to the hub."""
 
+    # --- run
     # repository user/name on the hub for model, card and figures of the finished run
     push_to_hub: Annotated[str | None, Role.FREE | Role.COMMAND] = None
 
@@ -184,6 +185,7 @@ def _body(
     batches = "".join(f"| {px(r) or 'all'} | {_batches(own)} |\n" for r, own in plans.items())
     results = "".join(f"| {name} | {value} |\n" for name, value in rows)
     model = settings["model"]
+    each = "" if values["workers"] == 1 else " on each worker, as planned (`plan.json`)"
     load = (_LOAD if of_timm else _LOAD_OWN).format(name=folder.name, model=model)
     return f"""# {folder.name}
 
@@ -193,7 +195,7 @@ A {"timm " * of_timm}`{model}`{px(settings["resolutions"][-1], " for ", " images
 | one run, no mean over seeds | |
 |---|---|
 {results}
-| resolution | samples a step on each worker, as planned (`plan.json`) |
+| resolution | samples a step{each} |
 |---|---|
 {batches}
 {load}

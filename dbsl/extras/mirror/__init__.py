@@ -24,6 +24,7 @@ from dbsl.run.session import Session
 class MirrorSettings(RunConfig):
     """Where a copy of the run folder is kept."""
 
+    # --- run
     # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
     # run goes on; a run that is resumed keeps it; none: not this time
     mirror: Annotated[str | None, Role.FREE | Role.COMMAND] = None

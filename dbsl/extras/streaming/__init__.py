@@ -18,7 +18,7 @@ SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
 class StreamSettings(RunConfig):
     """Whether data are read in row groups as they are needed."""
 
-    # --- data larger than the disk
+    # --- data
     # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
     # by row group into a cache of that size; unset: the whole data set is on the disk
     cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
