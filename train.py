@@ -50,7 +50,7 @@ from dbsl.config.parse import parse_config
 from dbsl.config.settings import RunConfig
 from dbsl.data.sources import Source
 from dbsl.loss import BceConfig, Loss, binary_cross_entropy, with_figures
-from dbsl.model import BEST, EMA, FINAL
+from dbsl.model import BEST, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
 from dbsl.plan.types import EpochEnd, Round
@@ -150,7 +150,7 @@ def evaluate(session: Session | EvaluationSession, source: Source | None = None)
 
 def end_epoch(session: Session[Config], end: EpochEnd) -> None:
     """Evaluate the merged weights, save what is to be kept of them, and log the epoch."""
-    config, cluster, log, ema = session.config, session.cluster, session.log, session.run.ema
+    config, cluster, log = session.config, session.cluster, session.log
     train_time_s, result = session.train_time_s(end), None
     last = session.is_last(end)
     due = last or (end.epoch + 1) % config.eval_every == 0
@@ -167,13 +167,8 @@ def end_epoch(session: Session[Config], end: EpochEnd) -> None:
             session.save_model(FINAL)
         if config.save_best and due and log.is_best(result):
             session.save_model(BEST)
-        if ema:  # an average of the merged weights, one step an epoch
-            ema.add(cluster.weights.vector)
-        if ema and due:
-            with session.ema_weights():
-                result = result.also("ema", evaluate(session))
-                if last:
-                    session.save_model(EMA)
+        # Such as averaged weights, by --ema-decay; a file of yours in dbsl/extras may add more.
+        result = session.run.extras.evaluated(session, end, result, evaluate)
     log.epoch_end(end.epoch, result, train_time_s=train_time_s, virtual_time_s=cluster.time_s)
 
 

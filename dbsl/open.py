@@ -41,10 +41,8 @@ from dbsl.config.settings import (
     steps_in_parts,
 )
 from dbsl.data.sources import TrainingData
-from dbsl.extras.charts import check_tracker
-from dbsl.extras.mirror.mirror import Mirror, open_mirror, pulled
+from dbsl.log.divergence import check_result
 from dbsl.log.lines import print_run
-from dbsl.log.log import check_result
 from dbsl.log.meter import StepMeter
 from dbsl.log.summary import start_log, sum_up
 from dbsl.loss import LossFunction
@@ -147,24 +145,22 @@ class _Opening:
         run: Run,
         folder: Path,
         accelerator: Accelerator,
-        mirror: Mirror,
         resumed: Resumed | None,
         job: RunningJob | None = None,
     ) -> Session:
         """Build the cluster and the stepper, and bring them to where a resumed run was."""
         cluster, stepper = connect(run, accelerator, self.merge, job, self.code.sums)
-        mirror.saving = cluster.saving  # for shards that come late
         meter = StepMeter(run.config.log_every, figures=run.figures)
         meter.attach(cluster.workers, stepper, accelerator)
-        parts = (self.stopping, self.stopwatch, meter, mirror)
+        parts = (self.stopping, self.stopwatch, meter)
         session = Session(run, folder, accelerator, cluster, stepper, *parts)
+        run.extras.each(Extra.begin, session)
         session.checkpointer = Checkpointer(session, resumed)
         return session
 
 
 def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
     """Return the settings with what a run has found out, where it still holds."""
-    check_tracker(given.report_to)
     if replaced.optimizer is None:
         in_parts = steps_in_parts(given)
         check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
@@ -232,8 +228,7 @@ def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[
         raise SyncError(f"rank {job.rank} cannot join the running job: {error}") from error
     with opening.stopping:
         try:
-            unmirrored = Mirror(folder, accelerator)  # rank 0 has the run's mirror
-            session = opening.start(run, folder, accelerator, unmirrored, None, job)
+            session = opening.start(run, folder, accelerator, None, job)
         except NothingLeft as reason:
             print(reason, flush=True)
             yield None
@@ -254,7 +249,7 @@ def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterato
     # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
     found_out = {"mixed_precision": accelerator.mixed_precision}
     config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
-    config = pulled(config, accelerator)
+    config = opening.extras.first(Extra.config, config, accelerator) or config
     found = find_checkpoint(config, accelerator)
     if found and is_finished(found, config):
         _leave_finished(found, config, given, accelerator, opening.extras)
@@ -295,13 +290,13 @@ def _in_folder(
     path = Path(named or default_folder(config))
     # First of all: nobody likes to measure and decode for a folder that cannot be written.
     with RunFolder(path, accelerator, new=found is None, named=bool(named)) as folder:
-        mirror = open_mirror(config, folder.path, found, accelerator)
+        opening.extras.each(Extra.open, config, folder.path, found, accelerator)
         run = opening.prepare(config, accelerator)
         resolved = found_by(given, run.config, accelerator.num_processes)
         run = replace(run, config=replace(run.config, resolved=resolved))
         with opening.stopping:
             resumed = read_resumed(found, run, accelerator) if found else None
-            session = opening.start(run, folder.path, accelerator, mirror, resumed)
+            session = opening.start(run, folder.path, accelerator, resumed)
             if found:  # all has been read, and fits: from here on the folder is written
                 if files := changed_since(folder.path, opening.code):
                     accelerator.print(f"warning: code has changed since the run began: {files}")
@@ -312,10 +307,9 @@ def _in_folder(
                 session.log = start_log(
                     session, resumed and resumed.log, resumed and resumed.restart
                 )
-            with session.log, mirror:
+            with run.extras, session.log:
                 with _running(session):
                     yield session
-                mirror.wait()  # the summary counts what failed
                 sum_up(session)
                 session.checkpointer.clean_up()
 
@@ -343,8 +337,7 @@ def _leave_finished(
         accelerator.print(f"warning: without effect on a finished run: {changes}")
     accelerator.print(f"{found.run_folder} is finished: nothing to resume")
     extras.each(Extra.check, config, accelerator)
-    with open_mirror(config, found.run_folder, found, accelerator):
-        pass  # what could not be mirrored at its end is now
+    extras.each(Extra.open, config, found.run_folder, found, accelerator)
     _end(config, found.run_folder, accelerator, extras)
 
 

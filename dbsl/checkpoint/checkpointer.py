@@ -37,8 +37,9 @@ from dbsl.checkpoint.disk import (
 )
 from dbsl.checkpoint.resume import Resumed
 from dbsl.cluster.wire import SERVER_RANK
+from dbsl.config.hooks import Extra
 from dbsl.config.settings import CHECKPOINTS, parse_interval
-from dbsl.model import BEST, EMA, FINAL, copy_model_state, save_model
+from dbsl.model import BEST, FINAL, copy_model_state, save_model
 from dbsl.optimizer import load_optimizer
 from dbsl.plan.types import Action, EpochEnd, Restart
 from dbsl.run.session import Session
@@ -154,9 +155,10 @@ class Writer:
             return
         self.last_good = copy.name  # it is whole: whatever fails from here on, it stays
         if self._rank == SERVER_RANK:
-            mirror, keep = self._session.mirror, self._run.config.keep_checkpoints
-            prune(self._folder, max(1, keep), mirror.uploading)
-            mirror.wake()
+            extras, keep = self._run.extras, self._run.config.keep_checkpoints
+            spared = {name for names in extras.each(Extra.keeps) for name in names}
+            prune(self._folder, max(1, keep), spared)
+            extras.each(Extra.saved)
 
     def _write_files(self, target: Path, copy: Copy) -> dict[str, dict[str, Any]]:
         """Write this process's files; return what the manifest will say of them."""
@@ -300,9 +302,7 @@ class Checkpointer:
         """Save the run as it is at this epoch's end, and have no more turns."""
         session = self._session
         session.save_model(FINAL)
-        if self._run.ema:
-            with session.ema_weights():
-                session.save_model(EMA)
+        self._run.extras.each(Extra.finish, session)
         if self._keeps_last and self._saved_epoch != self._end.epoch:
             self._save(end=self._end)
         self._cluster.finish()
@@ -371,9 +371,8 @@ class Checkpointer:
             "scaler": scaler.state_dict() if scaler else None,
             "progress": progress and progress.state_dict(),
             "random": random_state(self._accelerator.device) if progress else None,
-            "noise": self._run.noise.state_dict(),
             "meter": self._session.meter.state_dict(),
-            "average": self._run.ema and {"vector": self._run.ema.vector},
+            "extras": self._run.extras.state_dict(),
             "epochs_done": self._epochs_done,
             **self._session.stopwatch.state_dict(),
         }
@@ -419,9 +418,7 @@ class Checkpointer:
             counters = self._cluster.weights.counters
             for counter, saved in zip(counters, state["model"]["counters"], strict=True):
                 counter.copy_(saved)
-            if self._run.ema and state["average"]:
-                vector, device = state["average"]["vector"], self._cluster.weights.vector.device
-                self._run.ema.vector = None if vector is None else vector.to(device)
+            self._run.extras.load_state_dict(state["extras"], same=not resumed.restart)
             meter = self._session.meter
             load = meter.restart if resumed.restart else meter.load_state_dict
             load(state["meter"])
@@ -434,7 +431,6 @@ class Checkpointer:
         self._stepper.load_state_dict(state["stepper"])
         self._stepper.clock.load_state_dict(state["clock"])
         self._run.planner.load_state_dict(state["planner"])
-        self._run.noise.load_state_dict(state["noise"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device
             self._progress.load_state_dict(state["progress"], device)

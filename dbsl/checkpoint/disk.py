@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -320,14 +320,14 @@ def newest(
     return None
 
 
-def prune(run_folder: Path, keep: int, spare: str | None = None) -> None:
-    """Remove all complete checkpoints but the newest `keep` and the one of the name `spare`.
+def prune(run_folder: Path, keep: int, spared: Collection[str] = ()) -> None:
+    """Remove all complete checkpoints but the newest `keep` and those whose names are spared.
 
     Incomplete ones stay: other processes may be writing the next. So does, with a warning, one that
     cannot be removed: that is no reason to end a run.
     """
     for folder in checkpoints_in(run_folder)[keep:]:
-        if folder.name != spare:
+        if folder.name not in spared:
             try:
                 remove(folder)
             except OSError as error:

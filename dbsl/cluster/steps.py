@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsl.cluster.weights import FlatWeights, uncompiled
-from dbsl.extras.emulate import Emulation
+from dbsl.config.hooks import Machine
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.types import Round
@@ -36,14 +36,14 @@ class ComputeClock:
 
     Waiting for other workers is left out. On CUDA the moments are events in the stream, so that
     measuring waits for nothing until the times are read; elsewhere they are the host's, whose calls
-    return when the work is done. Where `emulation` has a factor above 1 the process sleeps.
+    return when the work is done. Where `machine` has a factor above 1 the process sleeps.
     """
 
-    def __init__(self, device: torch.device, emulation: Emulation | None = None) -> None:
-        self.epoch = 0  # the emulation depends on it
+    def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
+        self.epoch = 0  # the factors depend on it
         self._device = device
         self._cuda = device.type == "cuda"
-        self._emulation = emulation
+        self._machine = machine
         self._spans: defaultdict[int, list[tuple]] = defaultdict(list)
         self._slept_s: defaultdict[int, float] = defaultdict(float)
         self._before_s: dict[int, float] = {}  # spent before a stopped run was resumed
@@ -96,8 +96,8 @@ class ComputeClock:
         return spent + self._slept_s.get(worker, 0.0) + self._before_s.get(worker, 0.0)
 
     def _sleep(self, start, end) -> None:
-        for worker in self._workers if self._emulation else ():
-            extra = self._emulation.factor(worker, self.epoch) - 1.0
+        for worker in self._workers if self._machine else ():
+            extra = self._machine.factor(worker, self.epoch) - 1.0
             if extra > 0:
                 if self._cuda:
                     torch.cuda.synchronize(self._device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,14 @@ import dbsl
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor
+
+    from dbsl.checkpoint.disk import Found
+    from dbsl.plan.sampler import Step
+    from dbsl.plan.types import EpochEnd, Plan, Round, RoundReport, Segment
+    from dbsl.run.evaluation import Evaluation
+    from dbsl.run.session import Session
+    from dbsl.run.training import Run, SimulatedTimes
 
 T = TypeVar("T")
 Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` returns it
@@ -27,8 +35,46 @@ Row = Mapping[str, Any]  # of metrics.jsonl, as `dbsl.log.rows.read_metrics` ret
 _FOLDER = Path(dbsl.__file__).parent / "extras"
 # The settings of all extras, by file: what is said of one whose file is not there.
 _SETTINGS = {
+    "average.py": ("ema_decay",),
+    "charts.py": ("report_to",),
+    "emulate.py": (
+        *("slowdown", "disturb", "time_noise"),
+        *("link_gbps", "link_ms", "link_overlap"),
+    ),
     "hub.py": ("push_to_hub",),
+    "mirror": ("mirror",),
+    "noise.py": ("noise_scale",),
+    "streaming": ("cache_gib", "shuffle_block"),
 }
+
+
+class Machine:
+    """How the workers' machines and network differ from what is planned: not at all."""
+
+    slows = False  # whether a worker is slowed on purpose
+
+    def factor(self, worker: int, epoch: int) -> float:
+        """Return the factor on a worker's compute time in an epoch."""
+        return 1.0
+
+    def noise_factor(self, worker: int, epoch: int, round_: int) -> float:
+        """Return the factor on one simulated round's time, besides `factor`."""
+        return 1.0
+
+    def exchange_s(
+        self,
+        times: SimulatedTimes,
+        worker: int,
+        epoch: int,
+        round_: int,
+        segment: Segment | None = None,
+    ) -> float:
+        """Return the seconds that a simulated worker's round takes on the network."""
+        return 0.0
+
+    def lines(self, run: Run) -> list[str]:
+        """Return what is printed of it when a run begins."""
+        return []
 
 
 class Extra:
@@ -45,13 +91,96 @@ class Extra:
         """Return the extra of a run with these settings; None: it is not asked for."""
         return cls()
 
+    @classmethod
+    def own_settings(cls, said: Mapping[str, Any], scratch: Path) -> Path | None:
+        """Return the config.yaml of a run that is resumed from elsewhere, downloaded to `scratch`.
+
+        `said` are the settings so far. None: the run is none of this extra's.
+        """
+
     # --- before training, on every process
+    def config(self, config: Any, accelerator: Accelerator) -> Any | None:
+        """Bring a run here that is elsewhere; return the settings to go on with."""
+
     def check(self, config: Any, accelerator: Accelerator) -> None:
         """Refuse settings, before anything is measured or written."""
 
+    def data(self, config: Any) -> Any | None:
+        """Return what opens the data, as `dbsl.data.dataset.load_data` has it; else datasets do."""
+
+    def open(
+        self, config: Any, folder: Path, found: Found | None, accelerator: Accelerator
+    ) -> None:
+        """The run has its folder; `found` is what it goes on from. Nothing is measured yet."""
+
+    def machine(self, config: Any) -> Machine | None:
+        """Return what stands for the machines; of several extras the first counts."""
+
+    # --- while it trains, on every process
+    def begin(self, session: Session) -> None:
+        """All is built; what was saved is not brought back yet."""
+
+    def measure(
+        self, turn: Round, step: Step, images: Tensor, labels: Tensor
+    ) -> dict[str, Any] | None:
+        """Return numbers of a round's first step for its report, by the names of `RoundReport`.
+
+        Gradients are there and not applied. Images [B, 3, R, R] are those of the last part.
+        """
+
+    def evaluated(
+        self,
+        session: Session,
+        end: EpochEnd,
+        result: Evaluation | None,
+        evaluate: Callable[[Session], Evaluation],
+    ) -> Evaluation | None:
+        """The merged weights of an epoch are in the model: return their result, with more of it.
+
+        `result` is None where the epoch is not evaluated.
+        """
+        return result
+
+    def finish(self, session: Session) -> None:
+        """The run ends with this epoch, which was evaluated before that was known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
+        """Go on from what `state_dict` returned; `same`: in the same workers and processes."""
+
+    # --- on the main process
+    def saved(self) -> None:
+        """A checkpoint is on the disk."""
+
+    def keeps(self) -> Collection[str]:
+        """Return the names of checkpoints that must not be removed yet."""
+        return ()
+
+    def epoch(
+        self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
+    ) -> Iterable[tuple[str, Row]]:
+        """Return events for metrics.jsonl of an epoch, from the reports of its rounds."""
+        return ()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json is to have."""
+        return {}
+
     # --- what only reports: the main process, from rows alone (`python -m dbsl.report RUN`, too)
+    def report(self, folder: Path, rows: Sequence[Row]) -> None:
+        """Begin to report on a run; these rows are in its metrics.jsonl already."""
+
+    def row(self, row: Row) -> None:
+        """A row was written. Its epochs count from 0."""
+
     def end(self, folder: Path) -> None:
         """The run is over, and its summary.json is written."""
+
+    def close(self, kind: type[BaseException] | None) -> None:
+        """Let go of what is open; `kind` is what ended the run, None: its end."""
 
     # --- after training, on every process
     def finished(self, config: Any, folder: Path, accelerator: Accelerator) -> None:
@@ -74,9 +203,41 @@ class Extras:
         }
         return cls({name: extra for name, extra in known.items() if extra is not None})
 
+    def __enter__(self) -> Extras:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.each(Extra.close, kind)
+
     def each(self, moment: Callable[..., T], *given: Any) -> list[T]:
         """Call a method of `Extra` of each; return what they return."""
         return [getattr(extra, moment.__name__)(*given) for extra in self._extras.values()]
+
+    def first(self, moment: Callable[..., T | None], *given: Any) -> T | None:
+        """Return the first answer of an extra that is not None."""
+        answers = (getattr(extra, moment.__name__)(*given) for extra in self._extras.values())
+        return next((answer for answer in answers if answer is not None), None)
+
+    def evaluated(
+        self,
+        session: Session,
+        end: EpochEnd,
+        result: Evaluation | None,
+        evaluate: Callable[[Session], Evaluation],
+    ) -> Evaluation | None:
+        """Hand an epoch's result from one to the next."""
+        for extra in self._extras.values():
+            result = extra.evaluated(session, end, result, evaluate)
+        return result
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return each one's state, by name."""
+        return {name: extra.state_dict() for name, extra in self._extras.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any], *, same: bool) -> None:
+        """Give each its state; one that is new to the run has none."""
+        for name in states.keys() & self._extras.keys():
+            self._extras[name].load_state_dict(states[name], same=same)
 
 
 @lru_cache

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.words import as_given
-from dbsl.config.fields import PAIRS, Needs, Role, Within, read_kwargs
+from dbsl.config.fields import PAIRS, Role, Within, read_kwargs
 
 timm = lazy_import("timm")
 
@@ -23,8 +23,6 @@ TrainInterpolation = Literal[
     "random", "bilinear", "bicubic", "lanczos", "nearest", "box", "hamming"
 ]
 EraseMode = Literal["const", "rand", "pixel"]
-
-SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,6 @@ class ImageConfig:
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
     loader_workers: Annotated[int | None, Within(0), Role.FREE | Role.NODE] = None
-    # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
-    # by row group into a cache of that size; unset: the whole data set is on the disk
-    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
-    # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
-    # larger cache
-    shuffle_block: Annotated[int, Within(1), Role.ORDER, Needs("cache_gib")] = SHUFFLE_BLOCK
     # images of each split that may be left out because they cannot be decoded
     max_bad_images: Annotated[int, Within(0), Role.FREE] = 16
     # --- timm's augmentation

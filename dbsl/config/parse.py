@@ -20,9 +20,9 @@ from dbsl.base.launcher import launched_precision, recall
 from dbsl.config.complete import RESOLVED, check_names, still_true
 from dbsl.config.fields import PROCESSES, UNSET
 from dbsl.config.flags import build, kinds_in_words, read_flags, unknown
+from dbsl.config.hooks import found_extras
 from dbsl.config.image_settings import AugmentKwargs, MixupKwargs
 from dbsl.config.settings import CHECKPOINTS, LrKwargs, is_url
-from dbsl.extras.mirror.bucket import pull_config, url_to_pull
 
 T = TypeVar("T")
 
@@ -90,7 +90,8 @@ def parse_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         resume, output_dir = "auto", unfinished
         said |= {"resume": resume, "output_dir": output_dir}
     with tempfile.TemporaryDirectory() as scratch:
-        own = _own_settings(resume, output_dir, settings.get("mirror"), Path(scratch))
+        where = {"resume": resume, "output_dir": output_dir}
+        own = _own_settings(settings | where, Path(scratch))
         if own is not None and own.is_file():
             sources.insert(0, _Source.read(own, known))
     given = [flag for source in sources for flag in yaml_to_argv(source.settings)]
@@ -150,16 +151,15 @@ def _naming_source(sources: Sequence[_Source], said: Collection[str]) -> Iterato
         raise SettingError(f"{error} ({paths[-1]} sets {name}; {way})") from None
 
 
-def _own_settings(
-    resume: str | None, output_dir: str | None, mirror: str | None, scratch: Path
-) -> Path | None:
-    """Return where a resumed run's own settings are, if it is one; of a URL they are downloaded."""
-    if url := url_to_pull(resume, output_dir, mirror):
-        own = pull_config(url, "resume" if url == resume else "mirror", scratch)
-        if own is None and url == resume:
-            raise SettingError(f"resume must be a URL with a complete checkpoint, got {url}")
-        return own
-    return None if resume is None else run_folder_of(str(resume), output_dir) / "config.yaml"
+def _own_settings(said: Mapping[str, Any], scratch: Path) -> Path | None:
+    """Return where a resumed run's own settings are, if it is one."""
+    if said["resume"] is None:
+        return None
+    for extra in found_extras().values():
+        if own := extra.own_settings(said, scratch):
+            return own
+    resume, output_dir = str(said["resume"]), said["output_dir"]
+    return run_folder_of(resume, output_dir) / "config.yaml"
 
 
 def _keep_found(config: T, files: Sequence[Mapping[str, Any]]) -> T:

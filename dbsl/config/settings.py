@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
-from urllib.parse import urlsplit
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given
@@ -209,25 +208,6 @@ class BatchConfig:
     balance_every: Annotated[int | None, Within(1), Needs("balance", new=True)] = None
 
 
-@dataclass(frozen=True)
-class EmulationConfig:
-    """Machines made slower than they are."""
-
-    # --- emulation of uneven machines
-    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
-    slowdown: tuple[str, ...] | None = None
-    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
-    # relative standard deviation of a simulated round's time
-    time_noise: Annotated[float, Within(0)] = 0.0
-    # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
-    # time
-    link_gbps: Annotated[float | None, Within(1e-6)] = None
-    # delay of a message, milliseconds; with --link-gbps
-    link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
-    # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
-    link_overlap: Annotated[float, Within(0, 1), Needs("link_gbps", sync="step")] = 0.0
-
-
 class LrKwargs(TypedDict, total=False):
     """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
 
@@ -385,8 +365,6 @@ class ModelConfig:
     )
     # compute activations twice instead of keeping them: less memory, more time
     grad_checkpointing: Annotated[bool, Role.STEP | Role.MODEL] = False
-    # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
-    ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
 
     @property
     def model_settings(self) -> dict[str, Any]:
@@ -423,7 +401,6 @@ class MachineConfig:
 class RunConfig(
     MachineConfig,
     StageConfig,
-    EmulationConfig,
     SyncConfig,
     BatchConfig,
     OptimizerConfig,
@@ -442,9 +419,6 @@ class RunConfig(
     # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
     # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-    # URL (s3://bucket/runs/x, gs://, hf://, file:///) that gets a copy of the run folder while the
-    # run goes on; a run that is resumed keeps it; none: not this time
-    mirror: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # print the plan and its timeline, then stop
@@ -455,14 +429,8 @@ class RunConfig(
     max_bad_rounds: Annotated[int, Within(0), Role.FREE] = 10
     # use torch.compile; graphs for all batch sizes are made before training
     compile: Annotated[bool, Role.STEP] = False
-    # estimate the batch size worth having; costs below 2 % of the time
-    noise_scale: Annotated[bool, Role.FREE] = True
     # run folder, a new one; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
-    # trackers of the run, with commas between: any that Accelerate knows and that is installed
-    # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
-    # or none; wandb works offline without a login or a network
-    report_to: Annotated[str, Role.FREE] = "wandb"
     # what a run found out, as its config.yaml has it; no flag
     resolved: Annotated[Mapping[str, Any], Role.FREE | Role.COMMAND | Role.NODE] = field(
         default_factory=dict, metadata={"flag": False}
@@ -530,21 +498,6 @@ def _check_places(config: RunConfig) -> None:
     """Raise ``SettingError`` for a place to read from or write to that does not go with another."""
     if config.eval_only and config.output_dir and config.resume != "auto":
         raise SettingError(f"output_dir must be left out with eval_only, got {config.output_dir}")
-    for name in ("mirror", "resume"):
-        if not is_url(url := getattr(config, name)):
-            continue
-        parts = urlsplit(url)
-        if parts.password is not None:
-            raise SettingError(f"{name} must have no password in it, which fsspec has settings for")
-        if not (parts.netloc + parts.path).strip("/"):
-            raise SettingError(f"{name} must name a folder at the URL, got {url}")
-    if config.mirror not in (None, "none") and not is_url(config.mirror):
-        raise SettingError(
-            f"mirror must be a URL such as s3://bucket/runs/x, or none, got {config.mirror}"
-        )
-    if is_url(config.resume) and (config.eval_only or config.plan_only):
-        what = "eval_only" if config.eval_only else "plan_only"
-        raise SettingError(f"resume must be a run folder with {what}, got {config.resume}")
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
@@ -604,7 +557,6 @@ def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
     yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
     yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
     yield config.eval_only, "plan_only", False, "with eval_only"
-    yield config.eval_only, "mirror", None, "with eval_only"
 
 
 @dataclass(frozen=True)

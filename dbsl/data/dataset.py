@@ -16,6 +16,7 @@ from PIL import Image
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import cores_of_process, lazy_import
 from dbsl.base.seeds import generator
+from dbsl.config.hooks import Extra, Extras
 from dbsl.config.image_settings import Augment, ImageConfig, Interpolation
 from dbsl.data.images import (
     Decoded,
@@ -28,7 +29,6 @@ from dbsl.data.images import (
 from dbsl.data.sources import Batch, image_batch
 from dbsl.data.tables import listed, open_labelled
 from dbsl.data.transforms import EVAL_CROP, Transform
-from dbsl.extras.streaming.streaming import Streams
 from dbsl.plan.solve import largest_remainder
 from dbsl.plan.stages import default_resolutions
 
@@ -148,7 +148,7 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
     device = torch.device(device)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    streams = None if config.cache_gib is None else Streams(config.cache_gib, config.shuffle_block)
+    streams = Extras.of(config).first(Extra.data, config)
     open_ = streams.open if streams else open_labelled
     train, evaluation, class_names = open_(config.dataset, config.image_column, config.label_column)
     train, evaluation, eval_split = _cut(train, evaluation, config, seed)

@@ -6,8 +6,10 @@ give other activations, so their statistics are measured anew wherever they are 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,16 +18,30 @@ from torch import Tensor, nn
 
 from dbsl.base.seeds import generator, stream_seed
 from dbsl.cluster.weights import FlatWeights, uncompiled
+from dbsl.config.fields import Within
+from dbsl.config.hooks import Extra
+from dbsl.config.settings import RunConfig
 from dbsl.data.images import ImageSource
 from dbsl.data.transforms import Transform
-from dbsl.model import set_training
+from dbsl.model import EMA, set_training
 from dbsl.plan.sampler import Blocks
+from dbsl.plan.types import EpochEnd
+from dbsl.run.evaluation import Evaluation
+from dbsl.run.session import Session
 
 _STATISTICS_SAMPLES = 8192  # at most: running statistics remember fewer (19 batches of 128)
 
 
-@dataclass
-class WeightAverage:
+@dataclass(frozen=True)
+class AverageSettings(RunConfig):
+    """Whether the weights are averaged."""
+
+    # --- averaged weights
+    # decay per epoch of averaged weights, say 0.8; they are evaluated beside the raw; 0: off
+    ema_decay: Annotated[float, Within(0, 1, open_high=True)] = 0.0
+
+
+class Average(Extra):
     """Averages the merged weights over epochs: a <- decay * a + (1 - decay) * g at each one's end.
 
     Only merged weights are worth averaging: in between, each worker has its own. The average is one
@@ -37,8 +53,16 @@ class WeightAverage:
             end.
     """
 
-    decay: float
-    vector: Tensor | None = None
+    Settings = AverageSettings
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.vector: Tensor | None = None
+
+    @classmethod
+    def of(cls, config: AverageSettings) -> Average | None:
+        """Return the average; None: there is no decay."""
+        return cls(config.ema_decay) if config.ema_decay else None
 
     @torch.no_grad()
     def add(self, weights: Tensor) -> None:
@@ -47,6 +71,56 @@ class WeightAverage:
             self.vector = weights.clone()
         else:
             self.vector.lerp_(weights, 1 - self.decay)
+
+    def begin(self, session: Session) -> None:
+        """Note where the weights are."""
+        self._device = session.cluster.weights.vector.device
+
+    def evaluated(
+        self,
+        session: Session,
+        end: EpochEnd,
+        result: Evaluation | None,
+        evaluate: Callable[[Session], Evaluation],
+    ) -> Evaluation | None:
+        """Take in the merged weights, and evaluate the average beside them."""
+        self.add(session.cluster.weights.vector)
+        if result is None:
+            return None
+        with self._weights(session):
+            result = result.also("ema", evaluate(session))
+            if session.is_last(end):
+                session.save_model(EMA)
+        return result
+
+    def finish(self, session: Session) -> None:
+        """Save the average."""
+        with self._weights(session):
+            session.save_model(EMA)
+
+    @contextmanager
+    def _weights(self, session: Session) -> Iterator[None]:
+        """Give the model the averaged weights for a while, with batch norm's statistics of them."""
+        run, weights = session.run, session.cluster.weights
+        with weights.kept():
+            weights.load(self.vector)
+            recompute_statistics(
+                *(run.model, weights, run.data.train, run.evaluation_transform),
+                session.accelerator,
+                batch_size=run.statistics_batch,
+                seed=run.config.seed,
+                together=session.shares_evaluation,
+            )
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
+        return {"vector": self.vector}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
+        """Go on from an average."""
+        vector = state["vector"]
+        self.vector = None if vector is None else vector.to(self._device)
 
 
 def statistics_batches(

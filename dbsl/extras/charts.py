@@ -1,17 +1,16 @@
-"""Trackers: which are there, and how to start one that never keeps a run waiting.
-
-What trackers show: one chart for each figure of the workers, with a line for each worker.
+"""Trackers: one chart for each figure of a run and of its workers.
 
 Every chart's x axis is epochs: an epoch's figures stand at its number, what a worker says on the
 way at the share of the epoch that it has done. So workers of unlike speed, and of unlike batches,
 share an axis. Where a tracker's axis has whole numbers alone, it counts thousandths of an epoch.
+
+All that is shown comes from rows of metrics.jsonl: `python -m dbsl.report RUN --report-to NAME`
+sends a finished run to a tracker.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import io
+import json
 import math
 import os
 import shlex
@@ -19,37 +18,331 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, filter_trackers, get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 from PIL import Image
 
 from dbsl.base.errors import SettingError
-from dbsl.log.rows import STEP_CHARTS, STEPS, WORKERS, figures_of_workers
+from dbsl.config.fields import Role
+from dbsl.config.hooks import Extra, Row
+from dbsl.config.settings import RunConfig
+from dbsl.log.rows import (
+    PLAN_TOTALS,
+    add_shares,
+    figures_of,
+    last_learning_rate,
+    of_workers,
+    report_from_row,
+    together,
+)
 from dbsl.plan.types import RESERVED
+from dbsl.run.folder import settings_in
 
 PROJECT = "dbsl"
+THOUSANDTHS = 1000  # a tracker whose axis has whole numbers alone counts thousandths of an epoch
+_STEP = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
+# Charts of all workers on W&B, with a line each.
+_OVERLAID = {
+    "steps": _STEP,
+    "workers": ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share"),
+}
+_LINES = 10  # workers of such a chart; of more, as many are shown, evenly spaced
+_POINTS = 64  # at most, of a line
+# They are sent whole: at intervals that grow with the run.
+_OVERLAID_EVERY_S, _OVERLAID_GROWTH = 60.0, 0.1
+_TOLD = ("plan", "lost", "joined", "undone", "restart")  # events without figures of their own
+_OF_PLACE = ("event", "epoch", "resolution", "samples", "train_resolution", "learning_rate")
 
 
-def check_tracker(report_to: str) -> None:
-    """Raise ``SettingError`` unless it names installed trackers of Accelerate's, or ``none``."""
-    tracker_names(report_to)
+@dataclass(frozen=True)
+class ChartSettings(RunConfig):
+    """Which trackers."""
+
+    # trackers of the run, with commas between: any that Accelerate knows and that is installed
+    # (wandb, tensorboard, trackio, mlflow, comet_ml, aim, clearml, dvclive, swanlab), all of those,
+    # or none; wandb works offline without a login or a network
+    report_to: Annotated[str, Role.FREE] = "wandb"
+
+
+class Charts(Extra):
+    """The trackers of a run, each shown the same."""
+
+    Settings = ChartSettings
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._before: Mapping[str, str] = {}  # trackers of the session before, with their ids
+        self._shown: list[_Tracker] = []
+        self._totals: dict[int, dict[str, float]] = {}  # of plans, by resolution
+        self._rounds: defaultdict[int, list[Row]] = defaultdict(list)  # by epoch
+        self._epochs, self._live = 0, False
+
+    @classmethod
+    def of(cls, config: ChartSettings) -> Charts | None:
+        """Return the charts, unless there are to be none; refuse a tracker that is not there."""
+        names = tracker_names(config.report_to)
+        return cls(names) if names else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trackers' names, with what a later session needs to go on in their charts."""
+        return {"trackers": {shown.tracker.name: shown.id for shown in self._shown}}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
+        """Go on in the charts of before."""
+        self._before = state["trackers"]
+
+    def report(self, folder: Path, rows: Sequence[Row]) -> None:
+        """Start the trackers, with their files in the run folder."""
+        self._folder = folder
+        settings = dict(_flatten(settings_in(folder)))
+        workers = max((len(row["workers"]) for row in rows if row["event"] == "plan"), default=1)
+        done = sum(row["event"] == "times" for row in rows)
+        for name in self._names:
+            kind = _WandB if name == "wandb" else _Tracker
+            before = self._before.get(name)
+            self._shown.append(kind(name, folder, settings, before, done, _spread(workers)))
+        for row in rows:
+            self.row(row)
+        self._live = True
+        plans = [row for row in rows if row["event"] == "plan" and "from_epoch" not in row]
+        table = {r["resolution"]: r["workers"] for r in reversed(plans)}
+        own = [{"resolution": r, **worker} for r, each in table.items() for worker in each]
+        for shown in self._shown:
+            if not shown.resumed:
+                shown.table("plan/table", own)
+        self._pictures(0.0, again=False)
+
+    def row(self, row: Row) -> None:
+        """Show a row; what the sessions before have shown is kept for charts of all workers."""
+        event = row["event"]
+        if event == "plan":
+            self._totals[row["resolution"]] = {name: row[name] for name in PLAN_TOTALS}
+        elif event == "step":
+            values = {name: row[name] for name in _STEP} | figures_of(row)
+            self._workers("steps", {row["worker"]: values}, row["epoch"] + row["progress"])
+        elif event == "round":
+            self._rounds[row["epoch"]].append(row)
+        elif event == "times":
+            self._epoch(row)
+        elif event not in _TOLD:
+            values = {name: row[name] for name in row if name not in _OF_PLACE}
+            values.pop("train_time_s", None)  # which the epoch's times have
+            values.pop("virtual_time_s", None)
+            spent = {"time/eval_s": values.pop("time_s")} if "time_s" in values else {}
+            self._log({f"{event}/{n}": v for n, v in values.items()} | spent, row["epoch"] + 1)
+
+    def _epoch(self, row: Row) -> None:
+        """Show an epoch that is over."""
+        reports = [report_from_row(own) for own in self._rounds.pop(row["epoch"], [])]
+        self._epochs = row["epoch"] + 1
+        workers = of_workers(sorted(reports, key=lambda report: report.worker))
+        add_shares(workers)
+        times = {n: v for n, v in row.items() if n.endswith("_time_s") and n[:8] != "workers_"}
+        values = {
+            "loss": together(reports)["loss"],
+            "learning_rate": last_learning_rate(reports),
+            "resolution": row["resolution"],
+            "images_per_s": row["images_per_s"],
+            **{name: value for name, value in figures_of(row).items() if name not in times},
+        }
+        totals = self._totals.get(row["resolution"], {})
+        shown = {f"train/{name}": value for name, value in values.items()}
+        shown |= {f"time/{name.removesuffix('_time_s')}_s": v for name, v in times.items()}
+        shown |= {f"plan/{name}": value for name, value in totals.items()}
+        self._log(shown, row["epoch"] + 1)
+        self._workers("workers", workers, row["epoch"] + 1)
+
+    def _log(self, values: Mapping[str, Any], epochs: float) -> None:
+        numbers = {n: v for n, v in values.items() if _is_number(v)}
+        for shown in self._shown if self._live else ():
+            shown.log(numbers, epochs)
+
+    def _workers(self, kind: str, values: Mapping[int, Mapping[str, Any]], epochs: float) -> None:
+        finite = {
+            worker: {name: value for name, value in own.items() if _is_number(value)}
+            for worker, own in values.items()
+        }
+        for shown in self._shown:
+            shown.workers(kind, finite, epochs, live=self._live)
+
+    def _pictures(self, epochs: float, *, again: bool = True) -> None:
+        files = {f"plots/{f.stem}": f for f in sorted(self._folder.glob("plots/*.png"))}
+        for shown in self._shown:
+            if again or not shown.resumed:
+                shown.images(files, epochs)
+
+    def end(self, folder: Path) -> None:
+        """Send what the run came to."""
+        values = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        for shown in self._shown:
+            shown.summary(values)
+
+    def close(self, kind: type[BaseException] | None) -> None:
+        """Send the pictures of a run that has come to its end, and end the trackers."""
+        if kind is None and self._shown:
+            self._pictures(self._epochs)
+        for shown in self._shown:
+            # What ended the run is to be told, not what a tracker says then.
+            with suppress(Exception if kind else ()):
+                shown.close()
+                shown.tracker.finish()
+        self._shown = []
+
+
+class _Tracker:
+    """A tracker of which nothing is known but that it takes numbers."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        settings: dict[str, Any],
+        before: str | None,
+        epochs: int,
+        lines: Sequence[int],
+    ) -> None:
+        self.resumed, self._lines = before is not None, lines
+        own: dict[str, dict[str, Any]] = {
+            "dvclive": {"dir": str(folder / "dvclive")},
+            "mlflow": {"run_name": folder.name},
+            "swanlab": {"experiment_name": folder.name, "logdir": str(folder / "swanlog")},
+            # What a session that was killed has shown after its checkpoint is shown no more.
+            "tensorboard": {"purge_step": THOUSANDTHS * epochs + self.resumed},
+            "trackio": {"name": folder.name} | ({"resume": "allow"} if self.resumed else {}),
+        }
+        # TensorBoard uses the project's name for its folder.
+        project = name if name == "tensorboard" else PROJECT
+        self.tracker = start_tracker(name, project, folder, settings, own.get(name, {}))
+
+    @property
+    def id(self) -> str:
+        """What a later session goes on by."""
+        return ""
+
+    def log(self, values: Mapping[str, Any], epochs: float) -> None:
+        self.tracker.log({"epoch": epochs, **values}, step=round(THOUSANDTHS * epochs))
+
+    def workers(
+        self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float, *, live: bool
+    ) -> None:
+        if live:
+            self.log(_flat(kind, values), epochs)
+
+    def table(self, name: str, rows: Sequence[Row]) -> None:
+        if rows and hasattr(self.tracker, "log_table"):
+            data = [list(row.values()) for row in rows]
+            self.tracker.log_table(name, columns=list(rows[0]), data=data)
+
+    def images(self, files: Mapping[str, Path], epochs: float) -> None:
+        if not hasattr(self.tracker, "log_images"):
+            return
+        layout = {"dataformats": "NHWC"} if self.tracker.name == "tensorboard" else {}
+        for name, file in files.items():
+            with Image.open(file) as image:
+                pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
+            self.tracker.log_images({name: pixels}, step=self._step(epochs), **layout)
+
+    def summary(self, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _step(self, epochs: float) -> int | None:
+        return round(THOUSANDTHS * epochs)
+
+
+class _WandB(_Tracker):
+    """W&B: figures of workers are hidden from automatic charts, and drawn in charts of all."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        settings: dict[str, Any],
+        before: str | None,
+        epochs: int,
+        lines: Sequence[int],
+    ) -> None:
+        self.resumed, self._lines = before is not None, lines
+        self.tracker = start_wandb(folder, settings, before)
+        self._points: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
+        self._began = self._sent = time.monotonic()
+        self._new, self._epochs = False, 0.0
+        self._hidden: set[str] = set()
+        run = self.tracker.tracker
+        run.define_metric("epoch", hidden=True)
+        run.define_metric("*", step_metric="epoch")
+        for shown in ("eval/accuracy", "eval/ema_accuracy"):
+            run.define_metric(shown, step_metric="epoch", summary="max,last")
+
+    @property
+    def id(self) -> str:
+        return self.tracker.tracker.id
+
+    def log(self, values: Mapping[str, Any], epochs: float) -> None:
+        # Without a step: W&B would hold one back until a later one comes.
+        self.tracker.log({"epoch": epochs, **values})
+
+    def workers(
+        self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float, *, live: bool
+    ) -> None:
+        for worker in values.keys() & {*self._lines}:
+            for name, value in values[worker].items():
+                if name in _OVERLAID[kind] or name not in RESERVED:  # or a loss function's figure
+                    line = self._points[f"{kind}/{name}"].setdefault(worker, [])
+                    line.append((epochs, value))
+                    if len(line) > 2 * _POINTS:
+                        del line[1:-1:2]
+        self._new, self._epochs = True, max(self._epochs, epochs)
+        if not live:
+            return
+        flat = _flat(kind, values)
+        for name in flat.keys() - self._hidden:  # by its whole name, before any pattern
+            self.tracker.tracker.define_metric(name, step_metric="epoch", hidden=True)
+        self._hidden |= flat.keys()
+        self.log(flat, epochs)
+        now = time.monotonic()
+        if now - self._sent >= max(_OVERLAID_EVERY_S, _OVERLAID_GROWTH * (now - self._began)):
+            self._send()
+
+    def _send(self) -> None:
+        """Send each figure's chart of all workers."""
+        import wandb
+
+        charts = {}
+        for name, lines in self._points.items():
+            thin = {worker: _thinned(lines[worker]) for worker in sorted(lines)}
+            charts[f"all {name.replace('/', ': ', 1)}"] = wandb.plot.line_series(
+                xs=[[x for x, _ in line] for line in thin.values()],
+                ys=[[y for _, y in line] for line in thin.values()],
+                keys=[f"worker {worker}" for worker in thin],
+                title=name.partition("/")[2].replace("_", " "),
+                xname="epoch",
+            )
+        self.log(charts, self._epochs)
+        self._sent, self._new = time.monotonic(), False
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self.tracker.tracker.summary.update(dict(values))
+
+    def close(self) -> None:
+        if self._new:
+            self._send()
+
+    def _step(self, epochs: float) -> int | None:
+        return None
 
 
 def tracker_names(report_to: str) -> tuple[str, ...]:
-    """Return the trackers that a setting names, each once; of ``all`` those that are installed.
-
-    Raises:
-        SettingError: If it names one that Accelerate does not know, or that is not installed.
-    """
+    """Return the trackers that a setting names, each once; of ``all`` those that are installed."""
     installed = tuple(map(str, get_available_trackers()))
     known = sorted({*map(str, LoggerType)} - {"all"})
     names = tuple(dict.fromkeys(report_to.replace(" ", "").split(",")))
@@ -68,110 +361,58 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
     return names
 
 
-def start_trackers(
-    accelerator: Accelerator,
-    report_to: str,
-    folder: Path,
-    run_name: str,
-    config: Mapping[str, Any],
-    *,
-    resumed: Mapping[str, str] | None = None,
-    epochs: int = 0,
-) -> None:
-    """Start the accelerator's trackers, with their files in the run folder.
+def start_tracker(
+    name: str, project: str, folder: Path, settings: dict[str, Any], own: dict[str, Any]
+) -> GeneralTracker:
+    """Start a tracker as Accelerate does."""
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    where = [str(folder)] if kind.requires_logging_directory else []
+    tracker = kind(project, *where, **own)
+    if hasattr(tracker, "start"):  # not of Accelerate's older ones
+        tracker.start()
+    tracker.store_init_configuration(settings)
+    return tracker
 
-    Without a login or an answer from its server W&B works offline; it never asks or waits long.
-    ``WANDB_MODE`` decides instead where it is set to anything but ``online``.
 
-    Args:
-        accelerator: Gets the trackers, whatever its ``log_with`` was.
-        report_to: The trackers, as `check_tracker` takes them.
-        folder: The run folder; it exists.
-        run_name: Name of the run in the trackers.
-        config: The run's settings.
-        resumed: What `tracker_ids` returned in the session before, whose charts go on.
-        epochs: Epochs that are complete.
+def start_wandb(folder: Path, settings: dict[str, Any], resume_id: str | None) -> GeneralTracker:
+    """Start W&B; without a login or an answer from its server it works offline.
+
+    It never asks or waits long. ``WANDB_MODE`` decides where it is set to anything but ``online``.
     """
-    if not accelerator.is_main_process:
-        return
-    settings, started, resumed = dict(_flatten(config)), [], resumed or {}
-    accelerator.project_configuration.logging_dir = str(folder)
-    for name in tracker_names(report_to):
-        # Not left to Accelerator(log_with=...): the run folder may be known only after that is
-        # built. One after the other: it would start those that are there once more.
-        accelerator.log_with = filter_trackers(name, str(folder))
-        accelerator.trackers = []
-        if name == "tensorboard":  # which uses the project's name for its sub-folder
-            # What a session that was killed has shown after its checkpoint is shown no more.
-            own = {"purge_step": THOUSANDTHS * epochs + (name in resumed)}
-            accelerator.init_trackers("tensorboard", settings, {name: own})
-        elif name == "trackio":
-            own = {
-                "name": run_name,
-                "group": run_name,
-            }  # with its workers: see `dbsl.extras.charts`
-            own |= {"resume": "allow"} if name in resumed else {}
-            accelerator.init_trackers(PROJECT, settings, {name: own})
-        elif name == "wandb":
-            _start_wandb(accelerator, folder, run_name, settings, resumed.get(name))
-        else:
-            own = {
-                "dvclive": {"dir": str(folder / "dvclive")},
-                "mlflow": {"run_name": run_name},
-                "swanlab": {"experiment_name": run_name, "logdir": str(folder / "swanlog")},
-            }
-            accelerator.init_trackers(PROJECT, settings, {name: own.get(name, {})})
-        started += accelerator.trackers
-    accelerator.trackers = started
-
-
-def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
-    """Return the trackers' names, with what a later session needs to go on in their charts."""
-    trackers = accelerator.trackers
-    return {own.name: own.tracker.id if own.name == "wandb" else "" for own in trackers}
-
-
-def _start_wandb(
-    accelerator: Accelerator,
-    folder: Path,
-    name: str,
-    config: dict[str, Any],
-    resume_id: str | None,
-) -> None:
     import wandb
 
     # Seconds; by default the end waits for a lost server without limit. All is on disk anyway.
     quiet = wandb.Settings(silent=True, init_timeout=30, finish_timeout=120)
     mode = os.environ.get("WANDB_MODE", "online")
 
-    def start(mode: str) -> None:
-        kwargs = {"dir": str(folder), "mode": mode, "settings": quiet}
+    def start(mode: str) -> GeneralTracker:
+        own = {"dir": str(folder), "mode": mode, "settings": quiet}
         if not os.environ.get("WANDB_NAME"):
-            kwargs["name"] = name
+            own["name"] = folder.name
         if resume_id is not None:
-            kwargs["id"] = resume_id
+            own["id"] = resume_id
             if mode == "online":  # offline, the upload puts sessions of one id together
-                kwargs["resume"] = "allow"
+                own["resume"] = "allow"
         # W&B reads its other variables itself: entity, group, job type, tags, notes.
         project = os.environ.get("WANDB_PROJECT") or PROJECT
-        accelerator.init_trackers(project, config, {"wandb": kwargs})
+        return start_tracker("wandb", project, folder, settings, own)
 
-    why = f"WANDB_MODE={mode}" if mode != "online" else _why_offline()
+    tracker, why = None, f"WANDB_MODE={mode}" if mode != "online" else _why_offline()
     if why is None:
         try:
-            start("online")
+            tracker = start("online")
         except wandb.Error as error:
-            accelerator.trackers.clear()
             why = str(error).partition("\n")[0]
-    if why is not None:
-        start("offline" if mode == "online" else mode)
-    run = accelerator.get_tracker("wandb", unwrap=True)
+    if tracker is None:
+        tracker = start("offline" if mode == "online" else mode)
+    run = tracker.tracker
     if why is None:
         print(f"wandb: {run.url}", flush=True)
     elif run.offline:
         # The folder of all sessions of the run: a resumed one adds to those before.
         command = f"wandb sync {shlex.quote(os.path.relpath(folder / 'wandb'))}"
         print(f"wandb: offline ({why}); to upload: {command}", flush=True)
+    return tracker
 
 
 def _why_offline() -> str | None:
@@ -208,307 +449,17 @@ def _answers(url: str, timeout_s: float) -> bool:
     return answered.is_set()
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield settings in the types that every tracker takes: bool, int, float, str."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple):
-            yield f"{prefix}{key}", ",".join(map(str, value))
+    for key, value in settings.items():
+        if isinstance(value, list | tuple):
+            yield key, ",".join(map(str, value))
         else:
-            plain = isinstance(value, bool | int | float | str)
-            yield f"{prefix}{key}", value if plain else str(value)
+            yield key, value if isinstance(value, bool | int | float | str) else str(value)
 
 
-THOUSANDTHS = 1000  # a tracker whose axis has whole numbers alone counts thousandths of an epoch
-_LINES = 10  # workers of a chart; of more, as many are shown, evenly spaced
-# Charts of all workers on W&B, whose own have a line each. They are sent whole, so that they come
-# at intervals that grow with the run, and their cost stays below this share of its time.
-OVERLAID = {
-    STEPS: STEP_CHARTS,
-    WORKERS: ("local_batch_size", "share", "compute_time_s", "wait_time_s", "idle_time_share"),
-}
-_OVERLAID_EVERY_S, _OVERLAID_COST, _OVERLAID_GROWTH = 60.0, 0.002, 0.1
-_POINTS = 64  # at most, of a line of such a chart
-
-
-class Charts:
-    """The trackers of a run, each shown the same.
-
-    Args:
-        accelerator: Has the trackers; they are started.
-        workers: Workers of the run.
-        group: The run's name, of which each worker's series are a part.
-        resumed: Names of those that a session before has shown the run to.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, workers: int, group: str, resumed: Collection[str] = ()
-    ) -> None:
-        self._trackers = [
-            _KINDS.get(own.name, _Tracker)(own, _spread(workers), group, own.name in resumed)
-            for own in accelerator.trackers
-        ]
-
-    def record(self, values: Mapping[str, float], epochs: float) -> None:
-        """Record figures of the run at a moment, in epochs since its start."""
-        for tracker in self._trackers:
-            tracker.log(values, epochs)
-
-    def workers(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
-        """Record figures of workers, by worker and name; what is not finite is left out."""
-        finite = {
-            worker: {name: value for name, value in own.items() if math.isfinite(value)}
-            for worker, own in values.items()
-        }
-        for tracker in self._trackers:
-            tracker.workers(kind, finite, epochs)
-
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Take the workers' figures of the sessions before from the records of metrics.jsonl."""
-        for tracker in self._trackers:
-            tracker.resume(records)
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]], *, again: bool = True) -> None:
-        """Send a table, a mapping for each row, to the trackers that take any.
-
-        Not `again`: not to those that a session before has shown the run to.
-        """
-        for tracker in self._trackers:
-            if again or not tracker.resumed:
-                tracker.table(name, rows)
-
-    def images(self, files: Mapping[str, Path], epochs: float, *, again: bool = True) -> None:
-        """Send picture files, by their names in the tracker, to the trackers that take any.
-
-        `again` is as with tables.
-        """
-        for tracker in self._trackers:
-            if again or not tracker.resumed:
-                tracker.images(files, epochs)
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Send what the run came to, to the trackers that have a place for it."""
-        for tracker in self._trackers:
-            tracker.summary(values)
-
-    def close(self, *, failed: bool = False) -> None:
-        """End what was begun here; of a run that failed the trackers themselves, too.
-
-        `Accelerator.end_training` ends those of a run that did not.
-        """
-        for tracker in self._trackers:
-            # What ended the run is to be told, not what a tracker says then.
-            with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
-                tracker.close()
-                if failed:
-                    tracker.tracker.finish()
-
-
-class _Tracker:
-    """A tracker of which nothing is known but that it takes numbers."""
-
-    def __init__(
-        self, tracker: GeneralTracker, shown: Sequence[int], group: str, resumed: bool
-    ) -> None:
-        self.tracker, self.resumed = tracker, resumed
-        self._shown, self._group = shown, group
-
-    def log(self, values: Mapping[str, Any], epochs: float) -> None:
-        step = round(THOUSANDTHS * epochs)
-        self.tracker.log({"epoch": epochs, **values}, step=step)
-
-    def workers(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
-        self.log(_flat(kind, values), epochs)
-
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if hasattr(self.tracker, "log_table"):
-            columns = list(rows[0])
-            self.tracker.log_table(name, columns=columns, data=[list(r.values()) for r in rows])
-
-    def images(self, files: Mapping[str, Path], epochs: float, **layout: str) -> None:
-        if not hasattr(self.tracker, "log_images"):
-            return
-        for name, file in files.items():
-            with Image.open(file) as image:
-                pixels = np.asarray(image.convert("RGB"))[None]  # [1, H, W, 3]
-            self.tracker.log_images({name: pixels}, step=self._step(epochs), **layout)
-
-    def summary(self, values: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-    def _step(self, epochs: float) -> int | None:
-        return round(THOUSANDTHS * epochs)
-
-
-class _TensorBoard(_Tracker):
-    """TensorBoard overlays runs: each worker is one, in a folder of its own."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._writers: dict[int, Any] = {}
-        self._last: dict[int, int] = {}  # step of a worker that sessions before have shown
-
-    def log(self, values: Mapping[str, Any], epochs: float) -> None:
-        self.tracker.log(dict(values), step=self._step(epochs))
-
-    def workers(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
-        for worker in values.keys() & {*self._shown}:
-            if worker not in self._writers:
-                main = self.tracker.tracker
-                folder = f"{main.log_dir}/worker-{worker}"
-                # What a session that was killed has shown after its checkpoint is shown no more.
-                own = {"purge_step": self._last.get(worker, -1) + 1}
-                self._writers[worker] = type(main)(folder, flush_secs=10, **own)
-            for name, value in values[worker].items():
-                self._writers[worker].add_scalar(f"{kind}/{name}", value, self._step(epochs))
-
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        for _, worker, _, epochs in figures_of_workers(records):
-            self._last[worker] = max(self._last.get(worker, 0), self._step(epochs))
-
-    def images(self, files: Mapping[str, Path], epochs: float, **_: str) -> None:
-        super().images(files, epochs, dataformats="NHWC")
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-
-class _Trackio(_Tracker):
-    """trackio overlays runs: each worker is one, in a group with the run's own."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._runs: dict[int, Any] = {}
-
-    def workers(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
-        for worker in sorted(values.keys() & {*self._shown}):
-            if worker not in self._runs:
-                self._runs[worker] = self._begin(f"{self.tracker.tracker.name} worker {worker}")
-            record = {f"{kind}/{name}": value for name, value in values[worker].items()}
-            self._runs[worker].log({"epoch": epochs, **record}, step=self._step(epochs))
-
-    def _begin(self, name: str) -> Any:
-        import trackio
-
-        # trackio ends the run of its context when another begins: this one has its own context.
-        begin = contextvars.Context().run
-        with contextlib.redirect_stdout(io.StringIO()):
-            return begin(
-                trackio.init,
-                project=self.tracker.run_name,
-                name=name,
-                group=self._group,
-                resume="allow" if self.resumed else "never",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        import trackio
-
-        table = trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self.tracker.tracker.log({name: table}, step=0)
-
-    def images(self, files: Mapping[str, Path], epochs: float, **_: str) -> None:
-        import trackio
-
-        pictures = {name: trackio.Image(str(file)) for name, file in files.items()}
-        self.tracker.tracker.log(pictures, step=self._step(epochs))
-
-    def close(self) -> None:
-        for run in self._runs.values():
-            with contextlib.redirect_stdout(io.StringIO()):
-                run.finish()
-
-
-class _WandB(_Tracker):
-    """W&B: figures of workers are hidden from automatic charts, and drawn in charts of all."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._lines: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
-        self._began = self._sent = time.monotonic()
-        self._spent_s, self._new, self._epochs = 0.0, False, 0.0
-        self._hidden: set[str] = set()
-        run = self.tracker.tracker
-        run.define_metric("epoch", hidden=True)
-        run.define_metric("*", step_metric="epoch")
-        for name in ("eval/accuracy", "eval/ema_accuracy"):
-            run.define_metric(name, step_metric="epoch", summary="max,last")
-
-    def log(self, values: Mapping[str, Any], epochs: float) -> None:
-        # Without a step: W&B would hold one back until a later one comes.
-        self.tracker.log({"epoch": epochs, **values})
-
-    def workers(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
-        flat = _flat(kind, values)
-        for name in flat.keys() - self._hidden:  # by its whole name, before any pattern
-            self.tracker.tracker.define_metric(name, step_metric="epoch", hidden=True)
-        self._hidden |= flat.keys()
-        self.log(flat, epochs)
-        self._keep(kind, values, epochs)
-        now = time.monotonic()
-        wait = max(
-            _OVERLAID_EVERY_S,
-            self._spent_s / _OVERLAID_COST,
-            _OVERLAID_GROWTH * (now - self._began),
-        )
-        if now - self._sent >= wait:
-            self._send()
-
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
-        for kind, worker, values, epochs in figures_of_workers(records):
-            self._keep(kind, {worker: values}, epochs)
-
-    def _keep(self, kind: str, values: Mapping[int, Mapping[str, float]], epochs: float) -> None:
-        for worker in values.keys() & {*self._shown}:
-            for name in values[worker]:
-                if name in OVERLAID[kind] or name not in RESERVED:  # or a loss function's figure
-                    line = self._lines[f"{kind}/{name}"].setdefault(worker, [])
-                    line.append((epochs, values[worker][name]))
-                    if len(line) > 2 * _POINTS:
-                        del line[1:-1:2]
-        self._new, self._epochs = True, max(self._epochs, epochs)
-
-    def _send(self) -> None:
-        """Send each figure's chart of all workers."""
-        import wandb
-
-        began, charts = time.monotonic(), {}
-        for name, lines in self._lines.items():
-            thin = {worker: _thinned(lines[worker]) for worker in sorted(lines)}
-            charts[f"all {name.replace('/', ': ', 1)}"] = wandb.plot.line_series(
-                xs=[[x for x, _ in line] for line in thin.values()],
-                ys=[[y for _, y in line] for line in thin.values()],
-                keys=[f"worker {worker}" for worker in thin],
-                title=name.partition("/")[2].replace("_", " "),
-                xname="epoch",
-            )
-        self.log(charts, self._epochs)
-        self._sent, self._new = time.monotonic(), False
-        self._spent_s = self._sent - began
-
-    def images(self, files: Mapping[str, Path], epochs: float, **_: str) -> None:
-        super().images(files, epochs)
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        self.tracker.tracker.summary.update(dict(values))
-
-    def close(self) -> None:
-        if self._new:
-            self._send()
-
-    def _step(self, epochs: float) -> int | None:
-        return None
-
-
-_KINDS = {"tensorboard": _TensorBoard, "trackio": _Trackio, "wandb": _WandB}
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _flat(kind: str, values: Mapping[int, Mapping[str, float]]) -> dict[str, float]:

@@ -1,11 +1,10 @@
-"""Uneven machines and a network on an even one: factors on compute time, and seconds of exchanges.
+"""Uneven and disturbed machines on even ones, and a network; the same for each seed.
 
-Both are the same for each seed. Real processes wait for the extra time after their own compute
-time; in the simulated cluster all of it is on the virtual clock.
-
-A vector of S bytes goes over a link of G bit/s, the same in both directions, with a delay of L
-seconds for each message. A ring all-reduce of n workers sends 2 (n - 1) messages of S / n in turn
-(Patarasu and Yuan 2009); a vector to or from the server is one message of S.
+Real processes wait for the extra time after their own compute time; in the simulated cluster the
+factors are on the virtual clock, and so is what exchanges cost. A vector of S bytes goes over a
+link of G bit/s, the same in both directions, with a delay of L seconds for each message. A ring
+all-reduce of n workers sends 2 (n - 1) messages of S / n in turn (Patarasu and Yuan 2009); a vector
+to or from the server is one message of S.
 """
 
 from __future__ import annotations
@@ -14,17 +13,78 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import numpy as np
+from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.config.fields import in_range
-from dbsl.plan.types import Round, Segment
+from dbsl.base.words import duration
+from dbsl.config.fields import Needs, Within, in_range
+from dbsl.config.hooks import Extra, Machine
+from dbsl.config.settings import RunConfig
+from dbsl.plan.types import Segment
+from dbsl.run.training import Run, SimulatedTimes
 
-if TYPE_CHECKING:
-    from dbsl.run.training import Run
+
+@dataclass(frozen=True)
+class EmulateSettings(RunConfig):
+    """Machines made slower than they are, and a network between simulated workers."""
+
+    # --- emulation of uneven machines
+    # factor on a worker's compute time as worker:factor, say 0:2.0,3:1.5
+    slowdown: tuple[str, ...] | None = None
+    disturb: str | None = None  # slow spells as probability:epochs[:factor], say 0.1:4-20
+    # relative standard deviation of a simulated round's time
+    time_noise: Annotated[float, Within(0)] = 0.0
+    # Gbit/s between simulated workers, in each direction, at least 1e-6; unset: exchanges take no
+    # time
+    link_gbps: Annotated[float | None, Within(1e-6)] = None
+    # delay of a message, milliseconds; with --link-gbps
+    link_ms: Annotated[float, Within(0), Needs("link_gbps")] = 0.0
+    # share of a joint step's computing that gradients travel behind, in [0, 1]; with --link-gbps
+    link_overlap: Annotated[float, Within(0, 1), Needs("link_gbps", sync="step")] = 0.0
+
+
+class Emulate(Extra):
+    """Makes machines and the network differ from what is planned."""
+
+    Settings = EmulateSettings
+
+    @classmethod
+    def of(cls, config: EmulateSettings) -> Emulate | None:
+        """Return it if one of its settings is given."""
+        given = (config.slowdown, config.disturb, config.time_noise, config.link_gbps)
+        return cls() if any(given) else None
+
+    def check(self, config: EmulateSettings, accelerator: Accelerator) -> None:
+        """Refuse what is for simulated workers in several processes."""
+        if accelerator.num_processes == 1:
+            return
+        if config.time_noise:
+            raise SettingError(
+                f"time_noise must be 0 with several processes, whose times are real, "
+                f"got {config.time_noise:g}"
+            )
+        if config.link_gbps is not None:
+            raise SettingError(
+                "link_gbps must be unset with several processes, whose network is real, "
+                f"got {config.link_gbps:g}"
+            )
+
+    def machine(self, config: EmulateSettings) -> Emulation:
+        """Return the factors and the link."""
+        link = None
+        if config.link_gbps is not None:
+            link = Link(config.link_gbps, config.link_ms, config.link_overlap)
+        return Emulation(
+            slowdown=parse_slowdown(config.slowdown or (), config.workers),
+            disturbance=parse_disturb(config.disturb) if config.disturb else None,
+            noise=config.time_noise,
+            seed=config.seed,
+            link=link,
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +101,7 @@ class Disturbance:
 
 
 @dataclass(frozen=True)
-class Emulation:
+class Emulation(Machine):
     """How much longer than its time model each worker takes, by epoch and round.
 
     Attributes:
@@ -49,12 +109,19 @@ class Emulation:
         disturbance: Factors that come and go.
         noise: Standard deviation of a round's time, relative; lognormal with mean 1.
         seed: The run's seed.
+        link: The network between simulated workers; None: exchanges take no time.
     """
 
     slowdown: Mapping[int, float] = field(default_factory=dict)
     disturbance: Disturbance | None = None
     noise: float = 0.0
     seed: int = 0
+    link: Link | None = None
+
+    @property
+    def slows(self) -> bool:
+        """Whether a worker is slowed on purpose."""
+        return bool(self.slowdown or self.disturbance)
 
     def factor(self, worker: int, epoch: int) -> float:
         """Return the factor on a worker's compute time in an epoch, without noise."""
@@ -70,6 +137,49 @@ class Emulation:
         sigma = math.sqrt(math.log1p(self.noise**2))
         stream = generator(self.seed, "time noise", worker, epoch, round_)
         return math.exp(sigma * stream.standard_normal() - sigma**2 / 2)
+
+    def exchange_s(
+        self,
+        times: SimulatedTimes,
+        worker: int,
+        epoch: int,
+        round_: int,
+        segment: Segment | None = None,
+    ) -> float:
+        """Return the seconds that a simulated worker's round takes on the link.
+
+        The server is with worker 0, unless it has a process of its own.
+        """
+        config, link = times.run.config, self.link
+        if link is None:
+            return 0.0
+        size = 4 * (times.parameters if config.sync == "step" else times.state)  # of float32
+        if config.sync == "step":
+            compute_s, steps = times.computed(worker, epoch, round_, segment)
+            return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))
+        if config.sync == "bsp":
+            at_server = config.merge == "delta" or config.push == "gradients"
+            return link.barrier_s(size, config.workers, at_server=at_server)
+        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
+
+    def lines(self, run: Run) -> list[str]:
+        """Return a line on the link, if there is one."""
+        config = run.config
+        if self.link is None:
+            return []
+        link = f"emulated link of {self.link.gbps:g} Gbit/s"
+        if config.workers == 1:
+            return [f"{link}: one worker, nothing goes over it"]
+        at_first = Segment(run.plans[run.stage_at(0).resolution])  # nothing is to be decided
+        longer_s = self.exchange_s(SimulatedTimes(run), config.workers - 1, 0, 0, at_first)
+        each = "each push of gradients" if config.push == "gradients" else "each round"
+        at_server = ""
+        if config.sync in ("ssp", "asp"):
+            at_server = ", but not for worker 0: the server is there"
+        return [
+            f"{link}: {each} takes {duration(longer_s)} longer on the virtual clock than predicted "
+            f"above{at_server}"
+        ]
 
 
 @lru_cache(maxsize=4096)
@@ -89,11 +199,7 @@ def _disturbed(disturbance: Disturbance, seed: int, worker: int, epoch: int) -> 
 
 
 def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
-    """Return factors by worker from ``("0:2.0", "3:1.5")``.
-
-    Raises:
-        SettingError: If a value is none such, a worker does not exist or a factor is below 1.
-    """
+    """Return factors by worker from ``("0:2.0", "3:1.5")``."""
     factors: dict[int, float] = {}
     for value in values:
         worker, _, factor = str(value).partition(":")
@@ -111,11 +217,7 @@ def parse_slowdown(values: Sequence[str], workers: int) -> dict[int, float]:
 
 
 def parse_disturb(value: str) -> Disturbance:
-    """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, such as ``0.1:4-20``.
-
-    Raises:
-        SettingError: If the value is none such or a number is out of its range.
-    """
+    """Return the disturbance of ``PROBABILITY:SHORTEST-LONGEST[:FACTOR]``, say ``0.1:4-20``."""
     probability, _, rest = value.partition(":")
     epochs, _, factor = rest.partition(":")
     shortest, _, longest = epochs.partition("-")
@@ -170,12 +272,9 @@ class Link:
         return 2 * (workers - 1) * self.message_s(size / workers)
 
     def joint_step_s(self, size: float, workers: int, compute_s: float) -> float:
-        """Return the seconds of a joint step that `workers` wait for their gradients' sum.
+        """Return the seconds of a joint step that `workers` wait for the sum of `size` bytes.
 
-        Args:
-            size: Bytes of the gradients.
-            workers: Workers.
-            compute_s: Seconds that the step is computed for, of which `overlap` hides the sum.
+        The step is computed for `compute_s`, of which `overlap` hides the sum.
         """
         return max(0.0, self.all_reduce_s(size, workers) - self.overlap * compute_s)
 
@@ -188,60 +287,3 @@ class Link:
     def round_trip_s(self, size: float) -> float:
         """Return the seconds of a push to the server and a pull, of `size` bytes each."""
         return 2 * self.message_s(size)
-
-
-class SimulatedTimes:
-    """How long rounds take on the virtual clock: what workers compute, and what is exchanged.
-
-    Both take a worker, an epoch, a round and perhaps a plan. Without one the planner is asked for
-    the plan in force, which may decide it.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        tensors = run.model.state_dict().values()
-        self._state = sum(t.numel() for t in tensors if t.is_floating_point())
-        trained = (p for p in run.model.parameters() if p.requires_grad)
-        self._parameters = sum(p.numel() for p in trained)
-
-    def duration(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
-    ) -> float:
-        """Return the seconds that a worker computes in a round."""
-        return self._computed(worker, epoch, round_, segment)[0]
-
-    def exchange(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
-    ) -> float:
-        """Return the seconds that a worker's round takes on the emulated link.
-
-        The server is with worker 0, unless it has a process of its own.
-        """
-        config = self._run.config
-        if config.link_gbps is None:
-            return 0.0
-        link = Link(config.link_gbps, config.link_ms, config.link_overlap)
-        size = 4 * (self._parameters if config.sync == "step" else self._state)  # bytes of float32
-        if config.sync == "step":
-            compute_s, steps = self._computed(worker, epoch, round_, segment)
-            return steps * link.joint_step_s(size, config.workers, compute_s / max(steps, 1))
-        if config.sync == "bsp":
-            at_server = config.merge == "delta" or config.push == "gradients"
-            return link.barrier_s(size, config.workers, at_server=at_server)
-        return 0.0 if worker == 0 and not config.dedicated_server else link.round_trip_s(size)
-
-    def _computed(
-        self, worker: int, epoch: int, round_: int, segment: Segment | None
-    ) -> tuple[float, int]:
-        """Return the seconds of a worker's round, and its steps."""
-        run = self._run
-        turn = Round((worker,), epoch, round_)
-        steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)
-        samples = sum(len(part.indices) for step in steps for part in step.parts)
-        model = run.known.models[run.stage_at(epoch).resolution][worker]
-        seconds = (
-            model.time(samples, len(steps))
-            * run.emulation.factor(worker, epoch)
-            * run.emulation.noise_factor(worker, epoch, round_)
-        )
-        return seconds, len(steps)

@@ -7,22 +7,19 @@ and twice the fewest samples, that any batch size can do with.
 
 An epoch draws its batches without replacement: a batch of b out of N training samples has
 E|g_b|^2 = |G|^2 + tr(Sigma) * (1/b - 1/N). Two batch sizes at the same weights give both numbers
-(`dbsl.extras.noise` measures them). Augmentation makes new images of the same samples, so
+(`NoiseProbe` measures them at the first step of a round, when a worker has just pulled its
+weights). Augmentation makes new images of the same samples, so
 that the true term lies between 1/b - 1/N and 1/b. The estimate is then too low: 1/B_simple is too
 large, by at most 1/N.
-
-Measures squared gradient norms while a run trains, for its noise scale (`dbsl.extras.noise`).
-
-It is done at the first step of a round, when a worker has just pulled its weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -31,10 +28,14 @@ from torch import Tensor, nn
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.cluster.weights import uncompiled
+from dbsl.config.fields import Role
+from dbsl.config.hooks import Extra, Row
+from dbsl.config.settings import RunConfig
 from dbsl.loss import LossOf, without_trace
 from dbsl.plan.sampler import Step
 from dbsl.plan.types import Plan, Round, RoundReport, TimeModel
 from dbsl.profile.memory import without_trials
+from dbsl.run.session import Session
 
 special = lazy_import("scipy.special")
 
@@ -88,6 +89,74 @@ def separate(squares: Squares, samples: int) -> tuple[float, float]:
     centred = inverse - inverse.mean()
     trace = float(centred @ values / (centred @ centred))
     return float(values.mean() - trace * (inverse.mean() - 1 / samples)), trace
+
+
+@dataclass(frozen=True)
+class NoiseSettings(RunConfig):
+    """Whether the noise scale is estimated."""
+
+    # estimate the batch size worth having; costs below 2 % of the time
+    noise_scale: Annotated[bool, Role.FREE] = True
+
+
+class Noise(Extra):
+    """Measures gradients while a run trains, and estimates its noise scale at each epoch's end."""
+
+    Settings = NoiseSettings
+
+    @classmethod
+    def of(cls, config: NoiseSettings) -> Noise | None:
+        """Return it where a measurement says something."""
+        # Images of a mixed batch and copies of one are not independent, and an extra pass of one
+        # process would wait for the others in batch norm over all of them.
+        hinders = config.mixes or config.aug_repeats > 1 or config.sync_batch_norm
+        return cls() if config.noise_scale and not hinders else None
+
+    def begin(self, session: Session) -> None:
+        """Choose how to measure; not at all with fp16, which scales gradients."""
+        run, accelerator = session.run, session.accelerator
+        self.mean = NoiseAverage(len(run.data.train))
+        self._plan: Plan | None = None  # of the last epoch
+        self._joint, self._loss_of = session.stepper.joint, run.loss_of
+        self.probe = None
+        if not accelerator.scaler:
+            self.probe = choose_probe(
+                *(run.plans, run.known.models, run.model),
+                sync=run.config.sync,
+                processes=accelerator.num_processes,
+                rounds=run.rounds,
+                least=run.sampler.least,
+            )
+
+    def measure(self, turn: Round, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
+        """Return what the report tells of the gradients, if it is time."""
+        if self.probe is None or not self.probe.due(turn):
+            return {}
+        return self.probe.measure(turn, step, self._joint, images, labels, self._loss_of)
+
+    def epoch(
+        self, epoch: int, plan: Plan, reports: Sequence[RoundReport]
+    ) -> Iterable[tuple[str, Row]]:
+        """Return the estimate so far."""
+        self.mean.add_epoch(reports)
+        self._plan = plan
+        if (scale := self.mean.estimate()) is not None:
+            yield "noise", asdict(scale)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the last estimate, and what it says of the run's batches."""
+        scale = self.mean.estimate()
+        return noise_summary(scale, self._plan) if scale else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was joined of a round so far, and the means."""
+        return {"probe": self.probe and self.probe.state_dict(), "mean": self.mean.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
+        """Go on from what `state_dict` returned; other workers begin their rounds anew."""
+        self.mean.load_state_dict(state["mean"])
+        if same and self.probe and state["probe"]:
+            self.probe.load_state_dict(state["probe"])
 
 
 class NoiseAverage:
@@ -196,17 +265,17 @@ def _squares(report: RoundReport) -> Squares:
     return [*part, (report.gradient_batch, report.gradient_square)]
 
 
-def noise_summary(scale: NoiseScale | None, plan: Plan) -> dict[str, Any]:
+def noise_summary(scale: NoiseScale, plan: Plan | None) -> dict[str, Any]:
     """Return what summary.json says of a run's noise scale and, if that is known, its batches."""
-    if scale is None:
-        return {}
-    joint = plan.global_batch_size
-    batch = joint or max(worker.local_batch_size for worker in plan.workers)
     found = {
         "noise_scale": scale.b_simple,
         "noise_scale_low": scale.low,
         "noise_scale_high": scale.high,
     }
+    if plan is None:  # the run was resumed behind its last epoch
+        return found
+    joint = plan.global_batch_size
+    batch = joint or max(worker.local_batch_size for worker in plan.workers)
     advice = advise(scale, batch, "the global batch" if joint else "B_L")
     return found | ({"noise_advice": advice} if advice else {})
 
@@ -258,7 +327,7 @@ class NoiseProbe:
     Args:
         kind: The way. `joined` is the most precise by far; its workers share a process and start a
             round from the same weights.
-        every: Rounds from one measurement of a worker to its next; 0: none at all.
+        every: Rounds from one measurement of a worker to its next.
         workers: Workers that are joined.
         rounds: Rounds per epoch.
         least: Samples of a micro-batch at least.
@@ -284,7 +353,7 @@ class NoiseProbe:
         """Whether a worker's turn is to be measured."""
         clock = turn.epoch * self._rounds + turn.round
         own = 0 if self.kind == "joined" else turn.workers[0]  # joined ones are due in one round
-        return bool(self._every) and (clock + own) % self._every == 0
+        return (clock + own) % self._every == 0
 
     def measure(
         self, turn: Round, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
@@ -357,30 +426,18 @@ def choose_probe(
     models: Mapping[int, Sequence[TimeModel]],
     model: nn.Module,
     *,
-    enabled: bool,
     sync: str,
     processes: int,
     rounds: int,
     least: int,
 ) -> NoiseProbe:
-    """Return the probe for a run: joined where its workers allow it, else micro.
-
-    Args:
-        plans: By resolution.
-        models: Planned time models of the workers, by resolution.
-        model: The model.
-        enabled: Whether it is to measure at all.
-        sync: How workers meet.
-        processes: In which they live.
-        rounds: Rounds per epoch.
-        least: Samples of a micro-batch at least.
-    """
+    """Return the probe for a run: joined where its workers allow it, else micro."""
     workers = len(next(iter(plans.values())).workers)
     kind: Kind = "joined" if sync == "bsp" and processes == 1 and workers > 1 else "micro"
-    every = int(enabled)
+    every = 1
     # To join gradients is a sum in the CPU's memory. A fast GPU waits for its launches, which cost
     # less than a pass, but not nothing where rounds are short.
-    if enabled and (kind == "micro" or next(model.parameters()).is_cuda):
+    if kind == "micro" or next(model.parameters()).is_cuda:
         every = max(
             probe_interval(own, worker.local_batch_size, max(worker.steps // rounds, 1), least)
             for resolution, plan in plans.items()
@@ -392,11 +449,7 @@ def choose_probe(
 def probe_interval(model: TimeModel, batch: int, steps: int, least: int) -> int:
     """Return the rounds from one extra pass of a micro-batch to the next, within 1.5 % of the time.
 
-    Args:
-        model: Time of a step.
-        batch: Samples per step.
-        steps: Steps of a round.
-        least: Samples of a micro-batch at least.
+    A round has `steps` of `batch` samples, a micro-batch `least` of them at least.
     """
     step_s = model.time(batch, 1)
     extra_s = max(model.time(max(least, -(-batch // _MICRO)), 1), step_s / _MICRO)

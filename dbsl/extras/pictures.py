@@ -1,31 +1,28 @@
-"""Pictures of a run, from its plan and from its metrics.jsonl alone.
+"""Pictures of a run: its plan, accuracy and loss, and its workers.
+
+All that is drawn comes from rows of metrics.jsonl: `python -m dbsl.report RUN` draws them again.
 
 Figures are made without pyplot, so that drawing keeps no state and may happen in any thread.
-
-A picture of the workers over a run: what each was given, and how long it computed and waited.
+matplotlib is imported when the first one is drawn.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.legend import Legend
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
-from scipy.sparse.csgraph import connected_components
 
 from dbsl.base.files import write_bytes
 from dbsl.base.words import duration, px, short_loss
-from dbsl.log.rows import figures_of
+from dbsl.config.hooks import Extra, Row
+from dbsl.log.rows import figures_of, read_metrics
 from dbsl.plan.stages import Stage
 from dbsl.plan.text import (
     MAX_ROWS,
@@ -35,34 +32,60 @@ from dbsl.plan.text import (
     total_times_s,
     worker_rows,
 )
-from dbsl.plan.types import Plan, WorkerPlan
+from dbsl.plan.types import Plan, WorkerPlan, plan_from_plain
 from dbsl.run.evaluation import further_sets
+from dbsl.run.folder import settings_in
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 DPI = 100
 SMALL, LARGE, IDLE = "#e69f00", "#56b4e9", "#d9d9d9"  # told apart by colour-blind readers too
 _KINDS = ((SMALL, "small"), (LARGE, "large"))
 TRAIN, EVAL, AVERAGED = "#0072b2", "#d55e00", "#009e73"
 _WIDE = 1000  # ratio of the largest loss to the smallest from which their axis is logarithmic
-_TOP = 0.93  # share of a panel's height where what is not drawn to scale is marked
-_EXPLODED = 20  # times what three quarters of the losses stay below: not drawn to scale
+_FAR = 20  # times what three quarters of a panel stay below: not drawn to scale
+_TOP = 0.93  # share of a panel's height where such values are marked
 
 
-def plan_timeline(
-    stages: Sequence[Stage],
-    plans: Mapping[int, Plan],
-    rounds_per_epoch: int,
-    path: Path,
-    latest: Mapping[int, tuple[int, Plan]] | None = None,
-) -> None:
-    """Draw `timeline_figure` into a PNG."""
-    save_figure(timeline_figure(stages, plans, rounds_per_epoch, latest), path)
+class Pictures(Extra):
+    """Draws the plan when a run begins, and what came of it at its end."""
+
+    def report(self, folder: Path, rows: Sequence[Row]) -> None:
+        """Draw the plan."""
+        draw_plan(folder, rows)
+
+    def end(self, folder: Path) -> None:
+        """Draw accuracy, loss and workers; the plan again, if it was remade."""
+        rows, settings = read_metrics(folder / "metrics.jsonl"), settings_in(folder)
+        falling = settings["lr_schedule"] != "step"
+        curves = curves_figure(rows, bce=settings.get("bce_loss", False), falling=falling)
+        save_figure(curves, folder / "plots/accuracy.png")
+        save_figure(worker_figure(rows), folder / "plots/workers.png")
+        draw_plan(folder, rows)
 
 
-def accuracy_and_loss(
-    metrics: Sequence[Mapping[str, Any]], path: Path, *, bce: bool = False, falling: bool = False
-) -> None:
-    """Draw `curves_figure` into a PNG."""
-    save_figure(curves_figure(metrics, bce=bce, falling=falling), path)
+def draw_plan(folder: Path, rows: Iterable[Row]) -> None:
+    """Draw `timeline_figure` into plots/plan.png, from plan.json and the rows of plans."""
+    by_name = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    told = [row for row in rows if row["event"] == "plan"]
+    stages = [Stage(0, 0, dropout=0.0, **span) for span in stage_spans(told)]
+    plans = {
+        0 if name == "plan" else int(name.split()[0]): plan_from_plain(plan)  # "32 px"
+        for name, plan in by_name.items()
+    }
+    last = {row["resolution"]: row for row in told}
+    latest = {}
+    for resolution, row in last.items():
+        named = [{k: v for k, v in own.items() if k != "worker"} for own in row["workers"]]
+        plan = replace(plans[resolution], workers=tuple(WorkerPlan(**own) for own in named))
+        if plan.workers != plans[resolution].workers:
+            latest[resolution] = (row["from_epoch"], plan)
+    rounds = settings_in(folder)["rounds_per_epoch"]
+    figure = timeline_figure(stages, plans, rounds, latest)
+    save_figure(figure, folder / "plots/plan.png")
 
 
 def timeline_figure(
@@ -74,15 +97,11 @@ def timeline_figure(
     """Return what the plan predicts for one epoch: a bar per worker and round, and the idle time.
 
     There is one panel per resolution, in the order in which the run meets them. Where there are
-    many workers, neighbours with the same plan share a row.
-
-    Args:
-        stages: All stages of the run.
-        plans: The plan that each resolution starts with.
-        rounds_per_epoch: Rounds of a worker in an epoch.
-        latest: Where a resolution's plan was remade: since which epoch the last one holds, and that
-            plan. It has a panel below the first one's.
+    many workers, neighbours with the same plan share a row. `latest` says where a resolution's plan
+    was remade: since which epoch the last one holds, and that plan, which has a panel below.
     """
+    from matplotlib.patches import Patch
+
     latest = latest or {}
     shown = []  # a resolution, its plan, and when that holds
     for resolution in dict.fromkeys(stage.resolution for stage in stages):
@@ -94,7 +113,7 @@ def timeline_figure(
             shown.append((resolution, plan, f"from epoch {since + 1} on, the last plan"))
     rows = [worker_rows(plan, MAX_ROWS) for _, plan, _ in shown]
     heights = [min(len(own), MAX_ROWS) + 2.5 for own in rows]
-    figure = Figure(figsize=(14, 1.5 + 0.36 * sum(heights)), dpi=DPI, layout="constrained")
+    figure = _new_figure(14, 1.5 + 0.36 * sum(heights))
     planned, all_large, equal = total_times_s(stages, plans)
     joint = any(plan.global_batch_size for plan in plans.values())
     others = f"with all batches large {duration(all_large)}, with one equal batch {duration(equal)}"
@@ -150,6 +169,8 @@ def curves_figure(
     training's loss is binary cross-entropy, evaluation's is cross-entropy. With `falling` the
     learning rate falls inside a sub-stage, which is named by the rate of its last step.
     """
+    from matplotlib.ticker import MaxNLocator
+
     evaluations = [row for row in metrics if row["event"] == "eval"]
     stages = stage_spans(metrics)
     if falling:
@@ -162,7 +183,7 @@ def curves_figure(
     epochs, losses, figures = _train_losses(metrics)
     further = dict.fromkeys(name for row in evaluations for name in further_sets(row))
 
-    figure = Figure(figsize=(14, 9), dpi=DPI, layout="constrained")
+    figure = _new_figure(14, 9)
     figure.suptitle(
         "Accuracy and loss of the run (each strip: epochs with one resolution"
         + ("; lr: where it ends)" if falling else " and learning rate)"),
@@ -194,7 +215,7 @@ def curves_figure(
             colour = f"C{(number + 4) % 10}"
             _line(top, x, [_number(value, 100) for value in accuracies], colour, name)
             _line(bottom, x, [_number(value) for value in others], colour, name)
-        fit_axis(bottom, _EXPLODED, _WIDE)
+        fit_axis(bottom)
         ends = [v for line in bottom.lines for v in line.get_xdata() if math.isfinite(v)]
         end = 1.02 * max(ends, default=1.0)
         bottom.set_xlabel(label)
@@ -216,61 +237,37 @@ def curves_figure(
     return figure
 
 
-def fit_axis(
-    axes: Axes,
-    far: float,
-    wide: float = math.inf,
-    *,
-    least: float = 0.0,
-    words: Callable[[float], str] = short_loss,
-) -> bool:
-    """Scale a panel for most of its values; return whether some are too far above these.
+def fit_axis(axes: Axes, words: Callable[[float], str] = short_loss) -> None:
+    """Scale a panel for most of its values, logarithmically where these are far apart.
 
-    Triangles at the top stand for those, and the largest is named there.
-
-    Args:
-        axes: The panel, with its lines.
-        far: What is more than so many times what three quarters stay below is not drawn to scale.
-        wide: Ratio of the largest other value to the smallest above which the axis is logarithmic.
-        least: What three quarters count as staying below at least.
-        words: What a value is named by.
+    Triangles at the top stand for those that are too far above, and the largest is named there.
     """
-    points = [point for line in axes.lines for point in line.get_xydata()]
-    drawn = sorted(y for _, y in points if 0 < y < math.inf)
+    points = [(x, y, line) for line in axes.lines for x, y in line.get_xydata()]
+    drawn = sorted(y for _, y, _ in points if 0 < y < math.inf)
     if not drawn:
-        return False
-    usual = drawn[(len(drawn) - 1) * 3 // 4]  # three quarters are not above it
-    most = far * max(usual, least)
+        return
+    most = _FAR * drawn[(len(drawn) - 1) * 3 // 4]  # three quarters are not above that
     within = [y for y in drawn if y <= most]
-    lowest, highest = within[0], within[-1]
-    if highest > wide * lowest:
+    if within[-1] > _WIDE * within[0]:
         axes.set_yscale("log")
-        most = 3 * highest  # it has room for more
-    if drawn[-1] <= most:
-        return False
+        most = 3 * within[-1]  # it has room for more
+    far = [(y, x, line.get_color()) for x, y, line in points if y > most]
+    if not far:
+        return
     if axes.get_yscale() == "log":
-        axes.set_ylim(lowest / 2, most)
+        axes.set_ylim(within[0] / 2, most)
     else:
-        room = 0.1 * (highest - lowest) or highest
-        axes.set_ylim(lowest - room / 2, highest + room)
-    end = max(x for x, _ in points)
-    beyond = [(line, [(x, y) for x, y in line.get_xydata() if y > most]) for line in axes.lines]
-    far_points = [(y, x, line.get_color()) for line, own in beyond for x, y in own]
-    largest, x, color = max(far_points)
-    for line, own in beyond:
-        axes.plot(
-            [x for x, _ in own],
-            [_TOP] * len(own),
-            "^",
-            color=line.get_color(),
-            transform=axes.get_xaxis_transform(),
-            label="_far",
-        )
-    side = 1 if x < end / 2 else -1
+        room = 0.1 * (within[-1] - within[0]) or within[-1]
+        axes.set_ylim(max(0, within[0] - room / 2), within[-1] + room)
+    top = axes.get_xaxis_transform()
+    for _, x, color in far:
+        axes.plot([x], [_TOP], "^", color=color, transform=top, label="_far")
+    largest, x, color = max(far)
+    side = 1 if x < max(x for x, _, _ in points) / 2 else -1
     axes.annotate(
-        f"{'up to ' * (len(far_points) > 1)}{words(largest)}",
+        f"{'up to ' * (len(far) > 1)}{words(largest)}",
         (x, _TOP),
-        xycoords=axes.get_xaxis_transform(),
+        xycoords=top,
         color=color,
         fontsize=9,
         ha="left" if side > 0 else "right",
@@ -278,7 +275,6 @@ def fit_axis(
         xytext=(7 * side, 0),
         textcoords="offset points",
     )
-    return True
 
 
 def stage_spans(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -417,6 +413,12 @@ def _shade(
         )
 
 
+def _new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
 def save_figure(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG, whole or not at all."""
     png = io.BytesIO()
@@ -435,19 +437,10 @@ _PANELS = (
     ("wait_time_s", "waiting, transfers\n[s per epoch]"),
     ("idle", "done before the\nslowest by [%]"),
 )
-_SAME = 0.01  # share of a panel's height; nearer lines count as one
 _LEAST_LEFT_OUT = 0.01  # percent of an epoch: less is rounding
-_DASH = 4.0  # length of a coinciding worker's dashes, in widths of its line
-_WIDE_TIMES = 30  # ratio of planned to measured seconds from which their axis is logarithmic
-_FAR = 10  # times what three quarters of a panel stay below: not drawn to scale
 _SECONDS = ("time_s", "wait_time_s")  # panels in which one outlier does not set the scale
 _SHAPES = {"lost": "X", "joined": "^"}  # by event
 _OF_ONE = ("local_batch_size", "time_s")  # what there is to say of one worker
-
-
-def worker_history(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw `worker_figure` into a PNG."""
-    save_figure(worker_figure(metrics), path)
 
 
 def worker_values(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, np.ndarray]]:
@@ -503,48 +496,37 @@ def worker_marks(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, i
 def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Return batch size, share, times and idle time of each worker over epochs.
 
-    Measured seconds have the planned ones beside them, dotted: in the worker's colour, or in black
-    where workers have the same. One worker has no share, nothing to wait for, and nobody to be
-    ahead of. A simulated cluster's clock runs by the plan: what its workers computed on it has a
-    panel of its own. Beside the shares stands what nobody trained on, and who was lost or has
-    joined.
-
-    Args:
-        metrics: Records of a metrics.jsonl, with one finished round at least.
+    Measured seconds have the planned ones beside them, dotted. One worker has no share, nothing to
+    wait for, and nobody to be ahead of. A simulated cluster's clock runs by the plan: what its
+    workers computed on it has a panel of its own. Next to the shares stands what nobody trained on,
+    and who was lost or has joined.
     """
+    from matplotlib.ticker import MaxNLocator
+
     epochs, values = worker_values(metrics)
     simulated = any("virtual_time_s" in row for row in metrics if row["event"] == "round")
     alone = len(values["share"]) == 1
     shown = [panel for panel in _PANELS if simulated or panel[0] != "compute_time_s"]
     if alone:
         shown = [panel for panel in shown if panel[0] in _OF_ONE]
-    figure = Figure(figsize=(9, 2 * len(shown)), dpi=DPI, layout="constrained")
+    figure = _new_figure(9, 2 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True)
     for axes, (name, label) in zip(panels, shown, strict=True):
-        planned = values["predicted_time_s"] if name == "time_s" else None
-        _draw(axes, epochs, values[name], planned)
+        _draw(axes, epochs, values[name], values["predicted_time_s"] if name == "time_s" else None)
         axes.set_ylabel(label, fontsize=9)
         if name == "share":
             nobody = 100 - values["before"] - np.nansum(values["share"], axis=0)
             _draw_members(axes, epochs, values["share"], nobody, worker_marks(metrics))
-        least = 0.01 * np.nanmedian(values["time_s"])  # shorter waiting counts as none
-        wide = math.inf if planned is None else _WIDE_TIMES
-        far = name in _SECONDS and fit_axis(axes, _FAR, wide, least=least, words=duration)
-        if axes.get_yscale() == "linear" and far:
-            axes.set_ylim(bottom=0)
-        elif axes.get_yscale() == "linear":
-            top = np.nanmax(values[name] if planned is None else [values[name], planned])
-            if name == "share":
-                top = max(top, 100 - np.nanmin(np.nansum(values[name], axis=0)))
-            axes.set_ylim(0, 1.1 * top or 1.0)
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax or 1.0)
+        if name in _SECONDS:
+            fit_axis(axes, duration)
         axes.grid(alpha=0.3)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    first, seconds = panels[0], panels[[name for name, _ in shown].index("time_s")]
-    for line in () if alone else _add_legend(first).get_lines():
-        line.set(linestyle="-", markersize=4)
-    _add_legend(seconds, ("planned",))  # the workers are named above
-    title = "Who was given how much, and how long it took (dashed: workers that coincide)"
+    if not alone:
+        _add_legend(panels[0])
+    _add_legend(panels[[name for name, _ in shown].index("time_s")], ("planned",))
+    title = "Who was given how much, and how long it took"
     figure.suptitle("Batch size, and how long each epoch took" if alone else title, fontsize=11)
     return figure
 
@@ -552,42 +534,20 @@ def worker_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 def _draw(
     axes: Axes, epochs: Sequence[int], values: np.ndarray, planned: np.ndarray | None = None
 ) -> None:
-    marker = "o" if len(epochs) <= 40 else None
+    import matplotlib
+
+    style = {"marker": "o" if len(epochs) <= 40 else None, "markersize": 3}
     if len(values) > MAX_LINES:
-        axes.plot(epochs, np.nanmedian(values, axis=0), marker=marker, markersize=3, label="median")
+        axes.plot(epochs, np.nanmedian(values, axis=0), label="median", **style)
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
         axes.fill_between(epochs, low, high, alpha=0.25, label=f"range of {len(values)} workers")
-        if planned is not None:
-            axes.plot(epochs, np.nanmedian(planned, axis=0), ":", color="black", label="planned")
-        return
-    colors = matplotlib.color_sequences["tab10"]
-    groups, near = hiding(values)
-    for worker, own in enumerate(values):
-        group = groups[worker]
-        x, y = _broken(epochs, own, near[np.ix_(group, group)])
-        place, many = group.index(worker), len(group)
-        # Dashes of a group's lines follow one another, and their rings lie in one another.
-        style = (_DASH * place, (_DASH, _DASH * (many - 1))) if many > 1 else "-"
-        axes.plot(
-            x,
-            y,
-            color=colors[worker],
-            linestyle=style,
-            dash_capstyle="butt",
-            marker=marker,
-            markersize=3 + 3 * (many - 1 - place),
-            markerfacecolor="none" if many > 1 else None,
-            label=f"worker {worker}",
-        )
-    if planned is None:
-        return
-    groups = coinciding(planned)
-    for worker, own in enumerate(planned):
-        if worker != groups[worker][0]:
-            continue  # it is drawn
-        color = colors[worker] if len(groups[worker]) == 1 < len(planned) else "black"
-        axes.plot(epochs, own, ":", lw=2, marker="x", markersize=5, color=color, label="_")
-    axes.plot([], [], ":", lw=2, marker="x", markersize=5, color="black", label="planned")
+        planned = None if planned is None else np.nanmedian(planned, axis=0)[None]
+    else:
+        colors = matplotlib.color_sequences["tab10"]
+        for worker, own in enumerate(values):
+            axes.plot(epochs, own, color=colors[worker], label=f"worker {worker}", **style)
+    for own in () if planned is None else planned:
+        axes.plot(epochs, own, ":", lw=2, color="black", label="planned")
 
 
 def _draw_members(
@@ -598,6 +558,8 @@ def _draw_members(
     marks: Sequence[tuple[str, int, int]],
 ) -> None:
     """Draw what nobody trained on, in percent, and who was lost or has joined."""
+    import matplotlib
+
     if np.any(left_out > _LEAST_LEFT_OUT):
         axes.bar(epochs, left_out, color="0.8", width=0.8, zorder=0, label="nobody")
     colors = matplotlib.color_sequences["tab10"]
@@ -627,56 +589,3 @@ def _add_legend(axes: Axes, only: Collection[str] = ()) -> Legend | None:
         return None
     place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
     return axes.legend(named.values(), named.keys(), fontsize=9, **place)
-
-
-def _broken(
-    epochs: Sequence[int], values: np.ndarray, near: np.ndarray
-) -> tuple[list[int], list[float]]:
-    """Return a line, broken where it parts from others of its group or meets them.
-
-    Dashes begin anew behind a break: those of lines that meet follow one another again.
-    """
-    x, y = [], []
-    for place, (epoch, value) in enumerate(zip(epochs, values, strict=True)):
-        x.append(epoch)
-        y.append(value)
-        inside = 0 < place < near.shape[2]
-        if inside and not np.array_equal(near[:, :, place - 1], near[:, :, place]):
-            x += [epoch, epoch]
-            y += [math.nan, value]
-    return x, y
-
-
-def hiding(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
-    """Return for each worker of values [workers, epochs] all whose lines would hide each other.
-
-    Such lines coincide in half of what there is of one, at least. Beside it: which lines coincide
-    where, [workers, workers, epochs - 1] from one epoch to the next.
-    """
-    height = max(np.nanmax(values, initial=0.0), 1e-9)
-    near = np.abs(values[:, None] - values[None]) <= _SAME * height  # NaN is near nothing
-    if values.shape[1] > 1:
-        near = near[:, :, :-1] & near[:, :, 1:]
-    drawn = np.einsum("wwe->w", near.astype(int))
-    least = np.maximum(0.5 * np.minimum(drawn[:, None], drawn[None]), 1)
-    same = near.sum(axis=2) >= least
-    return _groups(connected_components(same, directed=False)[1]), near
-
-
-def coinciding(values: np.ndarray) -> list[list[int]]:
-    """Return for each worker of values [workers, epochs] all whose lines lie on its own."""
-    height = max(np.nanmax(values, initial=0.0), 1e-9)
-    same = np.all(
-        (np.abs(values[:, None] - values[None]) <= _SAME * height) | np.isnan(values[:, None]),
-        axis=2,
-    )  # [workers, workers]
-    # Only a group's first line is drawn, so that all must lie on it: a chain of lines may part.
-    firsts: list[int] = []
-    for worker in range(len(values)):
-        firsts.append(next((first for first in firsts if same[worker, first]), worker))
-    return _groups(np.array(firsts))
-
-
-def _groups(labels: np.ndarray) -> list[list[int]]:
-    """Return for each worker all that have its label."""
-    return [np.flatnonzero(labels == own).tolist() for own in labels]

@@ -19,13 +19,11 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from dbsl.base.words import duration, plural, short_loss
+from dbsl.base.words import plural, short_loss
 from dbsl.cluster.protocol import Cluster
-from dbsl.config.settings import meets_at_server
-from dbsl.extras.emulate import SimulatedTimes
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
-from dbsl.plan.types import JoinedWorker, LostWorker, Segment
+from dbsl.plan.types import JoinedWorker, LostWorker
 from dbsl.run.accelerator import describe_precision
 from dbsl.run.training import Run
 
@@ -215,35 +213,15 @@ def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin:
         f"torch {torch.__version__}, precision {describe_precision(accelerator)}, {threads}",
         *([data.normalisation] if hasattr(data, "normalisation") else []),  # not of one's own
         *_on_resolutions(run),
-        *([] if config.cache_gib is None else [data.train.described(config.seed)]),
+        *([data.train.described(config.seed)] if hasattr(data.train, "described") else []),
         f"run folder {folder}" if folder else "plan only: nothing is trained or written",
         "",
         plans,
-        *_on_link(run),
+        *run.machine.lines(run),
         *_on_rate(run),
         "",
     ]
     accelerator.print("\n".join(lines))
-
-
-def _on_link(run: Run) -> list[str]:
-    """Return a line on the emulated link, if there is one."""
-    config = run.config
-    if config.link_gbps is None:
-        return []
-    at_first = Segment(run.plans[run.stage_at(0).resolution])  # nothing is to be decided yet
-    exchange_s = SimulatedTimes(run).exchange(config.workers - 1, 0, 0, at_first)
-    link = f"emulated link of {config.link_gbps:g} Gbit/s"
-    if config.workers == 1:
-        return [f"{link}: one worker, nothing goes over it"]
-    each = "each push of gradients" if config.push == "gradients" else "each round"
-    at_server = ""
-    if meets_at_server(config.sync):
-        at_server = ", but not for worker 0: the server is there"
-    return [
-        f"{link}: {each} takes {duration(exchange_s)} longer on the virtual clock than predicted "
-        f"above{at_server}"
-    ]
 
 
 def _on_resolutions(run: Run) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
 
 MAX_PRINTED_WORKERS = 8
 _TOLERANCE = 0.50  # relative, of a worker's time in an epoch
-STEPS = "steps"  # group of the figures that workers give on the way
-WORKERS = "workers"  # group of those of whole epochs
-STEP_CHARTS = ("loss", "learning_rate", "gradient_norm", "images_per_s", "memory_gib")
+PLAN_TOTALS = (
+    *("time_ratio", "epoch_time_s", "all_large_time_s", "equal_batch_time_s"),
+    *("idle_share", "small_share"),
+)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -76,7 +77,9 @@ def in_code(row: Mapping[str, Any]) -> dict[str, Any]:
 def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Return a stage and its plan as a row."""
     values = asdict(stage)
-    row = {"stage": values.pop("index"), **values, **plan_totals(plan), "notes": plan.notes}
+    found = (plan.time_ratio, plan.time_s, plan.all_large_time_s, plan.equal_batch_time_s)
+    totals = dict(zip(PLAN_TOTALS, (*found, plan.idle_share, plan.small_share), strict=True))
+    row = {"stage": values.pop("index"), **values, **totals, "notes": plan.notes}
     return row | {"workers": worker_rows(plan)}
 
 
@@ -106,18 +109,6 @@ def step_row(line: StepLine) -> dict[str, Any]:
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the loss function's figures in a round's row or in a step's."""
     return {n: math.nan if row[n] is None else row[n] for n in row if n not in RESERVED}
-
-
-def plan_totals(plan: Plan) -> dict[str, float]:
-    """Return what a plan comes to, over all workers."""
-    return {
-        "time_ratio": plan.time_ratio,
-        "epoch_time_s": plan.time_s,
-        "all_large_time_s": plan.all_large_time_s,
-        "equal_batch_time_s": plan.equal_batch_time_s,
-        "idle_share": plan.idle_share,
-        "small_share": plan.small_share,
-    }
 
 
 def worker_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -195,59 +186,6 @@ def times_by_worker(workers: Mapping[int, Mapping[str, float]]) -> dict[str, dic
         f"workers_{name}": {worker: values[name] for worker, values in workers.items()}
         for name in ("compute_time_s", "wait_time_s", "idle_time_share")
     }
-
-
-def epoch_charts(
-    training: Mapping[str, float], times_s: Mapping[str, float], plan: Plan
-) -> dict[str, float]:
-    """Return what trackers are given of an epoch, evaluated or not."""
-    return {
-        **{f"train/{name}": value for name, value in training.items()},
-        **{f"time/{name.removesuffix('_time_s')}_s": value for name, value in times_s.items()},
-        **{f"plan/{name}": value for name, value in plan_totals(plan).items()},
-    }
-
-
-def evaluation_charts(evaluation: Evaluation) -> dict[str, float]:
-    """Return what trackers are given of an evaluation."""
-    charts = {
-        "eval/accuracy": evaluation.accuracy,
-        "eval/loss": evaluation.loss,
-        "eval/top5_accuracy": evaluation.top5_accuracy,
-        "eval/ema_accuracy": evaluation.ema_accuracy,
-        "eval/ema_loss": evaluation.ema_loss,
-        "time/eval_s": evaluation.time_s,
-    }
-    own = {f"eval/{name}": value for name, value in evaluation.more.items()}
-    return given_values(own | charts)
-
-
-def step_charts(line: StepLine) -> dict[str, float]:
-    """Return what trackers are given of a step line."""
-    return {name: getattr(line, name) for name in STEP_CHARTS} | dict(line.figures)
-
-
-def figures_of_workers(
-    records: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[str, int, dict[str, float], float]]:
-    """Yield what records of metrics.jsonl say of workers: kind, worker, figures, and epochs.
-
-    An epoch that is not over is left out: it is recorded as a whole when it is.
-    """
-    over = {row["epoch"] for row in records if row["event"] == "times"}
-    reports: dict[int, list[RoundReport]] = defaultdict(list)
-    for row in records:
-        if row["event"] == "step":
-            own = {name: row[name] for name in (*STEP_CHARTS, *figures_of(row))}
-            own = {name: value for name, value in own.items() if value is not None}
-            yield STEPS, row["worker"], own, row["epoch"] + row["progress"]
-        elif row["event"] == "round" and row["epoch"] in over:
-            reports[row["epoch"]].append(report_from_row(row))
-    for epoch, own in reports.items():
-        workers = of_workers(sorted(own, key=lambda report: report.worker))
-        add_shares(workers)
-        for worker, values in workers.items():
-            yield WORKERS, worker, values, epoch + 1
 
 
 def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:

@@ -35,11 +35,10 @@ from dbsl.cluster.steps import (
 from dbsl.cluster.weights import FlatWeights, make_ready
 from dbsl.cluster.wire import CPU, SERVER_RANK, ControlGroup, pairs_with_server
 from dbsl.config.settings import RunConfig, meets_at_server
-from dbsl.extras.emulate import SimulatedTimes
 from dbsl.model import join_batch_norm
 from dbsl.optimizer import Clip, make_clip
 from dbsl.run.code import SUMS
-from dbsl.run.training import Run
+from dbsl.run.training import Run, SimulatedTimes
 
 
 def connect(
@@ -82,7 +81,7 @@ class _Builder:
         own = rank - config.dedicated_server
         self._rank = rank
         self._workers = tuple(range(config.workers)) if self._alone else (own,) * (own >= 0)
-        self._clock = ComputeClock(accelerator.device, None if self._alone else run.emulation)
+        self._clock = ComputeClock(accelerator.device, None if self._alone else run.machine)
         self._wire = torch.bfloat16 if config.wire == "bf16" else None
         self._common = {
             "planner": run.planner,

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import plural
-from dbsl.config.hooks import Extras
+from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.config.settings import RunConfig, takes_joint_steps
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import TrainingData
-from dbsl.extras.average import WeightAverage
-from dbsl.extras.emulate import Emulation, parse_disturb, parse_slowdown
-from dbsl.extras.noise import choose_probe
 from dbsl.loss import Figures, LossFunction, LossOf, figure_names, with_figures
 from dbsl.model import build_model, check_patches, check_sides, load_initial, try_out
 from dbsl.plan.follow import PlanMaker, Planner
@@ -61,7 +58,8 @@ def prepare(
     """
     given = config
     config, nodes = _count_workers(config, accelerator)
-    emulation = _make_emulation(config)
+    extras = Extras.of(config) if extras is None else extras
+    machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model, least = _build_model(config, data, replaced, accelerator)
@@ -93,29 +91,17 @@ def prepare(
         planner=make_planner(maker, known, plans, stages, sampler),
         known=known,
         sampler=sampler,
-        emulation=emulation,
-        noise=choose_probe(
-            plans,
-            known.models,
-            model,
-            enabled=_measures_noise(config, mixing, accelerator),
-            sync=config.sync,
-            processes=accelerator.num_processes,
-            rounds=rounds,
-            least=least,
-        ),
+        machine=machine,
         mixing=mixing,
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
-        ema=WeightAverage(config.ema_decay) if config.ema_decay else None,
         default_workers=given.workers is None and accelerator.num_processes == 1,
         default_resolutions=given.resolutions is None or "resolutions" in given.resolved,
         nodes=nodes,
         figures=figures,
         also=also,
-        extras=Extras.of(config) if extras is None else extras,
+        extras=extras,
     )
-    _check_room(run)
     return run
 
 
@@ -149,23 +135,6 @@ def _count_workers(
     )
     _check_processes(config, accelerator)
     return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
-
-
-def _measures_noise(config: RunConfig, mixing: Mixing | None, accelerator: Accelerator) -> bool:
-    # fp16 scales gradients, images of a mixed batch and copies of one are not independent, and an
-    # extra pass of one process would wait for the others in batch norm over all of them.
-    dependent = mixing or config.aug_repeats > 1
-    hinders = accelerator.scaler or dependent or config.sync_batch_norm
-    return config.noise_scale and not hinders
-
-
-def _make_emulation(config: RunConfig) -> Emulation:
-    return Emulation(
-        slowdown=parse_slowdown(config.slowdown or (), config.workers),
-        disturbance=parse_disturb(config.disturb) if config.disturb else None,
-        noise=config.time_noise,
-        seed=config.seed,
-    )
 
 
 def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
@@ -308,16 +277,6 @@ def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
 def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
     """Raise ``SettingError`` for a setting that goes with another number of processes."""
     processes = accelerator.num_processes
-    if config.time_noise and processes > 1:
-        raise SettingError(
-            f"time_noise must be 0 with several processes, whose times are real, "
-            f"got {config.time_noise:g}"
-        )
-    if config.link_gbps is not None and processes > 1:
-        raise SettingError(
-            "link_gbps must be unset with several processes, whose network is real, "
-            f"got {config.link_gbps:g}"
-        )
     if config.wire != "float32" and processes == 1:
         raise SettingError(
             f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
@@ -351,14 +310,3 @@ def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
             f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
             f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
         )
-
-
-def _check_room(run: Run) -> None:
-    """Raise ``SettingError`` unless the images that are read at once have room in the cache."""
-    config, data = run.config, run.data
-    if config.cache_gib is None:
-        return
-    in_order = run.evaluation_batch if getattr(config, "eval_train", False) else 0
-    batch = max(run.largest_batch, run.statistics_batch if run.ema else 0)
-    data.train.check_room(batch, in_order=in_order)
-    data.evaluation.check_room(1, in_order=run.evaluation_batch)

@@ -18,9 +18,9 @@ from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.steps import ComputeClock, Stepper
 from dbsl.cluster.weights import uncompiled
+from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
 from dbsl.data.sources import Source, as_source
-from dbsl.extras.average import recompute_statistics
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
@@ -42,7 +42,6 @@ from dbsl.run.training import ConfigT, Run
 
 if TYPE_CHECKING:  # rooms above this one
     from dbsl.checkpoint.checkpointer import Checkpointer
-    from dbsl.extras.mirror.mirror import Mirror
     from dbsl.log.log import RunLog
     from dbsl.log.meter import StepMeter
 
@@ -56,14 +55,14 @@ class Progress:
     # By worker the loss and its figures, [1 + F], summed over samples.
     sums: dict[int, Tensor] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)  # by worker, all that were read
-    # What the first step measured (`dbsl.extras.noise`).
-    noise: dict[str, Any] = field(default_factory=dict)
+    # What extras measured at the first step.
+    measured: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.0  # the last step's
 
     def clear(self) -> None:
         """Begin anew: the round was pushed."""
         self.steps, self.counted, self.learning_rate = 0, 0, 0.0
-        self.sums, self.samples, self.noise = {}, {}, {}
+        self.sums, self.samples, self.measured = {}, {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
@@ -79,22 +78,22 @@ class Progress:
 def read_round(
     progress: Progress, vector: Tensor
 ) -> tuple[dict[int, list[float]], bool, dict[str, Any]]:
-    """Return the sums by worker, whether losses and a whole vector are finite, and the noise.
+    """Return the sums by worker, whether losses and a vector are finite, and what was measured.
 
     It waits for the device, once.
     """
-    sums, noise = progress.sums, progress.noise
-    on_device = [name for name, value in noise.items() if isinstance(value, Tensor)]
+    sums, measured = progress.sums, progress.measured
+    on_device = [name for name, value in measured.items() if isinstance(value, Tensor)]
     # A sum of finite weights does not overflow.
-    tensors = [vector.sum(), *(noise[name] for name in on_device), *sums.values()]
+    tensors = [vector.sum(), *(measured[name] for name in on_device), *sums.values()]
     flat = torch.cat([tensor.to(vector).reshape(-1) for tensor in tensors]).tolist()
     weights, *squares = flat[: 1 + len(on_device)]
-    noise = noise | dict(zip(on_device, squares, strict=True))
+    measured = measured | dict(zip(on_device, squares, strict=True))
     rest, found = iter(flat[1 + len(on_device) :]), {}
     for worker, own in sums.items():
         found[worker] = list(islice(rest, len(own)))
     finite = all(math.isfinite(value) for value in (weights, *(own[0] for own in found.values())))
-    return found, finite, noise
+    return found, finite, measured
 
 
 def make_reports(
@@ -110,14 +109,14 @@ def make_reports(
     figures: Sequence[str] = (),
     refused: bool = False,
     faults: Mapping[int, int] | None = None,
-    noise: Mapping[str, Any] | None = None,
+    measured: Mapping[str, Any] | None = None,
     lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
     `samples` and `sums`, of the loss and the figures over the samples, lack a worker without any.
-    `faults` are those of a refused round. The noise goes with the first worker. `lines_of` gives
-    the lines that the main process lacks.
+    `faults` are those of a refused round. What was measured goes with the first worker. `lines_of`
+    gives the lines that the main process lacks.
     """
     nothing = [0.0] * (1 + len(figures))
     reports = []
@@ -144,7 +143,7 @@ def make_reports(
                 logged=len(lines),
                 lines=lines,
                 figures=dict(zip(figures, means, strict=True)),
-                **(noise or {} if worker == turn.workers[0] else {}),
+                **(measured or {} if worker == turn.workers[0] else {}),
             )
         )
     return reports
@@ -162,7 +161,6 @@ class Session(Generic[ConfigT]):
     stopping: Stopping  # whether the run is to stop
     stopwatch: Stopwatch
     meter: StepMeter  # lines of `log_every`
-    mirror: Mirror  # copies the run folder to a URL, if it is to
     progress: Progress = field(default_factory=Progress)
     log: RunLog = field(init=False)  # metrics, lines, trackers
     checkpointer: Checkpointer = field(init=False)
@@ -298,21 +296,6 @@ class Session(Generic[ConfigT]):
         if self.shares_evaluation:  # what they found is added up next
             self.cluster.control.enter()
 
-    @contextmanager
-    def ema_weights(self) -> Iterator[None]:
-        """Give the model the averaged weights for a while, with batch norm's statistics of them."""
-        run = self.run
-        with self.cluster.weights.kept():
-            self.cluster.weights.load(run.ema.vector)
-            recompute_statistics(
-                *(run.model, self.cluster.weights, run.data.train, run.evaluation_transform),
-                self.accelerator,
-                batch_size=run.statistics_batch,
-                seed=run.config.seed,
-                together=self.shares_evaluation,
-            )
-            yield
-
 
 class Work:
     """The optimizer steps of a turn, those that a resumed run took before left out."""
@@ -325,7 +308,6 @@ class Work:
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
         self.lr_factor = run.rate_factor(plan, turn)  # by the worker's batch (`--lr-scaling`)
-        self._measures = run.noise.due(turn)
         self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
     @property
@@ -358,9 +340,9 @@ class Work:
     def stepping(self, step: Step, learning_rate: float) -> Iterator[None]:
         """Enclose an optimizer step: its gradients are measured, and it is counted."""
         session, progress = self._session, self._session.progress
-        if self._measures and progress.samples and not progress.steps:
-            run, joint = session.run, session.stepper.joint
-            progress.noise = run.noise.measure(self._turn, step, joint, *self._batch, run.loss_of)
+        if progress.samples and not progress.steps:
+            for found in session.run.extras.each(Extra.measure, self._turn, step, *self._batch):
+                progress.measured |= found or {}
         with session.meter.step(step, learning_rate, progress):
             yield
         progress.steps += 1
@@ -385,7 +367,7 @@ class Work:
     def reports(self) -> list[RoundReport]:
         """Return what the round came to, worker by worker; it waits for the device, once."""
         session, progress = self._session, self._session.progress
-        sums, finite, noise = read_round(progress, session.cluster.outgoing)
+        sums, finite, measured = read_round(progress, session.cluster.outgoing)
         session.meter.end(sums, progress.samples)
         return make_reports(
             self._turn,
@@ -399,6 +381,6 @@ class Work:
             figures=session.run.figures,
             refused=not finite,
             faults={} if finite else self._faults(sums),
-            noise=noise,
+            measured=measured,
             lines_of=session.meter.take_lines,
         )

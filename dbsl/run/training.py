@@ -11,13 +11,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dbsl.config.hooks import Extras
+from dbsl.config.hooks import Extras, Machine
 from dbsl.config.settings import RunConfig
 from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
-from dbsl.extras.average import WeightAverage
-from dbsl.extras.emulate import Emulation
-from dbsl.extras.noise import NoiseProbe
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
 from dbsl.plan.machines import Workers
@@ -40,13 +37,11 @@ class Run(Generic[ConfigT]):
     planner: Planner
     known: Workers  # what the workers can do
     sampler: TurnSampler
-    emulation: Emulation  # how much slower than they are workers are made to be
-    noise: NoiseProbe
+    machine: Machine  # how the workers' machines and network differ from that
     mixing: Mixing | None  # mixes images and labels of a batch
     loss_of: LossOf  # mean loss of a model on images [B, 3, R, R] and labels
     # Builds what steps on a model; each group's rate is in ``lr_scale``.
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    ema: WeightAverage | None  # average of the global weights over epochs
     default_workers: bool = False  # nobody has said how many workers there are
     default_resolutions: bool = False  # nobody has said at which resolutions it trains
     nodes: tuple[int, ...] = (0,)  # the node of each process, from 0
@@ -148,3 +143,46 @@ class Run(Generic[ConfigT]):
             parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
             sizes[stage.resolution] = {len(part.indices) for part in parts}
         return sizes
+
+
+class SimulatedTimes:
+    """How long rounds take on the virtual clock: what workers compute, and what is exchanged.
+
+    Both take a worker, an epoch, a round and perhaps a plan. Without one the planner is asked for
+    the plan in force, which may decide it.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        tensors = run.model.state_dict().values()
+        self.state = sum(t.numel() for t in tensors if t.is_floating_point())  # what rounds send
+        trained = (p for p in run.model.parameters() if p.requires_grad)
+        self.parameters = sum(p.numel() for p in trained)
+
+    def duration(
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
+    ) -> float:
+        """Return the seconds that a worker computes in a round."""
+        return self.computed(worker, epoch, round_, segment)[0]
+
+    def exchange(
+        self, worker: int, epoch: int, round_: int, segment: Segment | None = None
+    ) -> float:
+        """Return the seconds that a worker's round takes on the network."""
+        return self.run.machine.exchange_s(self, worker, epoch, round_, segment)
+
+    def computed(
+        self, worker: int, epoch: int, round_: int, segment: Segment | None
+    ) -> tuple[float, int]:
+        """Return the seconds of a worker's round, and its steps."""
+        run = self.run
+        turn = Round((worker,), epoch, round_)
+        steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)
+        samples = sum(len(part.indices) for step in steps for part in step.parts)
+        model = run.known.models[run.stage_at(epoch).resolution][worker]
+        seconds = (
+            model.time(samples, len(steps))
+            * run.machine.factor(worker, epoch)
+            * run.machine.noise_factor(worker, epoch, round_)
+        )
+        return seconds, len(steps)

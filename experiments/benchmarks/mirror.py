@@ -26,7 +26,7 @@ from typing import Any
 import fsspec
 from accelerate import Accelerator
 
-from dbsl.config.settings import RunConfig
+from dbsl.extras.mirror import MirrorSettings
 from dbsl.extras.mirror.mirror import open_mirror
 from experiments.benchmarks.record import record
 
@@ -67,7 +67,7 @@ def measured(run: Path, url: str, repeats: int) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(run, folder)
         there = f"{url}/{number}"
-        mirror = open_mirror(RunConfig(mirror=there), folder, None, accelerator)
+        mirror = open_mirror(MirrorSettings(mirror=there), folder, None, accelerator)
         began, used = time.perf_counter(), time.process_time()
         with mirror:
             pass

@@ -15,11 +15,9 @@ def preload() -> None:
     import torchvision.transforms.v2  # noqa: F401
 
     import train  # noqa: F401
-    from dbsl.extras import pictures as plots
-    from dbsl.extras import pictures as worker_plots
+    from dbsl.extras.pictures import Pictures
 
-    plots.plan_timeline = plots.accuracy_and_loss = lambda *arguments, **options: None
-    worker_plots.worker_history = lambda *arguments, **options: None
+    Pictures.report = Pictures.end = lambda *arguments: None
 
 
 def fork_rank(flags: list[str], rank: int, processes: int, port: int) -> int:

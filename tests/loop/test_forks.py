@@ -26,7 +26,7 @@ from dbsl.base.errors import SettingError
 from dbsl.data.sources import TensorData
 from dbsl.extras.pictures import curves_figure
 from dbsl.log.meter import MEASURED
-from dbsl.log.rows import evaluation_charts, read_metrics
+from dbsl.log.rows import read_metrics
 from dbsl.loss import with_figures
 from dbsl.model import load_model
 from dbsl.open import open_session
@@ -69,9 +69,8 @@ MODES = {
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch):
     """No pictures, and each run with an accelerator of its own."""
-    for name in ("plan_timeline", "accuracy_and_loss", "worker_history"):
-        monkeypatch.setattr(f"dbsl.extras.pictures.{name}", lambda *arguments, **options: None)
-    monkeypatch.setattr("dbsl.log.log.RunLog.images", lambda *arguments, **options: None)
+    for name in ("report", "end"):
+        monkeypatch.setattr(f"dbsl.extras.pictures.Pictures.{name}", lambda *arguments: None)
     yield
     AcceleratorState._reset_state(True)
 
@@ -395,11 +394,6 @@ def test_metrics_of_ones_own_are_in_the_epochs_line_and_in_the_summary(fork, tmp
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("epoch 2/2"))
     assert f"  accuracy_of_0 {row['accuracy_of_0']:.3f}  accuracy_of_1 " in line
     assert f"  accuracy_of_7 {row['accuracy_of_7']:.3f}  (2 more)  " in line
-
-
-def test_a_metric_of_ones_own_goes_to_the_trackers():
-    charts = evaluation_charts(Evaluation(0.5, 1.0, 10, 32, more={"of_cats": 0.25}))
-    assert (charts["eval/accuracy"], charts["eval/of_cats"]) == (0.5, 0.25)
 
 
 def test_a_metric_with_the_name_of_a_field_is_refused():

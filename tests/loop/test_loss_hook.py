@@ -47,9 +47,8 @@ HERE = os.getpid()
 @pytest.fixture(autouse=True)
 def own_accelerator(monkeypatch):
     """No pictures, and each run with an accelerator of its own."""
-    for name in ("plan_timeline", "accuracy_and_loss", "worker_history"):
-        monkeypatch.setattr(f"dbsl.extras.pictures.{name}", lambda *arguments, **options: None)
-    monkeypatch.setattr("dbsl.log.log.RunLog.images", lambda *arguments, **options: None)
+    for name in ("report", "end"):
+        monkeypatch.setattr(f"dbsl.extras.pictures.Pictures.{name}", lambda *arguments: None)
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)

@@ -77,10 +77,8 @@ def prepare(case: Case) -> Run:
         planner=make_planner(maker, known, plans, stages, sampler),
         known=known,
         sampler=sampler,
-        emulation=case.emulation,
-        noise=None,
+        machine=case.emulation,
         mixing=None,
-        ema=None,
         loss_of=None,
         build_optimizer=lambda module: build_optimizer("momentum", module, 1.0, 0.0, 0.0),
     )

@@ -27,6 +27,7 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
 from dbsl.data.transforms import Transform
+from dbsl.extras.streaming import StreamSettings
 from dbsl.plan.sampler import EpochSampler
 from tests.helpers import ROOT
 
@@ -45,7 +46,9 @@ def cache(tmp_path, monkeypatch):
 def load(dataset, seed=0, max_store_bytes=2**31, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dbsl.data.dataset, "STORE_BYTES", max_store_bytes)
-        return load_data(ImageConfig(str(dataset), **{"max_bad_images": 0} | settings), seed)
+        kind = StreamSettings if settings.get("cache_gib") else ImageConfig
+        settings = {"max_bad_images": 0} | {n: v for n, v in settings.items() if v is not None}
+        return load_data(kind(dataset=str(dataset), **settings), seed)
 
 
 def plain(resolution, augment="none"):

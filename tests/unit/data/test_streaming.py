@@ -22,6 +22,7 @@ from dbsl.base.errors import ReadError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
+from dbsl.extras.streaming import StreamSettings
 from dbsl.extras.streaming import groups as group_cache
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import Shards
@@ -50,7 +51,7 @@ def shards(tmp_path_factory):
 
 def load(dataset, gib=1.0, block=16, seed=0, **settings):
     settings = {"cache_gib": gib, "shuffle_block": block, "loader_workers": 0} | settings
-    return load_data(ImageConfig(str(dataset), **settings), seed)
+    return load_data(StreamSettings(dataset=str(dataset), **settings), seed)
 
 
 def plain(augment="none"):

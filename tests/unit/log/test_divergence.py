@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
-from dbsl.log.log import DivergenceWarning, no_result
+from dbsl.log.divergence import DivergenceWarning, no_result
 from dbsl.optimizer import default_learning_rate
 from dbsl.plan.types import RoundReport
 from dbsl.run.evaluation import Evaluation

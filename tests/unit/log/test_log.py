@@ -3,19 +3,16 @@ import json
 import math
 import os
 import re
-import shlex
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import torch
 
 from dbsl.base.words import short_loss
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.extras.charts import start_trackers
+from dbsl.config.hooks import Extra, Extras, Machine
 from dbsl.extras.pictures import stage_spans
 from dbsl.log import lines as display
 from dbsl.log.log import RunLog
@@ -26,6 +23,7 @@ from dbsl.plan.stages import make_stages, stage_at
 from dbsl.plan.types import Restart, Round, RoundReport, StepLine
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Progress
+from train import Config
 
 STAGES = make_stages(2, [24, 32], learning_rate=0.1)
 ROUND_KEYS = {
@@ -59,6 +57,39 @@ PLAN_TOTALS = {
 def make_plans(workers=4):
     model = TimeModel(1e-3, 0.02)
     return {r: plan_dual_batch(100 * workers, workers, workers // 4, 50, model) for r in (24, 32)}
+
+
+def make_log(
+    folder,
+    accelerator,
+    plans,
+    stages=STAGES,
+    *,
+    measured=False,
+    evaluated=0,
+    normalises=False,
+    apart=False,
+    planner=None,
+    extras=None,
+    state=None,
+    restart=None,
+    **settings,
+):
+    """Return the log of a run that has nothing but its plans."""
+    config = Config(workers=4, epochs=stages[-1].end_epoch, **settings)
+    model = torch.nn.BatchNorm1d(2) if normalises else torch.nn.Linear(1, 1)
+    run = SimpleNamespace(
+        config=replace(config, dedicated_server=apart),
+        data=SimpleNamespace(evaluation=range(evaluated), num_classes=1),
+        stages=stages,
+        plans=plans,
+        planner=planner,
+        model=model,
+        known=SimpleNamespace(measured=measured),
+        machine=Machine(),
+        extras=Extras(extras),
+    )
+    return RunLog(run, folder, accelerator, state=state, restart=restart)
 
 
 def step_of(worker):
@@ -109,7 +140,7 @@ def strict(line):
 
 def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, measured=True) as log:
         play(log, plans, virtual=3.5)
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["event"] for row in rows] == [
@@ -164,7 +195,7 @@ def test_metrics_lines_are_strict_json_with_the_promised_keys(tmp_path, accelera
 
 def test_metrics_without_optional_times_leave_them_out(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, measured=True) as log:
         play(log, plans)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert set(rows[2]) == ROUND_KEYS
@@ -173,7 +204,7 @@ def test_metrics_without_optional_times_leave_them_out(tmp_path, accelerator):
 
 def test_metrics_nan_loss_becomes_null(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, measured=True) as log:
         play(log, plans, loss=math.nan)
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows if row["event"] == "round"] == [None] * 8
@@ -181,16 +212,15 @@ def test_metrics_nan_loss_becomes_null(tmp_path, accelerator):
 
 def test_metrics_line_is_on_disk_when_the_round_is_recorded(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, measured=True) as log:
         play(log, plans, epochs=[0])
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 + 4 + 1
 
 
 def test_other_processes_write_and_print_nothing(tmp_path, capsys):
     plans = make_plans()
-    with RunLog(tmp_path, SimpleNamespace(is_main_process=False), STAGES, plans, True) as log:
+    with make_log(tmp_path, SimpleNamespace(is_main_process=False), plans) as log:
         play(log, plans)
-        log.images({"plan": tmp_path / "missing.png"})
         log.summary({"final_accuracy": 1.0})
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
@@ -198,7 +228,7 @@ def test_other_processes_write_and_print_nothing(tmp_path, capsys):
 
 def test_epoch_line_tells_people_the_result(tmp_path, accelerator, capsys):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, measured=True) as log:
         play(log, plans)
     first, second = capsys.readouterr().out.splitlines()[:2]
     loss = f"{weighted_loss(plans[32]):.3f}"
@@ -212,7 +242,7 @@ def test_epoch_line_tells_people_the_result(tmp_path, accelerator, capsys):
 def test_the_longest_epoch_line_fits_120_columns(tmp_path, accelerator, capsys):
     stages, plans = make_stages(1000, [224, 256]), make_plans(workers=8)
     plans = {224: plans[24], 256: plans[32]}
-    with RunLog(tmp_path, accelerator, stages, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, stages, measured=True) as log:
         for worker in range(8):
             report = RoundReport(
                 worker, 998, 0, 256, 64, 160000, 9, time_s=88.8 + worker, loss=6.9, merge_weight=1.0
@@ -264,7 +294,7 @@ def test_a_loss_is_printed_in_six_characters(loss, text):
 def test_rounds_of_the_next_epoch_do_not_count_for_this_one(tmp_path, accelerator, capsys):
     plans = make_plans()
     early = RoundReport(0, 1, 0, 32, 8, 85, 3, time_s=99.0, loss=99.0, merge_weight=1.0)
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, measured=True) as log:
         log.round(early)  # asynchronous: worker 0 is an epoch ahead
         play(log, plans, epochs=[0])
     assert f"  loss {weighted_loss(plans[24]):.3f}" in capsys.readouterr().out
@@ -277,7 +307,7 @@ def test_progress_bar_on_a_terminal_moves_with_every_step(tmp_path, accelerator,
     monkeypatch.setattr(display, "_BAR_EVERY_S", 0.0)
     plans = make_plans()
     total = sum(w.steps for plan in plans.values() for w in plan.workers)
-    with RunLog(tmp_path, accelerator, STAGES, plans, counted=range(4)) as log:
+    with make_log(tmp_path, accelerator, plans) as log:
         log.meter.begin(Round((1,), 1, 0), anew=True)
         for _ in range(3):
             with log.meter.step(step_of(1), 0.0125, Progress()):
@@ -297,13 +327,13 @@ def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
     now = [0.0]
     monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with make_log(tmp_path, accelerator, plans) as log:
         log.meter.begin(Round((0,), 0, 0), anew=True)
         for _ in range(7):
             now[0] += 20.0
             with log.meter.step(step_of(0), 0.1, Progress()):
                 pass
-    total = sum(plan.workers[0].steps for plan in plans.values())
+    total = sum(w.steps for plan in plans.values() for w in plan.workers)
     assert capsys.readouterr().out.splitlines() == [
         f"  3/{total} steps, epoch 1/2, lr 0.1 (worker 0), 0.25 images/s",
         f"  6/{total} steps, epoch 1/2, lr 0.1 (worker 0), 0.25 images/s",
@@ -316,24 +346,17 @@ def test_another_processes_step_lines_come_before_their_round_with_its_own(
     plans = make_plans()
     line = StepLine(1, 0, 0, 50, 0.5, 2.5, 0.1, math.inf, 123.4, 1.5)
     report = RoundReport(1, 0, 0, 24, 50, 85, 60, 1.0, 2.0, 1.0, logged=1, lines=(line,))
-    config = {"resolutions": (24, 32)}
-    start_trackers(accelerator, "tensorboard", tmp_path, "run", config)
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with make_log(tmp_path, accelerator, plans) as log:
         log.round(report)
         assert log.meter.state_dict()["heard"] == {1: 60}
-    accelerator.end_training()
     rows = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2:]
     assert [row["event"] for row in rows] == ["step", "round"]
     assert rows[0] == {"event": "step", **step_row(line), "epoch": 1, "gradient_norm": None}
     assert set(rows[1]) == ROUND_KEYS
-    events = EventAccumulator(str(tmp_path / "tensorboard/worker-1")).Reload()
-    (loss,) = events.Scalars("steps/loss")
-    assert (loss.step, loss.value) == (500, 2.5)  # half of the first epoch
-    assert "steps/gradient_norm" not in events.Tags()["scalars"]
 
 
 def test_summary_is_strict_json_and_printed_in_a_line(tmp_path, accelerator, capsys):
-    with RunLog(tmp_path, accelerator, STAGES, make_plans(), True) as log:
+    with make_log(tmp_path, accelerator, make_plans(), measured=True) as log:
         log.summary({"final_loss": math.inf, "final_accuracy": 0.9712, "epochs": 2, "sync": "bsp"})
     text = (tmp_path / "summary.json").read_text()
     assert strict(text) == {
@@ -350,7 +373,7 @@ def test_summary_that_fails_leaves_the_old_one_whole(tmp_path, accelerator, monk
     def fail(*_):
         raise OSError("disk gone")
 
-    with RunLog(tmp_path, accelerator, STAGES, make_plans(), True) as log:
+    with make_log(tmp_path, accelerator, make_plans(), measured=True) as log:
         log.summary({"final_accuracy": 0.5})
         monkeypatch.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="disk gone"):
@@ -358,115 +381,12 @@ def test_summary_that_fails_leaves_the_old_one_whole(tmp_path, accelerator, monk
     assert json.loads((tmp_path / "summary.json").read_text()) == {"final_accuracy": 0.5}
 
 
-def test_tensorboard_gets_a_record_per_epoch_under_the_run_folder(tmp_path, accelerator):
-    Image.new("RGB", (30, 20), "red").save(tmp_path / "plan.png")
-    plans = make_plans()
-    config = {"lr": 0.1, "resolutions": (24, 32), "resume": None, "nested": {"path": Path("x")}}
-    start_trackers(accelerator, "tensorboard", tmp_path, "run", config)
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
-        log.images({"plan/timeline": tmp_path / "plan.png"})
-        play(log, plans, virtual=3.5)
-    accelerator.end_training()
-
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {
-        "train/loss",
-        "train/learning_rate",
-        "train/resolution",
-        "train/images_per_s",
-        "eval/accuracy",
-        "eval/loss",
-        "time/train_s",
-        "time/eval_s",
-        "time/virtual_s",
-        "time/small_workers_s",
-        "time/large_workers_s",
-        "time/predicted_small_workers_s",
-        "time/predicted_large_workers_s",
-        *(f"plan/{name}" for name in PLAN_TOTALS),
-    }
-    values = {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
-    loss = pytest.approx(weighted_loss(plans[24]))
-    assert values["train/loss"] == [(1000, loss), (2000, loss)]  # thousandths of an epoch
-    assert values["train/resolution"] == [(1000, 24), (2000, 32)]
-    assert values["eval/accuracy"] == [(2000, 0.75)]  # the first epoch was not evaluated
-    assert values["train/images_per_s"] == [(1000, 40), (2000, 40)]
-    assert events.Images("plan/timeline")[0].width == 30
-    for worker in range(4):
-        own = EventAccumulator(str(tmp_path / f"tensorboard/worker-{worker}")).Reload()
-        assert set(own.Tags()["scalars"]) == {
-            f"workers/{name}"
-            for name in (
-                *("loss", "time_s", "staleness", "local_batch_size", "samples", "steps", "share"),
-                *("predicted_time_s", "compute_time_s", "wait_time_s", "idle_time_share"),
-            )
-        }
-        staleness = [(event.step, event.value) for event in own.Scalars("workers/staleness")]
-        assert staleness == [(1000, worker), (2000, worker)]
-    (hparams,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
-    assert "resolutions: 24,32" in hparams.read_text()
-
-
-def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
-    tmp_path, no_login, accelerator, capsys
-):
-    Image.new("RGB", (30, 20), "red").save(tmp_path / "plan.png")
-    folder = tmp_path / "runs" / "first run"
-    folder.mkdir(parents=True)
-    plans = make_plans()
-    start_trackers(accelerator, "wandb", folder, folder.name, {"resolutions": (24, 32)})
-    out = capsys.readouterr().out
-    (said,) = out.splitlines()
-    command = re.fullmatch(r"wandb: offline \(no login\); to upload: (.*)", said)[1]
-    program, verb, path = shlex.split(command)
-    assert (program, verb) == ("wandb", "sync")
-    assert Path(path) == Path("runs/first run/wandb")
-    assert Path(path).is_dir()
-
-    run = accelerator.get_tracker("wandb", unwrap=True)
-    with RunLog(folder, accelerator, STAGES, plans, True) as log:
-        log.images({"plan/timeline": tmp_path / "plan.png"})
-        play(log, plans)
-        log.summary({"best_accuracy": 0.75})
-    assert (run.project, run.name) == ("dbsl", "first run")
-    assert run.config["resolutions"] == "24,32"
-    assert dict(run.summary["eval/accuracy"]) == {"max": 0.75, "last": 0.75}
-    assert run.summary["workers/samples/1"] == plans[32].workers[1].samples
-    assert run.summary["epoch"] == 2
-    assert run.summary["best_accuracy"] == 0.75
-    accelerator.end_training()
-    files = [file.name.split("_")[0] for file in Path(path).glob("*/files/media/*/plan/*")]
-    assert {*files} == {"table", "timeline"}
-    assert list(Path(path).glob("offline-*/run-*.wandb"))
-    assert "wandb" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["disabled", "offline"])
-def test_wandb_mode_of_the_user_is_respected_in_silence(
-    tmp_path, no_login, accelerator, monkeypatch, capsys, mode
-):
-    monkeypatch.setenv("WANDB_MODE", mode)
-    plans = make_plans()
-    start_trackers(accelerator, "wandb", tmp_path, "run", {})
-    with RunLog(tmp_path, accelerator, STAGES, plans, True) as log:
-        play(log, plans)
-    accelerator.end_training()
-    printed = capsys.readouterr()
-    offline = mode == "offline"
-    assert (tmp_path / "wandb").exists() == offline
-    assert ("wandb: offline (WANDB_MODE=offline)" in printed.out) == offline
-    assert printed.err == ""
-
-
 def test_measured_times_are_set_against_predicted_ones_and_a_miss_is_said_once(
     tmp_path, accelerator, capsys
 ):
     plans = make_plans()  # predict less than a second; played are 1 + worker seconds
     stages = make_stages(10, [24, 32])  # epochs 0 to 4, 5 to 9
-    with RunLog(tmp_path, accelerator, stages, plans, True) as log:
+    with make_log(tmp_path, accelerator, plans, stages, measured=True) as log:
         play(log, plans, epochs=range(2), stages=stages)
         assert "warning" not in capsys.readouterr().out  # caches and the device warm up
         play(log, plans, epochs=range(2, 10), stages=stages)
@@ -498,7 +418,7 @@ def test_a_new_plan_is_recorded_once_and_an_older_one_not_again(tmp_path, accele
     plans, stages = make_plans(), make_stages(4, [24, 32])
     slower = TimeModel(2e-3, 0.02)
     moved = plan_dual_batch(400, 4, 1, 50, [slower, *[TimeModel(1e-3, 0.02)] * 3])
-    with RunLog(tmp_path, accelerator, stages, plans) as log:
+    with make_log(tmp_path, accelerator, plans, stages) as log:
         log.plan(0, 0, plans[24])
         log.plan(1, 1, moved)  # epochs 0 and 1 have 24 px
         log.plan(0, 0, plans[24])  # a slow worker's turn
@@ -522,8 +442,9 @@ def test_a_server_of_its_own_tells_of_a_new_plan_where_a_round_by_it_is_recorded
     plans, stages = make_plans(), make_stages(4, [24, 32])
     moved = plan_dual_batch(400, 4, 1, 50, [TimeModel(2e-3, 0.02), *[TimeModel(1e-3, 0.02)] * 3])
     of_epoch = {0: plans[24], 1: moved}
-    with RunLog(
-        *(tmp_path, accelerator, stages, plans), plan_of=lambda epoch, round_: of_epoch.get(epoch)
+    decided = {"decided": lambda epoch, round_: of_epoch.get(epoch)}
+    with make_log(
+        *(tmp_path, accelerator, plans, stages), planner=SimpleNamespace(**decided), apart=True
     ) as log:
         play(log, plans, stages=stages)
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -533,7 +454,7 @@ def test_a_server_of_its_own_tells_of_a_new_plan_where_a_round_by_it_is_recorded
 
 def test_an_epoch_is_told_with_the_learning_rate_of_its_last_step(tmp_path, accelerator, capsys):
     """Of workers with rates of their own the highest: a small batch may lower one's."""
-    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+    with make_log(tmp_path, accelerator, make_plans()) as log:
         for round_, rates in enumerate(((0.01, 0.005), (0.02, 0.01))):
             for worker, rate in enumerate(rates):
                 report = RoundReport(worker, 0, round_, 24, 8, 10, 2, 0.5, 1.0, 1.0)
@@ -544,14 +465,14 @@ def test_an_epoch_is_told_with_the_learning_rate_of_its_last_step(tmp_path, acce
 
 
 def test_an_evaluation_of_fewer_images_than_were_told_says_so_once(tmp_path, accelerator, capsys):
-    with RunLog(tmp_path, accelerator, STAGES, make_plans(), evaluated=93) as log:
+    with make_log(tmp_path, accelerator, make_plans(), evaluated=93) as log:
         play(log, make_plans(), evaluate=(0, 1))
     said = capsys.readouterr().out
     assert said.count("warning: evaluations are of 90 images: 3 of 93 cannot be decoded\n") == 1
 
 
 def test_binary_cross_entropy_and_the_evaluations_loss_have_names(tmp_path, accelerator, capsys):
-    with RunLog(tmp_path, accelerator, STAGES, make_plans(), bce=True) as log:
+    with make_log(tmp_path, accelerator, make_plans(), bce_loss=True) as log:
         play(log, make_plans())
         log.summary({"final_loss": 0.5})
     said = capsys.readouterr().out
@@ -562,7 +483,7 @@ def test_binary_cross_entropy_and_the_evaluations_loss_have_names(tmp_path, acce
 
 def test_pushes_become_one_round_a_worker_and_epoch(tmp_path, accelerator):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, pushes=True) as log:
+    with make_log(tmp_path, accelerator, plans, push="gradients") as log:
         for number in range(3):
             for worker in (1, 0):
                 log.round(
@@ -585,18 +506,18 @@ def test_a_longer_run_counts_on_from_the_steps_taken_and_records_its_new_stages(
 ):
     plans = make_plans()
     plans[32] = plan_dual_batch(400, 4, 1, 25, TimeModel(1e-3, 0.02))  # more steps at 32 px
-    low, high = (plans[r].workers[0].steps for r in (24, 32))
+    low, high = (sum(w.steps for w in plans[r].workers) for r in (24, 32))
     assert low < high
-    with RunLog(tmp_path, accelerator, STAGES, plans) as log:
+    with make_log(tmp_path, accelerator, plans) as log:
         play(log, plans)
         log._display.step(0, 1, 0.1, None, low + high)
         state = unpack(*pack(log.state_dict()))
         assert log._display.done == log._display.total
     stages = make_stages(epochs, [24, 32], learning_rate=0.1)
-    with RunLog(tmp_path, accelerator, stages, plans, state=state) as log:
+    with make_log(tmp_path, accelerator, plans, stages, state=state) as log:
         assert log._display.total - log._display.done == (epochs - 2) * high
         again = unpack(*pack(log.state_dict()))
-    with RunLog(tmp_path, accelerator, stages, plans, state=again):
+    with make_log(tmp_path, accelerator, plans, stages, state=again):
         pass
     rows = read_metrics(tmp_path / "metrics.jsonl")
     spans = [(row["first_epoch"], row["end_epoch"]) for row in stage_spans(rows)]
@@ -613,12 +534,12 @@ def test_rounds_that_nobody_was_told_of_are_told_before_those_of_the_workers_tha
         RoundReport(0, 0, n, 24, 8, 10, 2, 1.0, 2.0, 1.0, learning_rate=rate)
         for n, rate in enumerate((0.4, 0.3, 0.2))
     ]
-    with RunLog(tmp_path, accelerator, STAGES, make_plans()) as log:
+    with make_log(tmp_path, accelerator, make_plans()) as log:
         log.round(reports[0])
         state = unpack(*pack(log.state_dict()))
     start = Restart(weights=None, version=0, clock=0, left={0: ((30, 60),)}, reports=reports[1:])
     options = {"state": state, "restart": start}
-    with RunLog(tmp_path, accelerator, STAGES, make_plans(), **options) as log:
+    with make_log(tmp_path, accelerator, make_plans(), **options) as log:
         log.round(replace(reports[0], learning_rate=0.1))
         log.epoch_end(0, None, train_time_s=1.0)
         assert log._samples == 40
@@ -633,7 +554,7 @@ def test_a_batch_that_balance_made_too_small_for_batch_norm_is_told_once(
     tmp_path, accelerator, capsys, normalises
 ):
     plans = make_plans()
-    with RunLog(tmp_path, accelerator, STAGES, plans, normalises=normalises) as log:
+    with make_log(tmp_path, accelerator, plans, normalises=normalises) as log:
         first = plans[STAGES[0].resolution]
         log.plan(0, 0, first)
         for size in (3, 2):
@@ -645,7 +566,7 @@ def test_a_batch_that_balance_made_too_small_for_batch_norm_is_told_once(
 
 
 def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, accelerator):
-    with RunLog(tmp_path, accelerator, STAGES, make_plans(), True) as log:
+    with make_log(tmp_path, accelerator, make_plans(), measured=True) as log:
         for epoch, accuracy in ((0, 0.8), (1, 0.6)):
             play(log, make_plans(), epochs=[epoch], evaluate=())
             evaluation = Evaluation(accuracy, 1.0 - accuracy, 90, 32, time_s=0.25)
@@ -658,3 +579,25 @@ def test_results_are_those_of_the_last_and_of_the_best_evaluation(tmp_path, acce
             "images_per_s": 40.0,  # 400 samples an epoch
             "samples_seen": 800,
         }
+
+
+def test_extras_get_every_row_as_it_is_read_back_and_those_of_before_at_once(tmp_path, accelerator):
+    class Reporter(Extra):
+        def __init__(self):
+            self.before, self.rows = None, []
+
+        def report(self, folder, rows):
+            self.before = rows
+
+        def row(self, row):
+            self.rows.append(row)
+
+        def epoch(self, epoch, plan, reports):
+            yield "norm", {"value": math.inf}
+
+    reporter = Reporter()
+    with make_log(tmp_path, accelerator, make_plans(), extras={"reporter": reporter}) as log:
+        play(log, make_plans())
+    assert [row["event"] for row in reporter.before] == ["plan"] * 2
+    assert reporter.before + reporter.rows == read_metrics(tmp_path / "metrics.jsonl")
+    assert reporter.rows[-1] == {"event": "norm", "epoch": 1, "resolution": 32, "value": None}

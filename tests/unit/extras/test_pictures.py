@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import os
+from dataclasses import asdict
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -11,8 +12,7 @@ from PIL import Image
 
 from dbsl.base.words import short_loss
 from dbsl.extras import pictures as plots
-from dbsl.log.log import Planned
-from dbsl.log.rows import for_people, read_metrics
+from dbsl.log.rows import for_people, plan_row, read_metrics
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import default_milestones, make_stages
@@ -294,8 +294,10 @@ def test_labels_of_a_published_schedule_do_not_overlap(resolutions):
 def test_pictures_are_written_as_png_of_a_readable_size(tmp_path, workers, epochs):
     stages = make_stages(epochs, [24, 32])
     plans = dual_batch_plans(workers, workers // 4)
-    plots.plan_timeline(stages, plans, 1, tmp_path / "plots" / "timeline.png")
-    plots.accuracy_and_loss(metrics_of(stages, epochs), tmp_path / "plots" / "curves.png")
+    plots.save_figure(plots.timeline_figure(stages, plans, 1), tmp_path / "plots/timeline.png")
+    plots.save_figure(
+        plots.curves_figure(metrics_of(stages, epochs)), tmp_path / "plots" / "curves.png"
+    )
     assert sorted(file.name for file in (tmp_path / "plots").iterdir()) == [
         "curves.png",
         "timeline.png",
@@ -309,7 +311,7 @@ def test_pictures_are_written_as_png_of_a_readable_size(tmp_path, workers, epoch
 
 def test_picture_that_cannot_be_drawn_leaves_the_old_one_and_no_other_file(tmp_path, monkeypatch):
     path = tmp_path / "curves.png"
-    plots.accuracy_and_loss([], path)
+    plots.save_figure(plots.curves_figure([]), path)
     before = path.read_bytes()
 
     def fail_half_way(figure, file, **_):
@@ -318,14 +320,14 @@ def test_picture_that_cannot_be_drawn_leaves_the_old_one_and_no_other_file(tmp_p
 
     monkeypatch.setattr(Figure, "savefig", fail_half_way)
     with pytest.raises(RuntimeError, match="broken"):
-        plots.accuracy_and_loss(metrics_of(STAGES, 4), path)
+        plots.save_figure(plots.curves_figure(metrics_of(STAGES, 4)), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_picture_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "curves.png"
-    plots.accuracy_and_loss([], path)
+    plots.save_figure(plots.curves_figure([]), path)
     before = path.read_bytes()
 
     def fail(*_):
@@ -333,7 +335,7 @@ def test_picture_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkey
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk gone"):
-        plots.accuracy_and_loss(metrics_of(STAGES, 4), path)
+        plots.save_figure(plots.curves_figure(metrics_of(STAGES, 4)), path)
     assert path.read_bytes() == before
 
 
@@ -355,7 +357,7 @@ def test_pictures_need_nothing_but_the_metrics_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(for_people(row)) + "\n" for row in rows))
     assert read_metrics(path) == rows
-    plots.accuracy_and_loss(read_metrics(path), tmp_path / "curves.png")
+    plots.save_figure(plots.curves_figure(read_metrics(path)), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
@@ -399,13 +401,30 @@ def test_the_timeline_of_one_worker_has_nothing_that_it_could_wait_for():
     assert texts(figure.axes[0]) == ["batch 8, 100 samples, 5 s"]
 
 
-def test_a_log_knows_the_plans_that_hold_at_the_end_where_they_are_not_the_first():
-    first, last = plan_by_hand([4.0, 4.0]), plan_by_hand([3.0, 2.0])
-    planned = Planned(STAGES, {24: first, 32: first}, (0, 1))
-    planned.change(2, 0, last)  # epochs 0 and 2 are at 24 px
-    assert planned.latest == {24: (2, last)}
-
-
 def test_the_curves_of_one_worker_are_over_measured_time():
     rows = [row for row in metrics_of(STAGES, 4, virtual=True) if not row.get("worker")]
     assert plots.curves_figure(rows).axes[3].get_xlabel() == "training time (s)"
+
+
+def test_a_plan_is_drawn_from_its_rows_and_once_more_where_it_was_remade(tmp_path, monkeypatch):
+    drawn = []
+    figure = plots.timeline_figure
+    monkeypatch.setattr(
+        plots, "timeline_figure", lambda *given: drawn.append(given) or figure(*given)
+    )
+    plans = dual_batch_plans(2, 1)
+    rows = [plan_row(stage, plans[stage.resolution]) | {"event": "plan"} for stage in STAGES]
+    named = {f"{resolution} px": asdict(plan) for resolution, plan in plans.items()}
+    (tmp_path / "plan.json").write_text(json.dumps(named))
+    (tmp_path / "config.yaml").write_text("rounds_per_epoch: 2")
+    plots.draw_plan(tmp_path, rows)
+    workers = [worker | {"samples": 7} for worker in rows[-1]["workers"]]
+    plots.draw_plan(tmp_path, [*rows, rows[-1] | {"workers": workers, "from_epoch": 3}])
+    (stages, first, rounds, latest), (*_, remade) = drawn
+    assert (first, rounds, latest) == (plans, 2, {})
+    spans = [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in stages]
+    assert spans == [(stage.first_epoch, stage.end_epoch, stage.resolution) for stage in STAGES]
+    ((resolution, (since, plan)),) = remade.items()
+    assert (resolution, since) == (STAGES[-1].resolution, 3)
+    assert [worker.samples for worker in plan.workers] == [7, 7]
+    assert (tmp_path / "plots/plan.png").stat().st_size > 1000

@@ -14,13 +14,13 @@ from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.images import PixelStore
 from dbsl.data.transforms import Transform
-from dbsl.extras.average import WeightAverage, recompute_statistics, statistics_batches
+from dbsl.extras.average import Average, recompute_statistics, statistics_batches
 from dbsl.model import load_model
 from tests.helpers import run
 
 
 def test_average_is_exponential_and_starts_at_the_first_weights():
-    average = WeightAverage(0.75)
+    average = Average(0.75)
     for value in (4.0, 8.0, 0.0):
         average.add(torch.full((2,), value))
     assert average.vector.tolist() == [3.75, 3.75]  # 0.75 * (0.75 * 4 + 0.25 * 8) + 0.25 * 0

@@ -4,10 +4,8 @@ from PIL import Image
 
 from dbsl.extras.pictures import (
     MAX_LINES,
-    coinciding,
-    hiding,
+    save_figure,
     worker_figure,
-    worker_history,
     worker_marks,
     worker_values,
 )
@@ -86,26 +84,6 @@ def test_samples_that_nobody_trained_on_and_lost_workers_are_seen():
     assert sorted(named) == ["joined", "lost", "nobody"]
 
 
-def test_lines_that_coincide_in_most_epochs_are_dashed_and_begin_anew_where_they_meet():
-    lines = worker_figure(with_a_lost_worker()).axes[1].lines
-    assert all(line.get_linestyle() == "--" for line in lines[:4])
-    assert [line._unscaled_dash_pattern[0] for line in lines[:4]] == [0, 4, 8, 12]
-    breaks = np.flatnonzero(np.isnan(lines[2].get_ydata()))
-    x = lines[2].get_xdata()
-    assert {x[b] for b in breaks} >= {5}  # workers 0 and 1 part from it
-
-
-def test_a_line_that_lies_on_two_others_is_dashed_with_both():
-    there, gone = [1.0] * 3, [np.nan] * 3
-    groups, _ = hiding(np.array([there + gone, gone + there, there + there, [2.0] * 6]))
-    assert groups == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]]
-
-
-def test_of_planned_seconds_each_line_that_no_other_lies_on_all_the_way_is_drawn():
-    lines = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, np.nan], [2.0, 2.0], [1.0, 2.0]])
-    assert coinciding(lines) == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
-
-
 @pytest.mark.parametrize("workers", [1, 3, MAX_LINES, MAX_LINES + 1, 200])
 def test_every_worker_has_a_line_or_all_have_a_range(workers, tmp_path):
     figure = worker_figure(rounds(workers, 3))
@@ -115,7 +93,7 @@ def test_every_worker_has_a_line_or_all_have_a_range(workers, tmp_path):
         assert len(measured) == (workers if workers <= MAX_LINES else 1)
         assert len(axes.collections) == (workers > MAX_LINES)
         assert axes.get_ylabel()
-    worker_history(rounds(workers, 3), tmp_path / "workers.png")
+    save_figure(figure, tmp_path / "workers.png")
     with Image.open(tmp_path / "workers.png") as image:
         assert image.width == 900
 
@@ -123,37 +101,13 @@ def test_every_worker_has_a_line_or_all_have_a_range(workers, tmp_path):
 def test_measured_seconds_have_the_planned_ones_beside_them_in_simulated_runs_too():
     (axes,) = [axes for axes in worker_figure(rounds(2, 3)).axes if "measured" in axes.get_ylabel()]
     planned = [line for line in axes.lines if line.get_linestyle() == ":"]
-    assert [line.get_ydata().tolist() for line in planned] == [[1] * 3, [2] * 3, []]  # [], a name
-    same = worker_figure([row | {"predicted_time_s": 1.0} for row in rounds(2, 3)]).axes[2].lines
-    same = [line for line in same if line.get_linestyle() == ":"]
-    assert [(len(line.get_xdata()), line.get_color()) for line in same] == [
-        (3, "black"),
-        (0, "black"),
-    ]
-    assert [line.get_color() for line in planned[:2]] == [line.get_color() for line in axes.lines][
-        :2
-    ]
+    assert [line.get_ydata().tolist() for line in planned] == [[1] * 3, [2] * 3]
     simulated = worker_figure([row | {"virtual_time_s": 1.0} for row in rounds(2, 3)])
     labels = [axes.get_ylabel().replace("\n", " ") for axes in simulated.axes]
     assert [label for label in labels if label.startswith("computing")] == [
         "computing, measured [s per epoch]",
         "computing, on the cluster's clock [s]",
     ]
-
-
-def test_lines_that_coincide_are_dashed_one_after_the_other_so_that_all_are_seen():
-    rows = [row | {"local_batch_size": 8 if row["worker"] else 4} for row in rounds(4, 3)]
-    lines = worker_figure(rows).axes[0].lines
-    assert lines[0].get_linestyle() == "-"
-    patterns = [line._unscaled_dash_pattern for line in lines[1:]]
-    assert [(offset, tuple(dashes)) for offset, dashes in patterns] == [
-        (0, (4, 8)),
-        (4, (4, 8)),
-        (8, (4, 8)),
-    ]
-    sizes = [line.get_markersize() for line in lines[1:]]
-    assert sizes == sorted(sizes, reverse=True)  # rings in rings
-    assert len(set(sizes)) == 3
 
 
 @pytest.mark.parametrize("workers", [1, 3, MAX_LINES + 1])
@@ -169,9 +123,3 @@ def test_a_first_epoch_that_took_very_long_is_named_at_the_top_and_does_not_flat
     assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() == "^") == (
         workers if workers <= MAX_LINES else 1
     )
-
-
-def test_waiting_of_next_to_nothing_and_shares_are_drawn_to_scale():
-    rows = [row | {"wait_time_s": 0.019 if row["epoch"] == 0 else 0.0001} for row in rounds(2, 6)]
-    rows[0]["compute_time_s"] = 0.1  # much before the other, and once alone
-    assert not [text for axes in worker_figure(rows).axes for text in axes.texts]

@@ -238,7 +238,7 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
 def test_gradients_are_joined_of_workers_at_the_same_weights_in_one_process(sync, processes, kind):
     model = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(400, 4, 1, 32, model, PlanRules(time_ratio=1.2))
-    settings = {"enabled": True, "rounds": 1, "least": 1}
+    settings = {"rounds": 1, "least": 1}
     where = {"sync": sync, "processes": processes}
     probe = choose_probe({8: plan}, {8: [model] * 4}, nn.Linear(1, 1), **where, **settings)
     assert probe.kind == kind
@@ -297,7 +297,7 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
 def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once(device, every):
     model = TimeModel(0.001, 0.01)
     plan = plan_dual_batch(400, 4, 1, 50, model, PlanRules(time_ratio=1.2))
-    settings = {"enabled": True, "rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
+    settings = {"rounds": 1, "least": 1, "sync": "bsp", "processes": 1}
     with FakeTensorMode():
         trained = nn.Linear(1, 1, device=device)
         probe = choose_probe({8: plan}, {8: [model] * 4}, trained, **settings)
@@ -481,8 +481,6 @@ def test_workers_take_turns():
     due = [[probe.due(turn) for turn in own] for own in turns]
     assert np.sum(due, axis=0).tolist() == [1] * 6
     assert np.sum(due, axis=1).tolist() == [2] * 3
-    off = make_probe(nn.Linear(1, 1), every=0)
-    assert not any(off.due(turn) for own in turns for turn in own)
 
 
 @pytest.mark.parametrize(
@@ -508,7 +506,6 @@ def test_advice_admits_what_it_does_not_know():
     assert advise(wide, 64, "B_L") is None
     few = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 5)
     assert advise(few, 16, "B_L") is None
-    assert noise_summary(None, None) == {}
 
 
 def test_a_run_says_something_of_its_noise_scale_only_if_that_is_known():

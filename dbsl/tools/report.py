@@ -1,0 +1,47 @@
+"""A finished run's pictures and model card, once more: ``python -m dbsl.report runs/x``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, make_dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from dbsl.base.errors import SettingError, one_line_errors
+from dbsl.config.hooks import Extra, Extras, file_of, settings_of_extras
+from dbsl.config.settings import RunConfig
+from dbsl.log.rows import read_metrics
+
+
+def report(folder: Path, report_to: str | None = None) -> None:
+    """Hand a run's rows to what only reports, as the run did; `report_to` names trackers."""
+    if not (folder / "summary.json").is_file():
+        raise SettingError(f"run must be the folder of a finished run, got {folder}")
+    settings = make_dataclass("_", [], bases=(*settings_of_extras(), RunConfig), frozen=True)
+    given = {"report_to": report_to or "none"}
+    if "report_to" not in {field.name for field in fields(settings)}:
+        if report_to is not None:
+            raise SettingError(f"report_to needs {file_of('report_to')}, got {report_to}")
+        given = {}
+    rows = read_metrics(folder / "metrics.jsonl")
+    first = list(takewhile(lambda row: row["event"] == "plan", rows))
+    with Extras.of(settings(**given)) as extras:
+        extras.each(Extra.report, folder, first)
+        for row in rows[len(first) :]:
+            extras.each(Extra.row, row)
+        extras.each(Extra.end, folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Report on a run."""
+    parser = argparse.ArgumentParser("python -m dbsl.report", description=__doc__.split(":")[0])
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("--report-to", help="trackers to send the run to, with commas between")
+    arguments = parser.parse_args(argv)
+    report(arguments.run, arguments.report_to)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

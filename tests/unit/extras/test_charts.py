@@ -1,0 +1,384 @@
+import json
+import re
+import shlex
+import socket
+import threading
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+
+import accelerate
+import pytest
+from accelerate.state import PartialState
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dbsl.extras import charts
+from dbsl.extras.charts import Charts, tracker_names
+from dbsl.log.rows import PLAN_TOTALS
+
+WORKERS = [
+    {"worker": 0, "local_batch_size": 4, "samples": 40},
+    {"worker": 1, "local_batch_size": 8, "samples": 60},
+]
+PLAN = {"event": "plan", "resolution": 24, "workers": WORKERS} | dict.fromkeys(PLAN_TOTALS, 0.5)
+EVAL = {"event": "eval", "epoch": 0, "resolution": 24, "accuracy": 0.75, "loss": 0.5, "samples": 90}
+EVAL |= {"time_s": 0.25, "train_time_s": 10.0, "learning_rate": 0.1, "train_resolution": 24}
+EVAL["of_cats"] = 0.25  # a metric of your own
+NOISE = {"event": "noise", "epoch": 0, "resolution": 24, "b_simple": 30.0, "high": None}
+
+
+def step(worker, progress, loss, **figures):
+    row = dict.fromkeys(("learning_rate", "gradient_norm", "images_per_s", "memory_gib"))
+    row |= {"event": "step", "worker": worker, "epoch": 0, "progress": progress, "loss": loss}
+    return row | figures
+
+
+def epoch(number=0):
+    rows = [
+        {"event": "round", "epoch": number, "round": 0, "resolution": 24, "steps": 5}
+        | {"time_s": 1.0, "loss": 2.0 + own["worker"], "merge_weight": 1.0, "compute_time_s": 1.0}
+        | {"learning_rate": 0.1, "predicted_time_s": 1.5, **own}
+        for own in WORKERS
+    ]
+    times = {"event": "times", "epoch": number, "resolution": 24, "images_per_s": 10.0}
+    times |= {"large_workers_time_s": 1.0, "workers_wait_time_s": {"0": 0.0}, "train_time_s": 10.0}
+    return [*rows, times]
+
+
+class Recorder(GeneralTracker):
+    """A tracker that notes what it is told."""
+
+    name, requires_logging_directory, main_process_only = "mlflow", False, False
+
+    def __init__(self, project, **own):
+        super().__init__()
+        self.records, self.own, self.stored, self.tables, self.pictures = [], own, None, [], []
+
+    tracker = None
+
+    def start(self):
+        pass
+
+    def store_init_configuration(self, values):
+        self.stored = values
+
+    def log(self, values, step=None):
+        self.records.append((step, values))
+
+    def log_table(self, name, columns, data):
+        self.tables.append(name)
+
+    def log_images(self, values, step=None):
+        self.pictures += values
+
+    def finish(self):
+        self.records.append("finished")
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    PartialState(cpu=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "first run"
+    (folder / "plots").mkdir(parents=True)
+    (folder / "config.yaml").write_text("lr: 0.1\nresolutions: [24, 32]\nresolved: {workers: 2}\n")
+    (folder / "summary.json").write_text('{"best_accuracy": 0.75, "epochs": 1}')
+    Image.new("RGB", (30, 20), "red").save(folder / "plots/plan.png")
+    return folder
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
+    monkeypatch.setitem(charts.LOGGER_TYPE_TO_CLASS, "mlflow", Recorder)
+
+
+def show(folder, *names, rows=(), before=(PLAN,), state=None):
+    shown = Charts(names)
+    if state:
+        shown.load_state_dict(state, same=True)
+    shown.report(folder, list(before))
+    for row in rows:
+        shown.row(row)
+    return shown
+
+
+@pytest.mark.parametrize("names", ["wandb", "tensorboard", "none", "all", "wandb,tensorboard"])
+def test_installed_trackers_and_none_are_taken(names):
+    tracker_names(names)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(charts, "get_available_trackers", lambda: ["wandb"])
+    message = r"report_to must name an installed tracker, got 'trackio' \(pip install trackio\)"
+    with pytest.raises(ValueError, match=message):
+        tracker_names("trackio")
+
+
+@pytest.mark.parametrize("given", ["wand", "none,wandb", "all,wandb", ""])
+def test_a_tracker_that_nobody_knows_is_refused_with_the_list_of_those_known(given):
+    message = "report_to must be none, all or trackers .aim, clearml, .*wandb. with commas.*got"
+    with pytest.raises(ValueError, match=message) as error:
+        tracker_names(given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted({*map(str, LoggerType)} - {"all"}))
+def test_every_tracker_of_accelerate_is_taken_by_name(name, monkeypatch):
+    monkeypatch.setattr(charts, "get_available_trackers", lambda: [LoggerType(name)])
+    assert tracker_names(name) == tracker_names("all") == (name,)
+
+
+def test_a_tracker_gets_settings_rows_pictures_and_a_table_over_thousandths_of_an_epoch(
+    folder, recorder
+):
+    rows = [step(1, 0.25, 1.5, kd=0.5), *epoch(), EVAL, NOISE, {"event": "lost", "worker": 1}]
+    shown = show(folder, "mlflow", rows=rows)
+    (tracker,) = (own.tracker for own in shown._shown)
+    assert tracker.own == {"run_name": "first run"}
+    assert tracker.stored == {"lr": 0.1, "resolutions": "24,32", "workers": 2}
+    assert (tracker.tables, tracker.pictures) == (["plan/table"], ["plots/plan"])
+    (first, line), (second, train), (_, workers), (_, found), (_, noise) = tracker.records
+    assert (first, line) == (250, {"epoch": 0.25, "steps/loss/1": 1.5, "steps/kd/1": 0.5})
+    assert second == 1000
+    assert train["train/loss"] == pytest.approx(2.6)  # the mean over samples
+    assert (train["train/learning_rate"], train["train/images_per_s"]) == (0.1, 10.0)
+    assert (train["time/large_workers_s"], train["time/train_s"]) == (1.0, 10.0)
+    assert train["plan/idle_share"] == 0.5
+    assert not any("train_time" in name or "wait_time" in name for name in train)
+    assert (workers["workers/share/1"], workers["workers/loss/0"]) == (0.6, 2.0)
+    assert found.pop("eval/of_cats") == 0.25
+    assert found == {"epoch": 1, "eval/accuracy": 0.75, "eval/loss": 0.5, "time/eval_s": 0.25}
+    assert noise == {"epoch": 1, "noise/b_simple": 30.0}
+    shown.close(None)
+    assert tracker.records[-1] == "finished"
+    assert tracker.pictures == ["plots/plan"] * 2
+
+
+def test_a_resumed_run_goes_on_in_the_charts_of_before_and_shows_nothing_twice(folder, recorder):
+    before = [PLAN, *epoch()]
+    shown = show(folder, "mlflow", before=before, state={"trackers": {"mlflow": ""}})
+    (tracker,) = (own.tracker for own in shown._shown)
+    assert (tracker.records, tracker.tables, tracker.pictures) == ([], [], [])
+    assert shown.state_dict() == {"trackers": {"mlflow": ""}}
+
+
+def test_a_tracker_that_fails_where_the_run_has_failed_does_not_hide_why(
+    folder, recorder, monkeypatch
+):
+    shown = show(folder, "mlflow")
+    monkeypatch.setattr(Recorder, "finish", lambda self: 1 / 0)
+    shown.close(ValueError)
+
+
+def test_tensorboard_forgets_what_a_killed_session_showed_after_its_checkpoint(folder):
+    first = show(folder, "tensorboard", rows=[*epoch(), *epoch(1)])
+    first.close(None)
+    time.sleep(0.01)
+    second = show(
+        *(folder, "tensorboard"), before=[PLAN, *epoch()], state=first.state_dict()
+        | {"trackers": {"tensorboard": ""}},
+    )  # fmt: skip
+    changed = [row | {"loss": 5.0} if row["event"] == "round" else row for row in epoch(1)]
+    for row in changed:
+        second.row(row)
+    second.close(None)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("train/loss")]
+    assert points == [(1000, pytest.approx(2.6)), (2000, 5.0)]
+    assert events.Images("plots/plan")[0].width == 30
+    (hparams, *_) = (folder / "tensorboard").glob("*/hparams.yml")
+    assert "resolutions: 24,32" in hparams.read_text()
+
+
+def test_wandb_without_a_login_runs_offline_and_says_how_to_upload(
+    folder, no_login, capsys, monkeypatch
+):
+    monkeypatch.chdir(folder.parent)
+    shown = show(folder, "wandb", rows=[*epoch(), EVAL])
+    (said,) = capsys.readouterr().out.splitlines()
+    command = re.fullmatch(r"wandb: offline \(no login\); to upload: (.*)", said)[1]
+    program, verb, path = shlex.split(command)
+    assert (program, verb, Path(path)) == ("wandb", "sync", Path("first run/wandb"))
+    run = shown._shown[0].tracker.tracker
+    shown.end(folder)
+    assert (run.project, run.name) == ("dbsl", "first run")
+    assert run.config["resolutions"] == "24,32"
+    assert dict(run.summary["eval/accuracy"]) == {"max": 0.75, "last": 0.75}
+    assert run.summary["workers/samples/1"] == 60
+    assert run.summary["best_accuracy"] == 0.75
+    shown.close(None)
+    assert list(Path(path).glob("offline-*/run-*.wandb"))
+    again = show(folder, "wandb", state={"trackers": {"wandb": run.id}})
+    assert again._shown[0].id == run.id
+    again.close(None)
+    assert "wandb" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["disabled", "offline"])
+def test_wandb_mode_of_the_user_is_respected_in_silence(
+    folder, no_login, monkeypatch, capsys, mode
+):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    show(folder, "wandb", rows=epoch()).close(None)
+    printed = capsys.readouterr()
+    offline = mode == "offline"
+    assert (folder / "wandb").exists() == offline
+    assert ("wandb: offline (WANDB_MODE=offline)" in printed.out) == offline
+    assert printed.err == ""
+
+
+OF_USER = {"PROJECT": "mine", "NAME": "called", "RUN_GROUP": "group", "JOB_TYPE": "arm"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("dbsl", "first run", "", "", ())),
+        (OF_USER | {"TAGS": "a,b"}, ("mine", "called", "group", "arm", ("a", "b"))),
+    ],
+)
+def test_wandb_variables_of_the_user_are_honoured(folder, no_login, monkeypatch, given, expected):
+    for name, value in given.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    shown = show(folder, "wandb")
+    run = shown._shown[0].tracker.tracker
+    assert (run.project, run.name, run.group, run.job_type, run.tags or ()) == expected
+    shown.close(None)
+
+
+def test_wandb_whose_server_is_not_there_runs_offline(folder, no_login, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("WANDB_BASE_URL", url)  # nobody listens there any more
+    show(folder, "wandb").close(None)
+    assert f"offline (no answer from {url})" in capsys.readouterr().out
+
+
+def test_wandb_whose_server_refuses_the_key_runs_offline(folder, no_login, monkeypatch, capsys):
+    answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+
+    def refuse_all(server):
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed: the test is over
+                return
+            with connection:
+                if connection.recv(65536):
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=refuse_all, args=(server,), daemon=True).start()
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        shown = show(folder, "wandb")
+        assert "wandb: offline (" in capsys.readouterr().out
+        assert shown._shown[0].tracker.tracker.offline
+        shown.close(None)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_answers_asks_the_proxy_where_one_is_set(no_login, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert charts._answers("https://host.invalid", timeout_s=5.0)
+    assert not charts._answers("https://host.invalid", timeout_s=5.0)
+
+
+def test_answers_gives_up_in_time_where_a_name_lookup_hangs(no_login, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", lambda *_: nullcontext(release.wait(30)))
+    started = time.monotonic()
+    assert not charts._answers("https://host.invalid", timeout_s=0.2)
+    assert time.monotonic() - started < 5
+    release.set()
+
+
+class Wandb(Recorder):
+    """As much of W&B as charts use."""
+
+    id = "own"
+
+    def __init__(self):
+        super().__init__("dbsl")
+        self.defined = {}
+
+    @property
+    def tracker(self):
+        return self
+
+    def define_metric(self, name, **settings):
+        self.defined[name] = settings
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    tracker = Wandb()
+    monkeypatch.setattr(charts, "start_wandb", lambda *_: tracker)
+    return tracker
+
+
+def test_wandb_hides_figures_of_single_workers_and_draws_all_in_one_chart(folder, wandb):
+    before = [PLAN, step(0, 0.25, 2.0), step(1, 0.25, 3.0)]
+    shown = show(folder, "wandb", before=before, rows=[step(1, 0.5, 4.0, kd=0.5), *epoch()])
+    hidden = {name for name, settings in wandb.defined.items() if settings.get("hidden")}
+    assert {"epoch", "steps/loss/1", "workers/share/0", "workers/samples/1"} <= hidden
+    assert wandb.defined["eval/accuracy"]["summary"] == "max,last"
+    assert not any("all " in name for _, values in wandb.records for name in values)
+    shown.close(None)
+    _, values = wandb.records[-2]
+    assert {"all steps: loss", "all steps: kd", "all workers: share"} <= values.keys()
+    assert "all workers: samples" not in values
+    assert sorted(values["all steps: loss"].table.data) == [
+        *([0.25, "worker 0", 2.0], [0.25, "worker 1", 3.0], [0.5, "worker 1", 4.0]),
+    ]
+
+
+def test_wandb_charts_of_all_workers_come_ever_more_seldom_and_stay_small(
+    folder, wandb, monkeypatch
+):
+    now = [0.0]
+    monkeypatch.setattr(charts.time, "monotonic", lambda: now[0])
+    many = PLAN | {"workers": [WORKERS[0] | {"worker": n} for n in range(40)]}
+    shown, sent_at = show(folder, "wandb", before=[many]), []
+    for number in range(6000):
+        now[0] += 1.0
+        shown.row(step(number % 40, number / 6000, 1.0))
+        if "all steps: loss" in wandb.records[-1][1]:
+            sent_at.append(now[0])
+            rows = wandb.records[-1][1]["all steps: loss"].table.data
+            assert len(rows) <= 10 * (charts._POINTS + 1)
+    gaps = [after - before for before, after in pairwise(sent_at)]
+    assert (sent_at[0], min(gaps)) == (60, 60)
+    assert gaps == sorted(gaps)
+    assert len(sent_at) < 50
+    assert {"worker 0", "worker 39"} <= {row[1] for row in rows}
+    assert len({row[1] for row in rows}) == 10
+
+
+def test_a_finished_run_is_drawn_and_sent_again_from_its_folder_alone(tmp_path, pictures):
+    from dbsl.tools.report import main
+    from tests.helpers import run
+
+    run(tmp_path / "run", epochs=1, workers=1, local_batch_sizes=(8,))
+    left = ("plots/plan.png", "plots/accuracy.png", "plots/workers.png", "README.md")
+    before = [(tmp_path / "run" / name).read_bytes() for name in left]
+    for name in left:
+        (tmp_path / "run" / name).unlink()
+    main([str(tmp_path / "run"), "--report-to", "tensorboard"])
+    assert [(tmp_path / "run" / name).read_bytes() for name in left] == before
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    (point,) = events.Scalars("eval/accuracy")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert point.value == pytest.approx(summary["final_accuracy"])
+    with pytest.raises(ValueError, match="run must be the folder of a finished run, got"):
+        main([str(tmp_path)])
