@@ -24,7 +24,7 @@ from dbsl.cluster.wire import ControlGroup, message, send
 from dbsl.plan.follow import Planner
 from dbsl.plan.solve import PlanRules, TimeModel, plan_dual_batch
 from dbsl.plan.types import EpochEnd, RoundReport
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 FAST = TimeModel(0.001, 0.01)
 
@@ -141,8 +141,15 @@ def async_rank(rank, world_size, sync, staleness, slow_s, dedicated):
     }
 
 
-@pytest.mark.parametrize("dedicated", [False, True])
-@pytest.mark.parametrize(("sync", "staleness"), [("asp", 0), ("ssp", 0), ("ssp", 2)])
+@pytest.mark.parametrize(
+    ("sync", "staleness", "dedicated"),
+    [
+        ("asp", 0, True),
+        ("ssp", 2, False),
+        *(pytest.param(*case, marks=slow) for case in (("ssp", 0, False), ("ssp", 0, True))),
+        *(pytest.param(*case, marks=slow) for case in (("asp", 0, False), ("ssp", 2, True))),
+    ],
+)
 def test_server_serves_every_round_of_every_worker(run_ranks, sync, staleness, dedicated):
     workers = 2 if dedicated else 3
     slow_s = [0.002, 0.03, 0.01][:workers]  # worker 0 leads
@@ -369,7 +376,7 @@ def dying_rank(rank, sync, world_size=3):
     return ends, [loss.rank for loss in cluster.membership()]
 
 
-@pytest.mark.parametrize("sync", ["asp", "ssp"])
+@pytest.mark.parametrize("sync", ["ssp", pytest.param("asp", marks=slow)])
 def test_a_dead_worker_is_noticed_long_before_the_timeout(run_ranks, sync):
     started = time.monotonic()
     results = run_ranks(dying_rank, sync, world_size=3, expect_errors=True)
