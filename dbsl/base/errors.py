@@ -144,7 +144,9 @@ def _end(text: str, status: int, *, printed: bool) -> NoReturn:
             what = "(the line above counts; the launcher adds a traceback)"
             print(what, file=sys.stderr, flush=True)
     if one_of_several():
-        if status in (EXIT_REFUSED, EXIT_DIVERGED):
+        # Without a launcher the store ends with rank 0, and torch prints pages where it has.
+        lasts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if lasts and status in (EXIT_REFUSED, EXIT_DIVERGED):
             from dbsl.base.launcher import note_fault  # torch is there
 
             note_fault("ended")

@@ -31,7 +31,7 @@ def lazy_import(name: str) -> ModuleType:
     Together timm, datasets and scipy take seconds to import. A wrong flag is refused, ``--help``
     printed and a stopped run found finished before that.
     """
-    if importlib.util.find_spec(name) is None:
+    if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return _LazyModule(name)
 

@@ -526,7 +526,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         (["--balance", "dbs", "--compile"], "compile must be false with balance"),
         ([*STEP, "--sync-batch-norm"], "sync_batch_norm must be false except with a process per"),
         (["--sync", "step"], "small_workers must be 0 with sync step or push gradients"),
-        (["--push-every", "2"], "push_every must be 1 with push weights, got 2"),
+        (["--push-every", "2"], "push_every must be 1 except with push gradients, got 2"),
         (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
         (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
         (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),

@@ -89,7 +89,8 @@ def imported_packages(names: Iterable[str] = ("train",)) -> set[str]:
     """Return the top-level modules that this project's modules import, of other projects."""
     found: set[str] = set()
     seen: set[str] = set()
-    left = list(names)
+    extras = (ROOT / "dbsl/extras").rglob("*.py")  # which no import names
+    left = [*names, *(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in extras)]
     while left:
         name = left.pop()
         path = ROOT / Path(*name.split("."))
