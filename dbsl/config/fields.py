@@ -100,6 +100,7 @@ class Role(Flag):
     TIMED = auto()  # step times are found from it, as from all of STEP
     TIMES = auto()  # how long steps take
     MODEL = auto()  # says nothing of a model that the script brings
+    DATA = auto()  # says nothing of data that the script brings
 
 
 @dataclass(frozen=True)

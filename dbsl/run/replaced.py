@@ -54,7 +54,9 @@ class Replaced:
                 )
             if self.model is None:
                 raise SettingError("model must be given with your own data, got none")
-            given = _named(given, "dataset", self.data.name, _OF_DATA)
+            given = _named(
+                given, "dataset", self.data.name, (*_OF_DATA, *with_role(type(given), Role.DATA))
+            )
         of_model = with_role(type(given), Role.MODEL)
         for setting, value, kind, void in (
             ("model", self.model, "module or a function that builds one", of_model),

@@ -290,6 +290,7 @@ def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
         (None, {}, "model must be given with your own data, got none"),
         (lambda: "net", {}, "model must build a module, got str"),
         (linear, {"mixup": 0.2}, "mixup must be left out with your own data, got 0.2"),
+        (linear, {"cache_gib": 1.0}, "cache_gib must be left out with your own data, got 1.0"),
         (linear, {"resolutions": (8,)}, "resolutions must be left out with your own d"),
         (linear, {"dropout": (0.1,)}, "dropout must be left out with your own model"),
         (

@@ -21,10 +21,12 @@ class StreamSettings(RunConfig):
     # --- data
     # GiB of disk for data that may be larger: parquet shards (a folder, a URL or a hub id) are read
     # by row group into a cache of that size; unset: the whole data set is on the disk
-    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER] = None
+    cache_gib: Annotated[float | None, Within(0, open_low=True), Role.ORDER | Role.DATA] = None
     # images that are shuffled together, with --cache-gib; more are shuffled better, and need a
     # larger cache
-    shuffle_block: Annotated[int, Within(1), Role.ORDER, Needs("cache_gib")] = SHUFFLE_BLOCK
+    shuffle_block: Annotated[int, Within(1), Role.ORDER | Role.DATA, Needs("cache_gib")] = (
+        SHUFFLE_BLOCK
+    )
 
 
 class Streaming(Extra):
