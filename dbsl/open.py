@@ -27,7 +27,7 @@ from dbsl.checkpoint.resume import (
     take_over_folder,
     without_effect,
 )
-from dbsl.cluster.joining import RunningJob, find_running_job
+from dbsl.cluster.launch import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
