@@ -18,7 +18,9 @@ from dbsl.base.errors import ReadError, SettingError
 from dbsl.base.machine import lazy_import, local_processes
 from dbsl.base.seeds import generator
 from dbsl.base.words import plural
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.images import ImageLoader, Request
+from dbsl.data.tables import Splits
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import ShardedSplit, open_shards
@@ -121,9 +123,7 @@ class Streams:
         self._cache = GroupCache(folder, int(cache_gib * 2**30), local_processes())
         self._block = block
 
-    def open(
-        self, dataset: str, image_column: str | None, label_column: str | None
-    ) -> tuple[ShardedSplit, ShardedSplit | None, tuple[str, ...]]:
+    def open(self, config: ImageConfig) -> Splits:
         """See `dbsl.extras.streaming.shards.open_shards`."""
         cache, kept = self._cache, []
 
@@ -131,10 +131,10 @@ class Streams:
             kept.append(name)
             cache.knows(name)
             cache.hold({name: 0})  # small, and only until it has been read
-            return cache.fetch(name, write, f"dataset {dataset!r}")
+            return cache.fetch(name, write, f"dataset {config.dataset!r}")
 
         try:
-            return open_shards(dataset, image_column, label_column, cache.folder, keep)
+            return open_shards(config, cache.folder, keep)
         finally:
             cache.release(*kept)
 
