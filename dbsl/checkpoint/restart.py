@@ -23,8 +23,8 @@ from dbsl.plan.stages import make_stages
 from dbsl.plan.types import (
     EpochEnd,
     Restart,
-    Round,
     Segment,
+    Turn,
     plan_from_plain,
     report_from_plain,
 )
@@ -116,7 +116,7 @@ def _joint_restart(
     if not round_ and not steps:
         return Restart(clock=epoch * run.rounds, **common)
     _check_inside_epoch({epoch}, state, run, before, samples)
-    turn = Round(tuple(range(run.config.workers)), epoch, round_)
+    turn = Turn(tuple(range(run.config.workers)), epoch, round_)
     segment = Segment(run.plans[run.stage_at(epoch).resolution])
     counted = progress["counted"] if progress else 0
     ahead = run.sampler.steps(segment, turn)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dbsl.checkpoint.disk import Found
     from dbsl.plan.sampler import Step
-    from dbsl.plan.types import EpochEnd, Plan, Round, RoundReport, Segment
+    from dbsl.plan.types import EpochEnd, Plan, RoundReport, Segment, Turn
     from dbsl.run.evaluation import Evaluation
     from dbsl.run.session import Session
     from dbsl.run.training import Run, SimulatedTimes
@@ -122,7 +122,7 @@ class Extra:
         """All is built; what was saved is not brought back yet."""
 
     def measure(
-        self, turn: Round, step: Step, images: Tensor, labels: Tensor
+        self, turn: Turn, step: Step, images: Tensor, labels: Tensor
     ) -> dict[str, Any] | None:
         """Return numbers of a round's first step for its report, by the names of `RoundReport`.
 

@@ -36,10 +36,10 @@ from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_with_fallback
 from dbsl.plan.types import (
     Plan,
     Restart,
-    Round,
     RoundReport,
     Segment,
     TimeModel,
+    Turn,
     WorkerPlan,
     plan_from_plain,
     report_from_plain,
@@ -240,7 +240,7 @@ class Planner:
         if not end.left:
             kept = min(max(self._begun - before, 0), self._rounds)
         lost = sum(
-            self._sampler.count(segment_at(segments, round_), Round((worker,), epoch, round_))
+            self._sampler.count(segment_at(segments, round_), Turn((worker,), epoch, round_))
             for round_ in range(max(self.members.clocks[worker] - before, 0), kept)
         )
         if kept < self._rounds:

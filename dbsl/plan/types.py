@@ -139,7 +139,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Segment:
-    """A plan in force from one round of an epoch on."""
+    """The rounds of an epoch in which one plan is in force, from `first_round` on."""
 
     plan: Plan
     first_round: int = 0
@@ -235,8 +235,8 @@ def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
 
 
 @dataclass(frozen=True)
-class Round:
-    """A turn: workers of this process train on their parts of one round, from a pull to a push.
+class Turn:
+    """Workers of this process train on their parts of one round, from a pull to a push.
 
     It is one worker's turn, or, where all take joint steps, that of every worker in the process.
     """
