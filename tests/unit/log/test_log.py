@@ -22,7 +22,7 @@ from dbsl.log.rows import PLAN_TOTALS, read_metrics, step_row
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.types import Restart, Round, RoundReport, StepLine
+from dbsl.plan.types import Restart, RoundReport, StepLine, Turn
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Progress
 from train import Config
@@ -244,7 +244,7 @@ def test_progress_bar_on_a_terminal_moves_with_every_step(make_log, monkeypatch)
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(display, "_BAR_EVERY_S", 0.0)
     with make_log() as log:
-        take_steps(log, Round((1,), 1, 0), 3, 0.0125)
+        take_steps(log, Turn((1,), 1, 0), 3, 0.0125)
         bar = log._display._bar
         assert f"3/{STEPS} [<" in str(bar)
     assert ", epoch 2/2, " in terminal.getvalue()
@@ -260,7 +260,7 @@ def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
     now = [0.0]
     monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
     with make_log() as log:
-        take_steps(log, Round((0,), 0, 0), 7, 0.1, before=lambda: now.append(now.pop() + 20.0))
+        take_steps(log, Turn((0,), 0, 0), 7, 0.1, before=lambda: now.append(now.pop() + 20.0))
     assert capsys.readouterr().out.splitlines() == [
         f"  {done}/{STEPS} steps, epoch 1/2, lr 0.1 (worker 0), 0.25 images/s" for done in (3, 6)
     ]
