@@ -466,7 +466,7 @@ class SharedPlans:
 
     def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        alike = self.planner.balance == "none" or self.planner.takes_over(epoch)
+        alike = self.planner.balance == "none" or self.planner.ledger.left_by_others(epoch)
         if alike or self._control is None:
             return self.planner.at(epoch, round_)
         place, current = self._last
@@ -481,7 +481,7 @@ class SharedPlans:
             current = self.planner.at(epoch, round_)
             control.share_plan(encode_segment(current))
             return current
-        like = self.planner.current_at(epoch)
+        like = self.planner.ledger.current_at(epoch)
         rows = segment_room(len(like.workers))
         control.share_plan(rows)
         return decode_segment(rows, like)
