@@ -229,12 +229,20 @@ class SharedPlans:
     def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
         planner = self.planner
-        if self._control is None or planner.balance == "none" or planner.takes_over(epoch):
+        if (
+            self._control is None
+            or planner.balance == "none"
+            or planner.ledger.left_by_others(epoch)
+        ):
             return planner.at(epoch, round_)
         if self._place != (epoch, round_):
             if self._current is None or planner.is_boundary(epoch, round_):
                 decides = dist.get_rank() == SERVER_RANK
-                like = planner.at(epoch, round_) if decides else Segment(planner.current_at(epoch))
+                like = (
+                    planner.at(epoch, round_)
+                    if decides
+                    else Segment(planner.ledger.current_at(epoch))
+                )
                 rows = self._control.share(encode_segment(like))
                 self._current = decode_segment(rows, like.plan)
             self._place = epoch, round_

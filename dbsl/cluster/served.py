@@ -128,9 +128,9 @@ class ServedCluster(Cluster):
         The server is asked, which may have changed it.
         """
         planner = self._plans.planner
-        if planner.takes_over(turn.epoch):
+        if planner.ledger.left_by_others(turn.epoch):
             return planner.at(turn.epoch, turn.round)
-        like = planner.current_at(turn.epoch)
+        like = planner.ledger.current_at(turn.epoch)
         rows = segment_room(len(like.workers))
         with self._waiting(), self._exchange():
             tell(self._pair, Kind.PLAN)

@@ -80,8 +80,9 @@ class Machine:
 class Extra:
     """A part that a run can do without; each method is a moment, at which it does nothing.
 
-    `Settings` is a dataclass of its flags, derived from `RunConfig`; None: it has none. Objects
-    are made where all settings are known, by `of`.
+    `Settings` is a dataclass of its flags, derived from `RunConfig`, or from `ImageConfig` where
+    other programs may load data by them; None: it has none. Objects are made where all settings are
+    known, by `of`.
     """
 
     Settings: type | None = None

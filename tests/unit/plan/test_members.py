@@ -175,7 +175,7 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(mo
     saved = Segment(run.plans[8], left=left)
     run.planner.ledger.keep(0, [saved])  # as every process has read it from a checkpoint
     run.planner.leave_out([2])
-    now = Segment(run.planner.current[8])
+    now = Segment(run.planner.ledger.current[8])
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._plans, cluster._pair = SharedPlans(run.planner), None
     cluster._waited_s = 0.0
