@@ -21,7 +21,8 @@ WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 
 
 def make_meter(lines, every=3, tell=True):
-    meter = StepMeter(every, tell=lines.append if tell else None)
+    meter = StepMeter(every)
+    meter.tell = lines.append if tell else None
     stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False), on_gradients=None)
     meter.attach(range(WORKERS), stepper, CPU)
     return meter, stepper
