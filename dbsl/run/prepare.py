@@ -38,11 +38,9 @@ from dbsl.model import (
 )
 from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.joint_steps import check_parts
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import Workers
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import count_workers
+from dbsl.plan.solve import check_parts, count_workers
 from dbsl.plan.stages import (
     Stage,
     default_milestones,

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.cluster.wire import read_report, report_rows
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.solve import TimeModel
+from dbsl.plan.solve import TimeModel, plan_steps
 from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.run.session import Progress, make_reports
 
