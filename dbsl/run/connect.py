@@ -36,7 +36,7 @@ from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import RunConfig, meets_at_server
 from dbsl.model import join_batch_norm
 from dbsl.optimizer import Clip, make_clip
-from dbsl.run.code import SUMS
+from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
 
 

@@ -29,8 +29,8 @@ from dbsl.cluster.steps import (
 from dbsl.cluster.weights import FlatWeights
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
+from dbsl.plan.solve import plan_steps
 from dbsl.plan.types import EpochEnd, RoundReport, Segment, TimeModel, Turn
 
 CPU = torch.device("cpu")

@@ -21,9 +21,8 @@ from dbsl.cluster.wire import (
     report_rows,
 )
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.ledger import Members
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, StepLine, TimeModel
 
 MODEL = TimeModel(0.001, 0.01)
