@@ -184,11 +184,11 @@ def _interface_to(address: str) -> str | None:
 
 
 class Admission(NamedTuple):
-    """What a process that joins begins with."""
+    """What a worker's process begins with."""
 
     pair: dist.ProcessGroup  # with rank 0
-    clock: int  # rounds behind it
-    sequence: int  # number of the last save
+    clock: int = 0  # rounds behind it
+    sequence: int = 0  # number of the last save
 
 
 @dataclass(frozen=True)
@@ -210,14 +210,13 @@ class RunningJob:
         """
         patience_s = 2 * timeout_s + _GRACE_S
         try:
-            if (store := _join_store()) is None:
-                raise SyncError("there is no launcher's store to ask at")
+            store = _join_store()
             number = store.add(f"asked/{self.rank}", 1)
             pair = _connect(store, self.rank, number, 1, patience_s)
             row = text_row("")
             pair.recv([row], 0, 0).wait(timedelta(seconds=_GRACE_S))
         except RuntimeError as error:
-            said = reason_of(error)
+            said = f"it did not answer ({reason_of(error)})"
         else:
             said = read_text(row)
             come, *numbers = said.split()

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import RunFinished, SyncError
@@ -27,14 +26,11 @@ from dbsl.cluster.wire import (
     SERVER_RANK,
     Ending,
     Kind,
-    Transfer,
+    Link,
     decode_segment,
-    hear,
     pairs_with_server,
     receive,
-    report_rows,
     segment_room,
-    send,
     tell,
 )
 from dbsl.plan.types import RoundReport, Segment, Turn
@@ -47,7 +43,6 @@ def through_server(
     server: Server | None,
     *,
     timeout_s: float,
-    outgoing: Tensor | None = None,
     wire: torch.dtype | None = None,
     door: Door | None = None,
     admission: Admission | None = None,
@@ -63,58 +58,43 @@ def through_server(
         server: On rank 0 the server (its weights in host memory), elsewhere None.
         timeout_s: Longest silence of a worker before it counts as lost, while it computes, too; of
             the server 5 s more.
-        outgoing: As for `Cluster`.
-        wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
-            rounded to it, and of weights their change since the pull.
+        wire: What pushes travel as; see `Link`.
         door: On rank 0, where processes that are launched again ask to join.
         admission: Of a process that joins: then this is no collective.
         **common: The rest of what a `Cluster` takes.
     """
-    narrow = wire if wire != weights.vector.dtype else None
-    # Weights lose less as their change, which both sides then count from what was pulled.
-    sends_changes = narrow is not None and outgoing is None
-    common |= {"outgoing": outgoing, "timeout_s": timeout_s}
-    common |= {"narrow": narrow, "sends_changes": sends_changes}
+    common |= {"timeout_s": timeout_s, "wire": wire}
     if admission is not None:
-        cluster = ServedCluster(weights, pair=admission.pair, **common)
-        cluster.begin_at(admission.clock, admission.sequence)
-        return cluster
+        return ServedCluster(weights, admission, **common)
     pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
     if server is not None:
         return ServingCluster(weights, server, pairs=pairs, door=door, **common)
-    return ServedCluster(weights, pair=pairs[SERVER_RANK], **common)
+    return ServedCluster(weights, Admission(pairs[SERVER_RANK]), **common)
 
 
 class ServedCluster(Cluster):
-    """A worker's process: it asks rank 0 for plans and weights, and pushes to it.
-
-    `pair` is the connection with rank 0; for the rest see `through_server` and `ServingCluster`.
-    """
+    """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
 
     def __init__(
         self,
         weights: FlatWeights,
+        admission: Admission,
         *,
-        pair: dist.ProcessGroup,
         timeout_s: float,
-        narrow: torch.dtype | None,
-        sends_changes: bool,
+        wire: torch.dtype | None,
+        outgoing: Tensor | None = None,
         **common: Any,
     ) -> None:
-        super().__init__(weights, **common)
-        self._pair = pair
-        self._pulled = torch.empty_like(weights.vector) if sends_changes else None
-        self._can_change = False  # this round began with `_pulled`
-        self._asks_to_stop = False
+        super().__init__(weights, outgoing=outgoing, **common)
+        self._clock, self._announced = admission.clock, (admission.sequence, -1)
         self._timeout_s = timeout_s
-        says = lambda: STOP if self._asks_to_stop else ""  # noqa: E731
-        self._pulse = Pulse(SERVER_RANK, pair, timeout_s, asks=True, says=says)
-        self._whole = Transfer(weights.vector, pair)
-        self._narrow = Transfer(weights.vector, pair, narrow)
-
-    def begin_at(self, clock: int, sequence: int) -> None:
-        """Begin with so many rounds behind this worker; the save of this number is over."""
-        self._clock, self._announced = clock, (sequence, -1)
+        self._asks_to_stop = False
+        self._link = Link(admission.pair, weights.vector, wire, weights=outgoing is None)
+        self._pulse = Pulse(
+            *(SERVER_RANK, admission.pair, timeout_s),
+            asks=True,
+            says=lambda: STOP if self._asks_to_stop else "",
+        )
 
     def turns(self) -> Iterator[Turn]:
         """Yield this worker's rounds in order."""
@@ -133,17 +113,17 @@ class ServedCluster(Cluster):
         like = planner.ledger.current_at(turn.epoch)
         rows = segment_room(len(like.workers))
         with self._waiting(), self._exchange():
-            tell(self._pair, Kind.PLAN)
-            receive(rows, self._pair)
+            tell(self._link.pair, Kind.PLAN)
+            receive(rows, self._link.pair)
         return decode_segment(rows, like)
 
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         with self._waiting(), self._exchange():
-            ending = self._ask(Kind.PULL)
+            ending, sequence, epoch = self._link.ask(Kind.PULL)
+            self._announced = sequence, epoch
             if ending == Ending.GOES_ON:
-                self._whole.receive(self.weights.vector, copy=self._pulled)
-                self._can_change = self._pulled is not None
+                self._link.take_weights(self.weights.vector)
         if ending == Ending.FINISHED:
             self.finish()
             raise RunFinished
@@ -155,16 +135,7 @@ class ServedCluster(Cluster):
         """Give the worker's weights, or gradients, to the server; True: they were refused."""
         report = self._timed(*reports)
         with self._waiting(), self._exchange():
-            # It is on its way while the next round is prepared, and there before the pull ends.
-            kind, rows = Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, report_rows(report)
-            tell(self._pair, kind, len(rows))
-            send(rows, self._pair)
-            if self._can_change:
-                self._narrow.send(self.outgoing, minus=self._pulled)
-            elif self._pulled is None:
-                self._narrow.send(self.outgoing)
-            else:  # where changes are sent: a run was resumed inside this round
-                self._whole.send(self.outgoing)
+            self._link.push(report, self.outgoing)
         return report.refused
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
@@ -174,8 +145,8 @@ class ServedCluster(Cluster):
     def leave(self, sequence: int) -> int:
         """Stop being served; return the number of the save to take part in."""
         with self._exchange():
-            self._ask(Kind.LEAVE)
-        return self._announced[0]
+            _, sequence, _ = self._link.ask(Kind.LEAVE)
+        return sequence
 
     def interrupt(self) -> None:
         """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
@@ -187,8 +158,8 @@ class ServedCluster(Cluster):
         self._pulse.end()
         self._pulse.wait(self._timeout_s)
         with self._exchange():
-            tell(self._pair, Kind.DONE)
-            self._sent()
+            tell(self._link.pair, Kind.DONE)
+            self._link.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which round it is; this process's weights are the model's, and not in here."""
@@ -210,16 +181,3 @@ class ServedCluster(Cluster):
             else:
                 said = f"the server ({rank_0}) was lost: {reason}"
             raise SyncError(said) from error
-
-    def _ask(self, kind: Kind) -> Ending:
-        """Ask rank 0, which also tells of the save to take part in; return whether the run ends."""
-        tell(self._pair, kind)
-        ending, sequence, epoch = hear(self._pair, Ending)
-        self._announced = sequence, epoch
-        self._sent()
-        return ending
-
-    def _sent(self) -> None:
-        """Wait until the last push has left this process."""
-        self._whole.wait()
-        self._narrow.wait()

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,65 +19,42 @@ from torch import Tensor
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.alive import Pulse
 from dbsl.cluster.launch import NOTHING_LEFT, Door, welcome
-from dbsl.cluster.protocol import Cluster, join_worker, lose_worker
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     CPU,
     Ending,
     Kind,
-    Transfer,
+    Link,
     check_report,
     encode_segment,
     hear,
-    read_report,
-    receive,
-    report_room,
     send,
     tell,
     text_row,
 )
-from dbsl.plan.types import (
-    BAD_WEIGHTS,
-    EpochEnd,
-    JoinedWorker,
-    LostWorker,
-    RoundReport,
-    Segment,
-    Turn,
-)
+from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
 
 STOP = "stop"  # what a worker's pulse says where the run is to stop
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
 
-@dataclass
-class _Peer:
-    """A worker of another process, and its connection."""
+class _Peer(NamedTuple):
+    """A worker of another process."""
 
     rank: int
     worker: int
-    pair: dist.ProcessGroup
+    link: Link
     pulse: Pulse
-    buffer: Tensor  # what it pushes
-    whole: Transfer
-    narrow: Transfer
-    pulled: Tensor | None  # what it pulled, if it pushes the change since then
-    has_pulled: bool = False
+    pushed: Tensor
 
 
 class ServingCluster(Cluster):
     """The server's process; its own worker takes the same way to the server as the others.
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: The server, its weights in host memory.
-        pairs: Connections with the other ranks.
-        timeout_s: Longest silence of a worker before it counts as lost.
-        narrow: Dtype of pushes, if it is not the weights'.
-        sends_changes: Whether a push is the weights' change since the pull.
-        door: Where processes that are launched again ask to join; None: there is no launcher.
+    `pairs` are its connections with the other ranks; for the rest see `through_server`.
     """
 
     server: Server
@@ -90,16 +66,14 @@ class ServingCluster(Cluster):
         *,
         pairs: Mapping[int, dist.ProcessGroup],
         timeout_s: float,
-        narrow: torch.dtype | None,
-        sends_changes: bool,
+        wire: torch.dtype | None,
+        outgoing: Tensor | None = None,
         door: Door | None = None,
         **common: Any,
     ) -> None:
-        super().__init__(weights, server, **common)
-        self._door = door
-        self._timeout_s = timeout_s
-        self._narrow_dtype = narrow
-        self._sends_changes = sends_changes
+        super().__init__(weights, server, outgoing=outgoing, **common)
+        self._door, self._timeout_s, self._wire = door, timeout_s, wire
+        self._pushes_weights = outgoing is None
         self._stopping = False
         self._changed = threading.Condition()  # guards the server; a thread may hold it twice
         self._failure: Exception | None = None
@@ -229,6 +203,8 @@ class ServingCluster(Cluster):
         self, rank: int, pair: dist.ProcessGroup, first: str | None = None
     ) -> threading.Thread:
         """Return what serves a rank; `first` is what it hears before it asks."""
+        pushed = torch.empty_like(self.weights.vector, device=CPU)
+        link = Link(pair, pushed, self._wire, weights=self._pushes_weights)
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
@@ -236,47 +212,55 @@ class ServingCluster(Cluster):
             on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
-        arguments = (rank, pair, pulse, first)
+        arguments = _Peer(rank, self._worker_of(rank), link, pulse, pushed), first
         return threading.Thread(
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
         )
 
-    def _serve(self, rank: int, pair: dist.ProcessGroup, pulse: Pulse, first: str | None) -> None:
+    def _serve(self, peer: _Peer, first: str | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
-        worker = self._worker_of(rank)
         try:
             if first is not None:
-                send(text_row(first), pair)
-            buffer = torch.empty_like(self.weights.vector, device=CPU)
-            whole, narrow = (Transfer(buffer, pair, d) for d in (None, self._narrow_dtype))
-            pulled = torch.empty_like(buffer) if self._sends_changes else None
-            self._converse(_Peer(rank, worker, pair, pulse, buffer, whole, narrow, pulled))
+                send(text_row(first), peer.link.pair)
+            while self._answer(peer):
+                pass
             with self._changed:
-                del self._heard[rank]
+                del self._heard[peer.rank]
         except Exception as error:
-            reason = pulse.reason(error)
+            reason = peer.pulse.reason(error)
             with self._changed:
-                del self._heard[rank]
+                del self._heard[peer.rank]
                 for ranks in self._saving.values():
-                    ranks.discard(rank)
-                left_out = self._lose(rank, worker, reason)
+                    ranks.discard(peer.rank)
+                left_out = self._lose(peer, reason)
                 self._changed.notify_all()
-            pulse.end(reason if left_out else "")  # it may still be there
+            peer.pulse.end(reason if left_out else "")  # it may still be there
 
-    def _converse(self, peer: _Peer) -> None:
-        while True:
-            kind, number, _ = hear(peer.pair, Kind)
-            if kind == Kind.DONE:
-                return
-            if kind == Kind.LEAVE:
-                self._let_go(peer)
-                return
-            if kind == Kind.PLAN:
-                send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.pair)
-            elif kind == Kind.PULL:
-                self._answer_pull(peer)
-            else:
-                self._take_push(peer, number, is_change=kind == Kind.PUSH_CHANGE)
+    def _answer(self, peer: _Peer) -> bool:
+        """Hear a message and do what it asks; False: it was the last."""
+        kind, number, _ = hear(peer.link.pair, Kind)
+        if kind == Kind.PLAN:
+            send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.link.pair)
+        elif kind == Kind.PULL:
+            self._answer_pull(peer)
+        elif kind == Kind.LEAVE:
+            self._let_go(peer)
+        elif kind != Kind.DONE:
+            report = peer.link.take_push(kind, number, self._figures, peer.pushed)
+            check_report(report, peer.worker, *self._place(peer.worker))
+            self._merge(peer.pushed, report)
+        return kind not in (Kind.LEAVE, Kind.DONE)
+
+    def _answer_pull(self, peer: _Peer) -> None:
+        with self._changed:
+            weights = self._pull(peer.worker, peer.pulse)
+            announced = self._tell(peer.rank)
+        if weights is None:
+            ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
+            tell(peer.link.pair, ending, *announced)
+        else:
+            tell(peer.link.pair, Ending.GOES_ON, *announced)
+            peer.link.give_weights(weights)
 
     def _let_go(self, peer: _Peer) -> None:
         """Answer a worker that is to stop: this process is to, and says as what it saves."""
@@ -286,55 +270,25 @@ class ServingCluster(Cluster):
                 self._changed.notify_all()
                 self._wait_for(lambda: self._stopping)
             announced = self._tell(peer.rank)
-        tell(peer.pair, Ending.STOPPED, *announced)
-
-    def _answer_pull(self, peer: _Peer) -> None:
-        with self._changed:
-            weights = self._pull(peer.worker, peer.pulse)
-            announced = self._tell(peer.rank)
-        if weights is None:
-            ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-            tell(peer.pair, ending, *announced)
-            return
-        tell(peer.pair, Ending.GOES_ON, *announced)
-        peer.whole.send(weights, copy=peer.pulled)
-        peer.whole.wait()
-        peer.has_pulled = peer.pulled is not None
-
-    def _take_push(self, peer: _Peer, rows: int, *, is_change: bool) -> None:
-        room = report_room(rows, self._figures)
-        receive(room, peer.pair)
-        report = read_report(room, self._figures)
-        if is_change:
-            if not peer.has_pulled:
-                raise SettingError("a change of weights must follow a pull")
-            finite = peer.narrow.receive(peer.buffer, plus=peer.pulled, check=True)
-        else:
-            transfer = peer.whole if self._sends_changes else peer.narrow
-            finite = transfer.receive(peer.buffer, check=True)
-        check_report(report, peer.worker, *self._place(peer.worker))
-        if not (finite or report.refused):
-            report = replace(report, refused=True, fault=BAD_WEIGHTS)
-        self._merge(peer.buffer, report)
+        tell(peer.link.pair, Ending.STOPPED, *announced)
 
     # --- who comes and goes
 
-    def _lose(self, rank: int, worker: int, reason: str) -> bool:
+    def _lose(self, peer: _Peer, reason: str) -> bool:
         """Go on without a worker, with the lock held; return whether others do."""
+        rank, worker = peer.rank, peer.worker
         if self._failure or self._stopping or self.server.clocks[worker] >= self._rounds:
             return False  # it has nothing more to give
         if self.server.active == {worker}:
             self._failure = SyncError(f"rank {rank}, the last worker, was lost: {reason}")
             return False
-        clock = self.server.clocks[worker]
         try:
-            samples = lose_worker(self.server, self._plans.planner, worker, self._rounds)
+            self._drop(rank, worker, reason)
         except Exception as error:  # the others cannot carry its share
             self._failure = SyncError(
                 f"rank {rank} was lost ({reason}), and without it there is no plan: {error}"
             )
             return False
-        self._membership.append(LostWorker(rank, worker, clock, samples, reason))
         return True
 
     def is_served(self, rank: int) -> bool:
@@ -353,11 +307,9 @@ class ServingCluster(Cluster):
                 raise SettingError(f"another process is heard as rank {rank}")
             if worker in self.server.active:
                 raise SettingError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
-            clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
+            clock = self._take_in(rank, worker)
             if clock >= self._rounds:
                 raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
-            epoch = clock // self._rounds_per_epoch
-            self._membership.append(JoinedWorker(rank, worker, clock, epoch))
             thread = self._thread_for(rank, pair, welcome(clock, self._announced[0]))
             self._threads.append(thread)
             thread.start()

@@ -346,7 +346,7 @@ def babbling_rank(rank):
         if isinstance(turn, EpochEnd):
             continue
         if rank == 1 and turn.epoch == 1:
-            send(torch.tensor([9.0, 0, 0], dtype=torch.float64), cluster._pair)
+            send(torch.tensor([9.0, 0, 0], dtype=torch.float64), cluster._link.pair)
             with pytest.raises(SyncError) as error:
                 cluster.pull(turn)
             return str(error.value)
