@@ -1,7 +1,11 @@
-"""Rank 0 where workers meet without a barrier: it has the server, and perhaps trains itself.
+"""How real processes meet without a barrier: through a server on rank 0.
 
-Each worker of another process is answered in a thread of its own. One lock guards the server. A
-push is merged under it; a pull is answered as soon as the clocks allow.
+Rank 0 has the server, and perhaps trains itself (`ServingCluster`). Each worker of another process
+(`ServedCluster`) is answered in a thread of its own. One lock guards the server. A push is merged
+under it; a pull is answered as soon as the clocks allow.
+
+Every wait ends: by an answer, or because the other process was silent for too long. A process that
+is heard may take as long as it takes.
 """
 
 from __future__ import annotations
@@ -9,36 +13,188 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dbsl.base.errors import SettingError, SyncError
+from dbsl.base.errors import RunFinished, SettingError, SyncError
 from dbsl.cluster.alive import Pulse
-from dbsl.cluster.launch import NOTHING_LEFT, Door, welcome
+from dbsl.cluster.launch import COME, NOTHING_LEFT, Admission, Door
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     CPU,
+    SERVER_RANK,
     Ending,
     Kind,
     Link,
     check_report,
+    decode_segment,
     encode_segment,
     hear,
+    pairs_with_server,
+    receive,
+    segment_room,
     send,
     tell,
     text_row,
 )
 from dbsl.plan.types import EpochEnd, RoundReport, Segment, Turn
 
-STOP = "stop"  # what a worker's pulse says where the run is to stop
+_START_S = 60.0  # that processes may come to their start apart, at least
+_STOP = "stop"  # what a worker's pulse says where the run is to stop
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
+
+
+def through_server(
+    weights: FlatWeights,
+    server: Server | None,
+    *,
+    timeout_s: float,
+    wire: torch.dtype | None = None,
+    door: Door | None = None,
+    admission: Admission | None = None,
+    **common: Any,
+) -> Cluster:
+    """Return this process's side of stale synchronous or asynchronous rounds (a collective).
+
+    Every other rank shares a gloo group of two with rank 0. A lost pair leaves the other pairs as
+    they are: its worker is dropped, and the others share its samples.
+
+    Args:
+        weights: As for `Cluster`, like all that is not named here.
+        server: On rank 0 the server (its weights in host memory), elsewhere None.
+        timeout_s: Longest silence of a worker before it counts as lost, while it computes, too; of
+            the server 5 s more.
+        wire: What pushes travel as; see `Link`.
+        door: On rank 0, where processes that are launched again ask to join.
+        admission: Of a process that joins: then this is no collective.
+        **common: The rest of what a `Cluster` takes.
+    """
+    common |= {"timeout_s": timeout_s, "wire": wire}
+    if admission is not None:
+        return ServedCluster(weights, admission, **common)
+    pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
+    if server is not None:
+        return ServingCluster(weights, server, pairs=pairs, door=door, **common)
+    return ServedCluster(weights, Admission(pairs[SERVER_RANK]), **common)
+
+
+class ServedCluster(Cluster):
+    """A worker's process: it asks rank 0 for plans and weights, and pushes to it."""
+
+    def __init__(
+        self,
+        weights: FlatWeights,
+        admission: Admission,
+        *,
+        timeout_s: float,
+        wire: torch.dtype | None,
+        outgoing: Tensor | None = None,
+        **common: Any,
+    ) -> None:
+        super().__init__(weights, outgoing=outgoing, **common)
+        self._clock, self._announced = admission.clock, (admission.sequence, -1)
+        self._timeout_s = timeout_s
+        self._asks_to_stop = False
+        self._link = Link(admission.pair, weights.vector, wire, weights=outgoing is None)
+        self._pulse = Pulse(
+            *(SERVER_RANK, admission.pair, timeout_s),
+            asks=True,
+            says=lambda: _STOP if self._asks_to_stop else "",
+        )
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield this worker's rounds in order."""
+        while self._clock < self._rounds:
+            yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            self._clock += 1
+
+    def segment(self, turn: Turn) -> Segment:
+        """Return the plan in force in a turn, waiting while the worker is too far ahead.
+
+        The server is asked, which may have changed it.
+        """
+        planner = self._plans.planner
+        if planner.ledger.left_by_others(turn.epoch):
+            return planner.at(turn.epoch, turn.round)
+        like = planner.ledger.current_at(turn.epoch)
+        rows = segment_room(len(like.workers))
+        with self._waiting(), self._exchange():
+            tell(self._link.pair, Kind.PLAN)
+            receive(rows, self._link.pair)
+        return decode_segment(rows, like)
+
+    def pull(self, turn: Turn) -> None:
+        """Bring the global weights into the model, waiting while the worker is too far ahead."""
+        with self._waiting(), self._exchange():
+            ending, sequence, epoch = self._link.ask(Kind.PULL)
+            self._announced = sequence, epoch
+            if ending == Ending.GOES_ON:
+                self._link.take_weights(self.weights.vector)
+        if ending == Ending.FINISHED:
+            self.finish()
+            raise RunFinished
+        if ending == Ending.STOPPED:
+            self._interrupted = True
+            self.on_stop()
+
+    def push(self, reports: Sequence[RoundReport]) -> bool:
+        """Give the worker's weights, or gradients, to the server; True: they were refused."""
+        report = self._timed(*reports)
+        with self._waiting(), self._exchange():
+            self._link.push(report, self.outgoing)
+        return report.refused
+
+    def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
+        """Return the save that rank 0 has announced."""
+        return self._announced
+
+    def leave(self, sequence: int) -> int:
+        """Stop being served; return the number of the save to take part in."""
+        with self._exchange():
+            _, sequence, _ = self._link.ask(Kind.LEAVE)
+        return sequence
+
+    def interrupt(self) -> None:
+        """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
+        super().interrupt()
+        self._asks_to_stop = True
+
+    def close(self) -> None:
+        """Tell the server that this worker is done."""
+        self._pulse.end()
+        self._pulse.wait(self._timeout_s)
+        with self._exchange():
+            tell(self._link.pair, Kind.DONE)
+            self._link.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which round it is; this process's weights are the model's, and not in here."""
+        return {"clock": self._clock, "waited_s": self._waited_s, "server": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; the server's clock is this worker's, too."""
+        self._clock, self._waited_s = state["clock"], state["waited_s"]
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Turn a failed exchange with rank 0 into a `SyncError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason, rank_0 = self._pulse.reason(error), f"rank {SERVER_RANK}"
+            if self._pulse.left_out:
+                said = f"{rank_0} has left this process out: {reason}; launch it again to join"
+            else:
+                said = f"the server ({rank_0}) was lost: {reason}"
+            raise SyncError(said) from error
 
 
 class _Peer(NamedTuple):
@@ -208,7 +364,7 @@ class ServingCluster(Cluster):
         pulse = Pulse(
             *(rank, pair, self._timeout_s),
             asks=False,
-            hears=lambda word: self.interrupt() if word == STOP else None,
+            hears=lambda word: self.interrupt() if word == _STOP else None,
             on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
@@ -310,7 +466,7 @@ class ServingCluster(Cluster):
             clock = self._take_in(rank, worker)
             if clock >= self._rounds:
                 raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
-            thread = self._thread_for(rank, pair, welcome(clock, self._announced[0]))
+            thread = self._thread_for(rank, pair, f"{COME} {clock} {self._announced[0]}")
             self._threads.append(thread)
             thread.start()
 

@@ -18,8 +18,8 @@ from dbsl.base.errors import SyncError
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.merges import mean, ratio
-from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
+from dbsl.cluster.serving import through_server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import send
 from dbsl.plan.follow import Planner

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbsl.cluster import served as through_server
+from dbsl.cluster import serving as through_server
 from dbsl.cluster.protocol import Change, SharedPlans
-from dbsl.cluster.served import ServedCluster
+from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode_segment
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import Segment, TimeModel, Turn
