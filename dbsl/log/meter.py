@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.plan.sampler import Step
-from dbsl.plan.types import Round, RoundReport, StepLine
+from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.profile.memory import GIB, memory_in_use
 from dbsl.run.session import Progress
 
@@ -94,7 +94,7 @@ class StepMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
 
-    def begin(self, turn: Round, *, anew: bool) -> None:
+    def begin(self, turn: Turn, *, anew: bool) -> None:
         """Begin a round, or, not anew, go on in the one that a stopped run was in."""
         self._turn, self._began = turn, time.perf_counter()
         for worker in turn.workers if anew else ():

@@ -20,7 +20,7 @@ from dbsl.log.rows import missed_times, read_metrics, step_row, times_in_words
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel, plan_dual_batch
 from dbsl.plan.stages import make_stages, stage_at
-from dbsl.plan.types import Restart, Round, RoundReport, StepLine
+from dbsl.plan.types import Restart, RoundReport, StepLine, Turn
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Progress
 from train import Config
@@ -308,7 +308,7 @@ def test_progress_bar_on_a_terminal_moves_with_every_step(tmp_path, accelerator,
     plans = make_plans()
     total = sum(w.steps for plan in plans.values() for w in plan.workers)
     with make_log(tmp_path, accelerator, plans) as log:
-        log.meter.begin(Round((1,), 1, 0), anew=True)
+        log.meter.begin(Turn((1,), 1, 0), anew=True)
         for _ in range(3):
             with log.meter.step(step_of(1), 0.0125, Progress()):
                 pass
@@ -328,7 +328,7 @@ def test_without_a_terminal_a_line_tells_of_the_steps_about_once_a_minute(
     monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
     plans = make_plans()
     with make_log(tmp_path, accelerator, plans) as log:
-        log.meter.begin(Round((0,), 0, 0), anew=True)
+        log.meter.begin(Turn((0,), 0, 0), anew=True)
         for _ in range(7):
             now[0] += 20.0
             with log.meter.step(step_of(0), 0.1, Progress()):
