@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-import psutil
-
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
 _PATIENCE_S = 3.0  # for an answer of the hub, of any kind
@@ -75,6 +73,8 @@ def _launcher_has_set_it() -> bool:
     """Whether ``OMP_NUM_THREADS`` is a launcher's: it was itself started without."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return False
+    import psutil  # the library for other loops does without
+
     try:
         return _THREADS not in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):
