@@ -16,6 +16,9 @@ _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by tor
 _PATIENCE_S = 3.0  # for an answer of the hub, of any kind
 
 
+_LAZY: list[str] = []
+
+
 class _LazyModule(ModuleType):
     # Not importlib's LazyLoader, whose modules stand in sys.modules: `inspect` looks at all of
     # those, and would load them in the middle of whatever torch is importing just then.
@@ -27,11 +30,18 @@ def lazy_import(name: str) -> ModuleType:
     """Return what stands for a module, and imports it when one of its attributes is first read.
 
     Together timm, datasets and scipy take seconds to import. A wrong flag is refused, ``--help``
-    printed and a stopped run found finished before that.
+    printed and a stopped run found finished before that. The library for other loops does without
+    most of them; a run asks for all by `check_installed`.
     """
-    if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    _LAZY.append(name)
     return _LazyModule(name)
+
+
+def check_installed() -> None:
+    """Raise ``ModuleNotFoundError`` for a module that is missing, before a run needs it."""
+    for name in _LAZY:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
