@@ -233,6 +233,12 @@ class UnevenBatchSampler:
         for name, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
             if state[name] != mine:
                 raise SettingError(f"{name} must be {state[name]}, as in the state, got {mine}")
+        left = self.num_samples - state["samples"]
+        if 0 < left < self.num_replicas and not self._drop_last:
+            raise SettingError(
+                f"num_replicas must be at most {left}, the samples that are left of epoch "
+                f"{state['epoch']}, got {self.num_replicas}: begin the next epoch instead"
+            )
         self.epoch, self._start = state["epoch"], state["samples"]
         self._iterator, self._chosen = None, True
         sizes = state["local_batch_sizes"]
@@ -340,7 +346,7 @@ class _Epoch:
             begin = number - number % of.accumulate
             end = min(begin + of.accumulate, len(self))
             self.ahead.append((len(part.indices), self.cut.begin(end) - self.cut.begin(begin)))
-            if len(self.ahead) == _MOST_AHEAD and not of._scaled:
+            if len(self.ahead) == _MOST_AHEAD and of.num_replicas > 1 and not of._scaled:
                 _warn(
                     "scale was not called for any batch: multiply each loss by it, unless the loop "
                     "divides by the samples or tokens of all processes itself"
