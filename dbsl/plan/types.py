@@ -12,6 +12,7 @@ import numpy as np
 from dbsl.base.errors import SettingError
 
 Numbers = float | np.ndarray  # one, or one for each of n workers
+Ranges = tuple[tuple[int, int], ...]  # of places in an epoch's order: first, and one past the last
 
 
 class NoPlanError(SettingError):
@@ -145,18 +146,13 @@ class Segment:
     first_round: int = 0
     start: int = 0  # samples of the epoch that earlier rounds took
     # Places in the epoch's order that earlier rounds left, if these are not all that follow.
-    left: tuple[tuple[int, int], ...] = ()
+    left: Ranges = ()
 
 
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     """Return the plan that `asdict` was given."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
-
-
-def segment_at(segments: Sequence[Segment], round_: int) -> Segment | None:
-    """Return the segment of an epoch that a round is in; None: the round was over before them."""
-    return next((s for s in reversed(segments) if s.first_round <= round_), None)
 
 
 class StepLine(NamedTuple):
@@ -216,16 +212,20 @@ class RoundReport:
     figures: Mapping[str, float] = field(default_factory=dict)  # the loss function's own
 
 
-# Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands.
-RESERVED = {
-    *(field.name for field in fields(RoundReport)),
-    *StepLine._fields,
-    *("event", "virtual_time_s", "share", "idle_time_share"),
-    *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),
-    *(f"workers_{name}" for name in ("compute_time_s", "wait_time_s", "idle_time_share")),
-    *(f"{kind}_workers_time_s" for kind in ("small", "large")),
-    *(f"predicted_{kind}_workers_time_s" for kind in ("small", "large")),
-}
+# Names in rows of metrics.jsonl and in charts, next to which a figure's own name stands, and what
+# has them.
+RESERVED = dict.fromkeys(
+    (
+        *("event", "virtual_time_s", "share", "idle_time_share"),
+        *("first_epoch", "from_epoch", "end_epoch", "last_epoch"),
+        *(f"workers_{name}" for name in ("compute_time_s", "wait_time_s", "idle_time_share")),
+        *(f"{kind}_workers_time_s" for kind in ("small", "large")),
+        *(f"predicted_{kind}_workers_time_s" for kind in ("small", "large")),
+    ),
+    "a row of metrics.jsonl",
+)
+RESERVED |= dict.fromkeys(StepLine._fields, "a step's row of metrics.jsonl")
+RESERVED |= {field.name: "a round's row of metrics.jsonl" for field in fields(RoundReport)}
 
 
 def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
@@ -263,7 +263,7 @@ class Restart:
     version: int  # global updates so far
     clock: int  # rounds that every worker starts with behind it
     # Remainders of the epochs that were begun, as places in their order; other epochs are whole.
-    left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    left: Mapping[int, Ranges] = field(default_factory=dict)
     steps: int = 0  # joint steps of the round that were taken
     learning_rate: float = 0.0  # in the last of these
     optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)  # state, by worker

@@ -22,8 +22,7 @@ from dbsl.extras.pictures import (
     worker_values,
 )
 from dbsl.log.rows import plan_row, read_metrics, round_row
-from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import default_milestones, make_stages
 from dbsl.plan.types import Plan, RoundReport, WorkerPlan
 
