@@ -28,7 +28,7 @@ from dbsl.base.errors import (
     is_lost_peer,
     reason_of,
 )
-from dbsl.base.launcher import STORE_PATIENCE, connect_store, restarts
+from dbsl.base.machine import STORE_PATIENCE, connect_store, restarts
 from dbsl.cluster.wire import irecv, isend
 
 _LAST, _STOP = 1.0, 2.0  # beats that say more than that a process is alive

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
-from dbsl.base.launcher import connect_store, restarts
+from dbsl.base.machine import connect_store, restarts
 from dbsl.cluster.wire import SERVER_RANK
 
 NOTHING_LEFT = "nothing is left to do"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SettingError, SyncError, reason_of
-from dbsl.base.launcher import STORE_PATIENCE, connect, launcher_address, restarts
+from dbsl.base.machine import STORE_PATIENCE, connect, launcher_address, restarts
 
 _LOOK_S = 0.1  # between looks at who has come
 _QUIET_S = 30.0  # that processes wait for each other without a word

@@ -24,7 +24,7 @@ from accelerate import PartialState
 
 import dbsl
 from dbsl.base.errors import SettingError
-from dbsl.base.launcher import launched_precision
+from dbsl.base.machine import launched_precision
 from dbsl.base.words import as_given
 from dbsl.cluster.wire import share_from
 from dbsl.config.fields import Role, with_role

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
-from dbsl.base.launcher import remember
+from dbsl.base.machine import remember
 from dbsl.base.words import px
 from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.complete import RESOLVED

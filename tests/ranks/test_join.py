@@ -252,7 +252,7 @@ def test_a_process_of_a_rank_0_that_is_dying_soon_ends_and_without_pages_of_fram
 
 
 def test_a_process_does_not_wait_for_ever_for_a_rank_0_that_was_stopped(listener, monkeypatch):
-    monkeypatch.setattr("dbsl.base.launcher._CONNECT_S", 0.2)
+    monkeypatch.setattr("dbsl.base.machine._CONNECT_S", 0.2)
     asks = threading.Thread(target=joining.why_left_out, args=(0,), daemon=True)
     asks.start()
     asks.join(30)
