@@ -28,7 +28,7 @@ from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
 from dbsl.optimizer import BuildOptimizer, Clip, keep_whole, load_optimizer
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.types import Round
+from dbsl.plan.types import Turn
 
 
 class ComputeClock:
@@ -271,7 +271,7 @@ class Stepper(ABC):
         self._buffers, self._statistics = buffers, RunningStatistics(buffers)
         self.model, self.clock, self.optimizers = model, clock, optimizers
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
         self.clock.epoch = turn.epoch
         for optimizer in self.optimizers.values():
@@ -355,7 +355,7 @@ class JointSteps(Stepper):
         self._weights, self._gradients = weights, torch.zeros_like(weights.vector)
         self._workers = tuple(workers)
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note the statistics that all parts of the next step start from."""
         super().begin(turn, anew=anew)
         self._weights.attach_gradients(self._gradients)  # of what is trained now
@@ -417,7 +417,7 @@ class DistributedSteps(Stepper):
         self._weight = 1 / self._world_size  # this worker's, in an average
         self._wrap()
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Wrap the model again where other parameters are trained than in the round before."""
         super().begin(turn, anew=anew)
         if self._wrapped != [p.requires_grad for p in self._raw.parameters()]:
@@ -521,7 +521,7 @@ class PushedGradients(Stepper):
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self._weight = 0.0  # sum over the losses so far
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
         super().begin(turn, anew=anew)
         self._weights.attach_gradients(self.vector)  # of what is trained now

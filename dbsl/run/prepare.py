@@ -20,11 +20,9 @@ from dbsl.data.sources import TrainingData
 from dbsl.loss import Figures, LossFunction, LossOf, figure_names, with_figures
 from dbsl.model import build_model, check_patches, check_sides, load_initial, try_out
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.joint_steps import check_parts
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import Workers
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import count_workers
+from dbsl.plan.solve import check_parts, count_workers
 from dbsl.plan.stages import (
     Stage,
     default_milestones,

@@ -29,9 +29,9 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import ControlGroup
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
-from dbsl.plan.types import EpochEnd, Round, RoundReport, Segment, TimeModel
+from dbsl.plan.solve import plan_steps
+from dbsl.plan.types import EpochEnd, RoundReport, Segment, TimeModel, Turn
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -338,7 +338,7 @@ def statistics_after_a_step(stepper_of, micro):
     weights = FlatWeights(model)
     stepper = stepper_of(model, weights)
     step = Step((Part(0, np.arange(7), 1.0),), 0.0)
-    stepper.begin(Round((0,), 0, 0))
+    stepper.begin(Turn((0,), 0, 0))
     for part in micro_parts(step.parts[0], micro):
         with stepper.part(step, part) as weight:
             loss = F.cross_entropy(model(images[part.indices]), labels[part.indices])
@@ -616,7 +616,7 @@ def decayed(rank, sync, sizes=(1, 3), rounds=60):
         cluster = through_server(weights, None if rank else server, **common)
     for turn in cluster.turns():
         if not isinstance(turn, EpochEnd):
-            cluster.plan(turn)
+            cluster.segment(turn)
             cluster.pull(turn)
             (w,) = turn.workers
             part = sizes[w] / sum(sizes)

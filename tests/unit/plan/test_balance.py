@@ -9,9 +9,8 @@ import pytest
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import SpeedEstimate, Workers, predicted_time_s, proportional_parts
-from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.types import RoundReport, StepLine, TimeModel
 
 SAMPLES = 6400
@@ -274,7 +273,7 @@ def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
         for planner in (one, two):
             values = iter(noise[epoch])
             measure(planner, epoch, lambda values=values: next(values))
-    assert one.current == two.current
+    assert one.ledger.current == two.ledger.current
     assert [*one.estimates(8)] == [*two.estimates(8)]
     assert one.changes == two.changes >= 1
 
