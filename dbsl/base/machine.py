@@ -17,8 +17,6 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import psutil
-
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
@@ -29,6 +27,7 @@ _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
 _HUB_S = 3.0  # for an answer of the hub, of any kind
 _CONNECT_S = 2.0  # for a connection that is to be there at once
+_LAZY: list[str] = []  # names of modules that are imported later
 
 
 class _LazyModule(ModuleType):
@@ -42,11 +41,18 @@ def lazy_import(name: str) -> ModuleType:
     """Return what stands for a module, and imports it when one of its attributes is first read.
 
     Together timm, datasets and scipy take seconds to import. A wrong flag is refused, ``--help``
-    printed and a stopped run found finished before that.
+    printed and a stopped run found finished before that. The library for other loops does without
+    most of them; a run asks for all by `check_installed`.
     """
-    if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    _LAZY.append(name)
     return _LazyModule(name)
+
+
+def check_installed() -> None:
+    """Raise ``ModuleNotFoundError`` for a module that is missing, before a run needs it."""
+    for name in _LAZY:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
@@ -89,6 +95,8 @@ def _launcher_has_set_it() -> bool:
     """Whether ``OMP_NUM_THREADS`` is a launcher's: it was itself started without."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return False
+    import psutil  # the library for other loops does without
+
     try:
         return _THREADS not in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +13,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from dbsl.base.errors import SettingError, one_of_several
-from dbsl.cluster.alive import Heartbeats
+from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.gradients import GradientServer, ServerOptimizer
-from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
+from dbsl.cluster.launch import Door, RunningJob
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.served import through_server
@@ -33,11 +32,11 @@ from dbsl.cluster.steps import (
     Stepper,
 )
 from dbsl.cluster.weights import FlatWeights, make_ready
-from dbsl.cluster.wire import CPU, SERVER_RANK, ControlGroup, pairs_with_server
+from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import RunConfig, meets_at_server
 from dbsl.model import join_batch_norm
 from dbsl.optimizer import Clip, make_clip
-from dbsl.run.code import SUMS
+from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
 
 
@@ -154,11 +153,7 @@ class _Builder:
 
     def _control(self) -> ControlGroup:
         timeout_s = self._config.worker_timeout
-        # Gloo's exchanges fail when a peer dies, NCCL's wait for it on the device.
-        nccl = dist.get_backend() == "nccl"
-        pairs = pairs_with_server(timedelta(seconds=timeout_s)) if nccl else None
-        heartbeats = Heartbeats(self._rank, dist.get_world_size(), timeout_s, pairs)
-        return ControlGroup(timeout_s, heartbeats)
+        return ControlGroup(timeout_s, Heartbeats(timeout_s))
 
     def _flattened(self) -> FlatWeights:
         run, weights = self._run, FlatWeights(self._run.model)
