@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.steps import ComputeClock, Stepper
+from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
@@ -105,7 +105,7 @@ def make_reports(
     resolution: int,
     learning_rate: float,
     sums: Mapping[int, Sequence[float]],
-    clock: ComputeClock,
+    timer: ComputeTimer,
     figures: Sequence[str] = (),
     refused: bool = False,
     faults: Mapping[int, int] | None = None,
@@ -133,7 +133,7 @@ def make_reports(
                 local_batch_size=mine.local_batch_size,
                 samples=count,
                 steps=steps,
-                time_s=clock.seconds(worker),
+                time_s=timer.take_seconds(worker),
                 loss=loss,
                 merge_weight=mine.merge_weight,
                 learning_rate=learning_rate,
@@ -377,7 +377,7 @@ class Work:
             resolution=self._stage.resolution,
             learning_rate=progress.learning_rate,
             sums=sums,
-            clock=session.stepper.clock,
+            timer=session.stepper.timer,
             figures=session.run.figures,
             refused=not finite,
             faults={} if finite else self._faults(sums),

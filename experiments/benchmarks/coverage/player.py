@@ -139,7 +139,7 @@ class _Player:
                 resolution=run.stage_at(turn.epoch).resolution,
                 learning_rate=1.0,
                 sums={},
-                clock=self._stepper.clock,
+                timer=self._stepper.timer,
             )
         )
         deque(cluster.reports(), maxlen=0)  # as the log does

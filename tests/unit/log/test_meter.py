@@ -129,7 +129,7 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
             resolution=8,
             learning_rate=0.1,
             sums={0: [1.0]},
-            clock=SimpleNamespace(seconds=lambda worker: 1.0),
+            timer=SimpleNamespace(take_seconds=lambda worker: 1.0),
             lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
         )
         assert [x.step for x in read_report(report_rows(report)).lines] == [3, 4][:steps]
