@@ -53,7 +53,7 @@ from dbsl.loss import BceConfig, Loss, binary_cross_entropy, with_figures
 from dbsl.model import BEST, FINAL
 from dbsl.open import open_session
 from dbsl.plan.stages import learning_rate_at
-from dbsl.plan.types import EpochEnd, Round
+from dbsl.plan.types import EpochEnd, Turn
 from dbsl.run.evaluation import Evaluation, EvaluationSession
 from dbsl.run.session import Session
 
@@ -98,7 +98,7 @@ def learning_rate(session: Session[Config], moment: float) -> float:
     )
 
 
-def train_round(session: Session[Config], turn: Round) -> None:
+def train_round(session: Session[Config], turn: Turn) -> None:
     """Train one round: of one worker, or, in joint steps, of all workers of this process."""
     config, stepper, accelerator = session.config, session.stepper, session.accelerator
     with session.round(turn) as work:  # dbsl: pulls weights (not in joint steps); at its end pushes
@@ -176,7 +176,7 @@ def train(session: Session[Config]) -> None:
     """Train from the start, or from where the run was saved, to the end."""
     cluster, log = session.cluster, session.log
     for turn in cluster.turns():  # rounds of this process's workers, and ends of epochs
-        if isinstance(turn, Round):
+        if isinstance(turn, Turn):
             train_round(session, turn)
         for report in cluster.reports():  # all workers' rounds; none but on the main process
             log.round(report, virtual_time_s=cluster.time_s)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
 from dbsl.config.fields import PAIRS, Needs, Within, read_kwargs
-from dbsl.data.augment import GlobalStreams
+from dbsl.data.augment import global_streams
 from dbsl.plan.types import RESERVED
 
 Figures = Mapping[str, Tensor | float]  # means over the batch, as the loss
@@ -78,7 +78,7 @@ def without_trace(model: nn.Module) -> Iterator[None]:
     """Leave a model's buffers and all random streams as they were."""
     kept = [buffer.clone() for buffer in model.buffers()]
     device = next(model.parameters()).device
-    with GlobalStreams(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with global_streams(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), kept, strict=True):

@@ -41,10 +41,9 @@ from dbsl.config.settings import (
     steps_in_parts,
 )
 from dbsl.data.sources import TrainingData
-from dbsl.log.divergence import check_result
 from dbsl.log.lines import print_run
+from dbsl.log.log import check_result, start_log
 from dbsl.log.meter import StepMeter
-from dbsl.log.summary import start_log, sum_up
 from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
@@ -310,7 +309,7 @@ def _in_folder(
             with run.extras, session.log:
                 with _running(session):
                     yield session
-                sum_up(session)
+                session.log.sum_up()
                 session.checkpointer.clean_up()
 
 

@@ -7,9 +7,9 @@ planned anew; what the old workers had left of an epoch is covered exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given, px
@@ -17,20 +17,16 @@ from dbsl.checkpoint.disk import MODEL_FILE, Found, read_shard, reading_checkpoi
 from dbsl.cluster.wire import SERVER_RANK
 from dbsl.config.fields import Role, with_role
 from dbsl.config.settings import RunConfig, Schedule, meets_at_server, takes_joint_steps
-from dbsl.plan.ledger import Ledger
-from dbsl.plan.sampler import TurnSampler
+from dbsl.plan.ledger import Ledger, Members, RoundAhead, left_of_epochs
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import (
     EpochEnd,
     Restart,
-    Round,
     Segment,
-    plan_from_plain,
+    Turn,
     report_from_plain,
 )
 from dbsl.run.training import Run
-
-Ranges = tuple[tuple[int, int], ...]
 
 
 def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, Any]:
@@ -38,13 +34,11 @@ def complete_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, An
     return {field.name: field.default for field in fields(now)} | dict(before)
 
 
-class RoundAhead(NamedTuple):
-    """A round that workers had ahead of them, its plan, and who it was to come of."""
-
-    epoch: int
-    round: int
-    segment: Segment
-    workers: list[int]
+def saved_ledger(planner: Mapping[str, Any], run: Run | None = None) -> Ledger:
+    """Return the ledger in a planner's state; of a run, also for epochs that nobody has begun."""
+    ledger = Ledger({}, lambda epoch: run.stage_at(epoch).resolution)
+    ledger.load_state_dict(planner)
+    return ledger
 
 
 def plan_restart(
@@ -62,13 +56,14 @@ def plan_restart(
     if before["sync"] == "step":
         return _joint_restart(state, optimizers, run, before, samples)
     cluster, rounds = state["cluster"], run.rounds
-    server, rounds_before = cluster["server"], pushes_per_epoch(state["planner"], before)
-    clocks, again = _rounds_behind(server, at_barrier=before["sync"] == "bsp")
-    sampler = replace(run.sampler, rounds=rounds_before)
-    ahead = list(rounds_ahead(state["planner"], clocks, run, rounds_before, again))
+    server, ledger = cluster["server"], saved_ledger(state["planner"], run)
+    members = Members.of(server, rounds_before := pushes_per_epoch(ledger, before))
+    at_barrier = before["sync"] == "bsp"  # what it has collected is not merged
+    ahead = list(ledger.ahead(members, again=at_barrier))
     if ahead:
-        _check_inside_epoch({each.epoch for each in ahead}, state, run, before, samples)
-    epoch, round_ = lowest = divmod(min(clocks), rounds_before)
+        _check_inside_epoch({each.epoch for each in ahead}, ledger, run, before, samples)
+    epoch, round_ = lowest = divmod(members.slowest(), rounds_before)
+    again = [w for w in members.active if at_barrier and members.clocks[w] > members.slowest()]
     if rounds_before != rounds:
         round_ = 0
     common = {
@@ -88,7 +83,7 @@ def plan_restart(
     if before["push"] == "gradients":
         _check_whole_steps(ahead, run, before, inside_epoch=lowest[1] > 0)
         return Restart(**_optimizer_of_all(server["optimizer"], run), **common)
-    left = left_of_epochs(ahead, sampler)
+    left = left_of_epochs(ahead, replace(run.sampler, rounds=rounds_before))
     if takes_joint_steps(run.config):  # whose optimizers must be alike in all processes
         optimizers = {}
     return Restart(left=left, optimizers=optimizers, outer=server["outer"], **common)
@@ -115,8 +110,9 @@ def _joint_restart(
     epoch, round_ = divmod(cluster["clock"], before["rounds_per_epoch"])
     if not round_ and not steps:
         return Restart(clock=epoch * run.rounds, **common)
-    _check_inside_epoch({epoch}, state, run, before, samples)
-    turn = Round(tuple(range(run.config.workers)), epoch, round_)
+    ledger = saved_ledger(state["planner"], run)
+    _check_inside_epoch({epoch}, ledger, run, before, samples)
+    turn = Turn(tuple(range(run.config.workers)), epoch, round_)
     segment = Segment(run.plans[run.stage_at(epoch).resolution])
     counted = progress["counted"] if progress else 0
     ahead = run.sampler.steps(segment, turn)
@@ -139,88 +135,9 @@ def _optimizer_of_all(state: Mapping[str, Any] | None, run: Run) -> dict[str, An
     return {"optimizers": {w: state for w in range(run.config.workers) if state}}
 
 
-def _rounds_behind(
-    server: Mapping[str, Any], *, at_barrier: bool
-) -> tuple[list[float], Collection[int]]:
-    """Return the rounds that each worker has behind it, and who has to do the lowest one again.
-
-    A lost worker has all behind it: what it had left was counted as lost, and is not to come. What
-    a barrier has collected is not merged: it is to be trained on again.
-    """
-    there = server["active"]
-    clocks = [clock if w in there else math.inf for w, clock in enumerate(server["clocks"])]
-    lowest = min(clocks)
-    return clocks, [w for w in there if at_barrier and clocks[w] > lowest]
-
-
-def rounds_ahead(
-    planner: Mapping[str, Any],
-    clocks: Sequence[float],
-    run: Run,
-    rounds: int,
-    again: Collection[int] = (),
-) -> Iterator[RoundAhead]:
-    """Yield each round from the lowest on.
-
-    It goes on to the end of the epochs that any worker has begun, or that keep the plan of before
-    a loss.
-
-    Args:
-        planner: State of the planner that they worked by.
-        clocks: Rounds that each has behind it; infinite: nothing of its share is to come.
-        run: The new run, of the same samples and seed.
-        rounds: Rounds per epoch, of the old run.
-        again: Workers that have to do the lowest of these rounds again.
-    """
-    plans = [plan_from_plain(plan) for plan in planner["plans"]]
-    ledger = Ledger()
-    ledger.load_state_dict(planner, plans)
-    lowest = min(clocks)
-    begun = max(clock for clock in clocks if clock < math.inf)
-    stop = max(-(-begun // rounds), *(epoch + 1 for epoch in ledger.kept), 0)
-    for moment in range(lowest, stop * rounds):
-        epoch, round_ = divmod(moment, rounds)
-        segment = ledger.at(epoch, round_)
-        if epoch not in ledger.segments:
-            number = planner["current"][run.stage_at(epoch).resolution]
-            segment = Segment(plans[number])
-        workers = [
-            worker
-            for worker, clock in enumerate(clocks)
-            if clock <= moment or (moment == lowest and worker in again)
-        ]
-        yield RoundAhead(epoch, round_, segment, workers)
-
-
-def left_of_epochs(ahead: Iterable[RoundAhead], sampler: TurnSampler) -> dict[int, Ranges]:
-    """Return what workers had left of the epochs that any of them had begun.
-
-    Args:
-        ahead: All that they had ahead (`rounds_ahead`).
-        sampler: Of the old run.
-    """
-    left: dict[int, list[tuple[int, int]]] = {}
-    for epoch, round_, segment, workers in ahead:
-        ranges = left.setdefault(epoch, [])
-        for worker in workers:
-            ranges += sampler.sampler(segment).places(worker, round_)
-    return {epoch: _joined(ranges) for epoch, ranges in left.items()}
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Return ranges in order, touching ones joined."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return tuple(joined)
-
-
 def _check_inside_epoch(
     epochs: Collection[int],
-    state: Mapping[str, Any],
+    ledger: Ledger,
     run: Run,
     before: Mapping[str, Any],
     samples: int,
@@ -251,7 +168,7 @@ def _check_inside_epoch(
     if not joint and before["push"] != "gradients":
         return
     for resolution in sorted({run.stage_at(epoch).resolution for epoch in epochs}):
-        old = saved_plan(state["planner"], resolution)["global_batch_size"]
+        old = ledger.current[resolution].global_batch_size
         if (new := run.plans[resolution].global_batch_size) != old:
             raise SettingError(
                 f"global_batch_size must stay {old}"
@@ -294,17 +211,12 @@ def advice_inside(before: Mapping[str, Any]) -> str:
     return "resume a checkpoint of an epoch's end"
 
 
-def saved_plan(planner: Mapping[str, Any], resolution: int) -> Mapping[str, Any]:
-    """Return the plan of a resolution in a planner's state."""
-    return planner["plans"][planner["current"][resolution]]
-
-
-def pushes_per_epoch(planner: Mapping[str, Any], before: Mapping[str, Any]) -> int:
-    """Return the rounds of an epoch, of a run with this planner's state and these settings."""
+def pushes_per_epoch(ledger: Ledger, before: Mapping[str, Any]) -> int:
+    """Return the rounds of an epoch, of a run with this ledger and these settings."""
     if before["push"] != "gradients":
         return before["rounds_per_epoch"]
-    plan = saved_plan(planner, next(iter(planner["current"])))
-    steps = max(worker["steps"] for worker in plan["workers"])  # a lost worker has none
+    plan = next(iter(ledger.current.values()))
+    steps = max(worker.steps for worker in plan.workers)  # a lost worker has none
     return -(-steps // before["push_every"])
 
 
@@ -318,21 +230,19 @@ def epochs_under_way(
         before: The settings that it was saved with.
         at_epoch_end: Whether it was saved where all meet at an epoch's end, not inside a round.
     """
-    cluster, planner = state["cluster"], state["planner"]
-    rounds = pushes_per_epoch(planner, before)
-    server = cluster.get("server") or {"clocks": [cluster["clock"]], "active": [0]}
-    clocks, slowest = server["clocks"], min(server["clocks"][w] for w in server["active"])
+    cluster, ledger = state["cluster"], saved_ledger(state["planner"])
+    rounds = pushes_per_epoch(ledger, before)
+    joint = {"clocks": [cluster["clock"]], "active": [0], "newcomers": [], "inside": []}
+    members = Members.of(cluster.get("server") or joint, rounds)
     if "queue" in cluster:  # simulated: it is known who is in a round
-        inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
+        members.inside = {worker for _, worker in cluster["queue"]} | {cluster["turn"]} - {None}
     elif at_epoch_end and not meets_at_server(before["sync"]):
-        inside = set()
+        members.inside = set()
     else:  # only the workers know whether they have taken a step: all that may have
         ahead = {"ssp": before["staleness"], "asp": math.inf}.get(before["sync"], 0)
-        inside = {w for w in server["active"] if clocks[w] <= slowest + ahead}
-    begun = max(clock + (worker in inside) for worker, clock in enumerate(clocks))
-    stop = -(-min(begun, before["epochs"] * rounds) // rounds)
-    decided = (epoch + 1 for epoch in planner["segments"])
-    return range(slowest // rounds, max(stop, *decided, 0))
+        furthest = members.slowest() + ahead
+        members.inside = {w for w in members.active if members.clocks[w] <= furthest}
+    return ledger.under_way(members, before["epochs"] * rounds)
 
 
 def check_epochs_under_way(found: Found, run: Run) -> None:

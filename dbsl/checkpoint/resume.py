@@ -32,7 +32,7 @@ from dbsl.checkpoint.restart import (
     check_epochs_under_way,
     complete_settings,
     plan_restart,
-    saved_plan,
+    saved_ledger,
     with_lost_workers,
 )
 from dbsl.cluster.weights import vector_length
@@ -300,8 +300,8 @@ def adapt_to_processes(
     joint = before["sync"] == "step" or before["push"] == "gradients"
     if joint and config.global_batch_size is None:
         state = read_shard(found.folder, found.manifest, 0)
-        planner = state["planner"]
-        sizes = {saved_plan(planner, r)["global_batch_size"] for r in planner["current"]}
+        plans = saved_ledger(state["planner"]).current.values()
+        sizes = {plan.global_batch_size for plan in plans}
         by_hand = config.local_batch_sizes
         if len(sizes) == 1 and (by_hand is None or len(by_hand) != workers):
             changes |= {"global_batch_size": sizes.pop(), "local_batch_sizes": None}

@@ -16,7 +16,7 @@ from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import SERVER_RANK
-from dbsl.plan.types import Action, EpochEnd, Round, RoundReport
+from dbsl.plan.types import Action, EpochEnd, RoundReport, Turn
 
 
 class BarrierCluster(Cluster):
@@ -57,7 +57,7 @@ class BarrierCluster(Cluster):
         changes = self._averages and dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
 
-    def turns(self) -> Iterator[Round | EpochEnd]:
+    def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this worker's rounds in order and, on every rank, the end of each epoch."""
         while self._clock < self._rounds:
             epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
@@ -67,13 +67,13 @@ class BarrierCluster(Cluster):
                 self.idle()
                 self._meet(epoch, round_, None)
             else:
-                yield Round(self.workers, epoch, round_)
+                yield Turn(self.workers, epoch, round_)
             self._clock += 1
             if self._clock % self._rounds_per_epoch == 0:
                 self._receive()
                 yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
 
-    def pull(self, turn: Round) -> None:
+    def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model (a collective: every rank is in it)."""
         self._receive()
 

@@ -18,8 +18,8 @@ from dbsl.plan.types import (
     Action,
     EpochEnd,
     Restart,
-    Round,
     RoundReport,
+    Turn,
     report_from_plain,
 )
 
@@ -56,18 +56,18 @@ class JointCluster(Cluster):
         self._before = 0  # steps of it that other workers took
         self._steps, self._ask_at, self._asked_s = 0, 1, time.monotonic()
 
-    def turns(self) -> Iterator[Round | EpochEnd]:
+    def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds and the ends of epochs, the same in every process."""
         while self._clock < self._rounds:
             epoch, round_ = divmod(self._clock, self._rounds_per_epoch)
             self._began = time.perf_counter() - self._spent_s
             self._spent_s = 0.0
-            yield Round(self.workers, epoch, round_)
+            yield Turn(self.workers, epoch, round_)
             self._clock += 1
             if self._clock % self._rounds_per_epoch == 0:
                 yield EpochEnd(epoch, self.weights.vector, time.perf_counter())
 
-    def pull(self, turn: Round) -> None:
+    def pull(self, turn: Turn) -> None:
         """Keep the weights, which are here already, in case that the round is not finite."""
         self._start = self.weights.vector.clone()
 

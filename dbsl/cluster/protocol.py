@@ -24,9 +24,9 @@ from dbsl.plan.types import (
     JoinedWorker,
     LostWorker,
     Restart,
-    Round,
     RoundReport,
     Segment,
+    Turn,
 )
 
 
@@ -106,15 +106,15 @@ class Cluster(ABC):
         return self._exits.__exit__(*error)
 
     @abstractmethod
-    def turns(self) -> Iterator[Round | EpochEnd]:
+    def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield the rounds of this process's workers, and each epoch's end when it comes."""
 
-    def plan(self, turn: Round) -> Segment:
+    def segment(self, turn: Turn) -> Segment:
         """Return the plan in force in a turn (a collective where processes meet)."""
         return self._plans.at(turn.epoch, turn.round)
 
     @abstractmethod
-    def pull(self, turn: Round) -> None:
+    def pull(self, turn: Turn) -> None:
         """Load the weights that a round starts from into the model."""
 
     @abstractmethod

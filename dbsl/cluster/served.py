@@ -30,16 +30,16 @@ from dbsl.cluster.wire import (
     Ending,
     Kind,
     Transfer,
-    decode_plan,
+    decode_segment,
     message,
     pairs_with_server,
-    plan_room,
     read_answer,
     receive,
     report_rows,
+    segment_room,
     send,
 )
-from dbsl.plan.types import Round, RoundReport, Segment
+from dbsl.plan.types import RoundReport, Segment, Turn
 
 _GRACE_S = 5.0
 _START_S = 60.0  # that processes may come to their start apart, at least
@@ -116,29 +116,29 @@ class ServedCluster(Cluster):
         self._whole = Transfer(weights.vector, pair)
         self._narrow = Transfer(weights.vector, pair, narrow)
 
-    def turns(self) -> Iterator[Round]:
+    def turns(self) -> Iterator[Turn]:
         """Yield this worker's rounds in order."""
         while self._clock < self._rounds:
-            yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
 
-    def plan(self, turn: Round) -> Segment:
+    def segment(self, turn: Turn) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead.
 
         The server is asked, which may have changed it.
         """
         planner = self._plans.planner
-        if planner.takes_over(turn.epoch):
+        if planner.ledger.left_by_others(turn.epoch):
             return planner.at(turn.epoch, turn.round)
-        like = planner.current_at(turn.epoch)
-        began, rows = time.perf_counter(), plan_room(len(like.workers))
+        like = planner.ledger.current_at(turn.epoch)
+        began, rows = time.perf_counter(), segment_room(len(like.workers))
         with self._exchange():
             send(message(Kind.PLAN), self._pair)
             receive(rows, self._pair)
         self._waited_s += time.perf_counter() - began
-        return decode_plan(rows, like)
+        return decode_segment(rows, like)
 
-    def pull(self, turn: Round) -> None:
+    def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         began = time.perf_counter()
         with self._exchange():

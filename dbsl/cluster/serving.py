@@ -29,7 +29,7 @@ from dbsl.cluster.wire import (
     Kind,
     Transfer,
     check_report,
-    encode_plan,
+    encode_segment,
     message,
     read_question,
     read_report,
@@ -42,9 +42,9 @@ from dbsl.plan.types import (
     EpochEnd,
     JoinedWorker,
     LostWorker,
-    Round,
     RoundReport,
     Segment,
+    Turn,
 )
 
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
@@ -110,14 +110,14 @@ class ServingCluster(Cluster):
 
     # --- this process's turns
 
-    def turns(self) -> Iterator[Round | EpochEnd]:
+    def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield this process's rounds in order, and each epoch's end as it comes."""
         for thread in self._threads:  # not before a resumed run's state is here
             thread.start()
         if self._door is not None:
             self._door.open(self)
         while self.workers and self._clock < self._rounds:
-            yield Round(self.workers, *divmod(self._clock, self._rounds_per_epoch))
+            yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
             yield from self._ends()
         while True:
@@ -141,7 +141,7 @@ class ServingCluster(Cluster):
                 end = self.server.finished.popleft()
             yield end
 
-    def plan(self, turn: Round) -> Segment:
+    def segment(self, turn: Turn) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead."""
         (worker,) = turn.workers
         began = time.perf_counter()
@@ -149,7 +149,7 @@ class ServingCluster(Cluster):
         self._waited_s += time.perf_counter() - began
         return plan
 
-    def pull(self, turn: Round) -> None:
+    def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
         (worker,) = turn.workers
         began = time.perf_counter()
@@ -272,7 +272,7 @@ class ServingCluster(Cluster):
                 self._let_go(peer)
                 return
             if kind == Kind.PLAN:
-                send(encode_plan(self._begin(peer.worker, peer.pulse)), peer.pair)
+                send(encode_segment(self._begin(peer.worker, peer.pulse)), peer.pair)
             elif kind == Kind.PULL:
                 self._answer_pull(peer)
             else:

@@ -19,7 +19,7 @@ from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.protocol import Change, Cluster, join_worker, lose_worker
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, Round, RoundReport
+from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, RoundReport, Turn
 
 
 class SimulatedCluster(Cluster):
@@ -58,7 +58,7 @@ class SimulatedCluster(Cluster):
         self._turn: int | None = None  # the worker whose turn it is
         self.changes: list[Change] = []
 
-    def turns(self) -> Iterator[Round | EpochEnd]:
+    def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
         while True:
             while self.server.finished:
@@ -70,7 +70,7 @@ class SimulatedCluster(Cluster):
                 if self._change_before(self._queue[0][0]):
                     continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
-            yield Round((self._turn,), *self._place(self._turn))
+            yield Turn((self._turn,), *self._place(self._turn))
             self._turn = None
 
     def finish(self) -> None:
@@ -116,7 +116,7 @@ class SimulatedCluster(Cluster):
                 self.join(change.worker)
         return True
 
-    def pull(self, turn: Round) -> None:
+    def pull(self, turn: Turn) -> None:
         """Load the weights that the worker's round started from into the model."""
         (worker,) = turn.workers
         self.weights.load(self._pulled.pop(worker))

@@ -27,7 +27,7 @@ from dbsl.cluster.weights import FlatWeights, uncompiled
 from dbsl.config.hooks import Machine
 from dbsl.optimizer import Clip, keep_whole, load_optimizer
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.types import Round
+from dbsl.plan.types import Turn
 
 
 class ComputeTimer:
@@ -256,7 +256,7 @@ class Stepper:
         self._buffers = torch.empty(0) if weights is None else weights.buffers
         self._statistics = RunningStatistics(self._buffers)
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
         self.timer.epoch = turn.epoch
         for optimizer in self.optimizers.values():
@@ -315,7 +315,7 @@ class JointSteps(Stepper):
         super().__init__(*arguments)
         self._gradients = torch.zeros_like(self._weights.vector)
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """See `Stepper.begin`; what is trained in this round has a place for gradients."""
         super().begin(turn, anew=anew)
         self._weights.attach_gradients(self._gradients)
@@ -373,7 +373,7 @@ class DistributedSteps(Stepper):
         self._weight = 1 / self._world_size  # this worker's, in an average
         self._wrap()
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Wrap the model again where other parameters are trained than in the round before."""
         super().begin(turn, anew=anew)
         if self._trained != [p.requires_grad for p in self._raw.parameters()]:
@@ -478,7 +478,7 @@ class PushedGradients(Stepper):
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self._weight = 0.0  # sum over the losses so far
 
-    def begin(self, turn: Round, *, anew: bool = True) -> None:
+    def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
         super().begin(turn, anew=anew)
         self._weights.attach_gradients(self.vector)  # of what is trained now

@@ -156,14 +156,14 @@ def check_report(report: RoundReport, worker: int, epoch: int, round_: int) -> N
 _PLAN_FIELDS = fields(WorkerPlan)
 
 
-def plan_room(workers: int) -> Tensor:
+def segment_room(workers: int) -> Tensor:
     """Return room for an encoded plan, float64 [1 + workers, fields]."""
     return torch.zeros(1 + workers, len(_PLAN_FIELDS), dtype=torch.float64)
 
 
-def encode_plan(segment: Segment) -> Tensor:
+def encode_segment(segment: Segment) -> Tensor:
     """Return where a plan begins, in the first row, and each worker's part, in the others."""
-    rows = plan_room(len(segment.plan.workers))
+    rows = segment_room(len(segment.plan.workers))
     rows[0, :2] = torch.tensor([segment.first_round, segment.start])
     for row, worker in zip(rows[1:], segment.plan.workers, strict=True):
         values = [float(getattr(worker, field.name)) for field in _PLAN_FIELDS]
@@ -171,8 +171,8 @@ def encode_plan(segment: Segment) -> Tensor:
     return rows
 
 
-def decode_plan(rows: Tensor, like: Plan) -> Segment:
-    """Return the segment that `encode_plan` was given; what is the run's is taken from `like`."""
+def decode_segment(rows: Tensor, like: Plan) -> Segment:
+    """Return what `encode_segment` was given; what is the run's is taken from `like`."""
     if rows.shape != (1 + len(like.workers), len(_PLAN_FIELDS)) or not rows.isfinite().all():
         raise SettingError(f"plan must be of {len(like.workers)} workers, got {list(rows.shape)}")
     first_round, start = (int(value) for value in rows[0, :2].tolist())
@@ -466,7 +466,7 @@ class SharedPlans:
 
     def at(self, epoch: int, round_: int) -> Segment:
         """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        alike = self.planner.balance == "none" or self.planner.takes_over(epoch)
+        alike = self.planner.balance == "none" or self.planner.ledger.left_by_others(epoch)
         if alike or self._control is None:
             return self.planner.at(epoch, round_)
         place, current = self._last
@@ -479,9 +479,9 @@ class SharedPlans:
     def _shared(self, control: ControlGroup, epoch: int, round_: int) -> Segment:
         if dist.get_rank() == SERVER_RANK:
             current = self.planner.at(epoch, round_)
-            control.share_plan(encode_plan(current))
+            control.share_plan(encode_segment(current))
             return current
-        like = self.planner.current_at(epoch)
-        rows = plan_room(len(like.workers))
+        like = self.planner.ledger.current_at(epoch)
+        rows = segment_room(len(like.workers))
         control.share_plan(rows)
-        return decode_plan(rows, like)
+        return decode_segment(rows, like)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dbsl.checkpoint.disk import Found
     from dbsl.plan.sampler import Step
-    from dbsl.plan.types import EpochEnd, Plan, Round, RoundReport, Segment
+    from dbsl.plan.types import EpochEnd, Plan, RoundReport, Segment, Turn
     from dbsl.run.evaluation import Evaluation
     from dbsl.run.session import Session
     from dbsl.run.training import Run, SimulatedTimes
@@ -80,8 +80,9 @@ class Machine:
 class Extra:
     """A part that a run can do without; each method is a moment, at which it does nothing.
 
-    `Settings` is a dataclass of its flags, derived from `RunConfig`; None: it has none. Objects
-    are made where all settings are known, by `of`.
+    `Settings` is a dataclass of its flags, derived from `RunConfig`, or from `ImageConfig` where
+    other programs may load data by them; None: it has none. Objects are made where all settings are
+    known, by `of`.
     """
 
     Settings: type | None = None
@@ -121,7 +122,7 @@ class Extra:
         """All is built; what was saved is not brought back yet."""
 
     def measure(
-        self, turn: Round, step: Step, images: Tensor, labels: Tensor
+        self, turn: Turn, step: Step, images: Tensor, labels: Tensor
     ) -> dict[str, Any] | None:
         """Return numbers of a round's first step for its report, by the names of `RoundReport`.
 

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import sample_seeds, stream_seed
 from dbsl.config.image_settings import AugmentKwargs, EraseKwargs
@@ -26,63 +26,50 @@ from dbsl.plan.sampler import Part
 
 timm = lazy_import("timm")
 
-RGB = tuple[float, float, float]
-_LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
 
-
-class GlobalStreams:
-    """Python's, NumPy's and torch's own random numbers: seeded inside, untouched outside.
+@contextmanager
+def global_streams(seed: int | None = None) -> Iterator[None]:
+    """Leave Python's, NumPy's and torch's own random numbers as they were; inside, seed them.
 
     timm and torchvision draw from these. What they draw for a sample then depends on its seed
     alone, not on the process or on what was drawn before. The generators of devices are left out.
     """
-
-    def __enter__(self) -> GlobalStreams:
-        self._before: Any = (
-            random.getstate(),
-            np.random.get_state(),  # noqa: NPY002
-            torch.default_generator.get_state(),
-        )
-        return self
-
-    def seed(self, seed: int) -> None:
-        """Start all of them from a seed in [0, 2**63)."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        torch.default_generator.manual_seed(seed)
-
-    def __exit__(self, *_: object) -> None:
-        python, numpy, state = self._before
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    state = torch.default_generator.get_state()
+    try:
+        if seed is not None:
+            seed_streams(seed)
+        yield
+    finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         torch.default_generator.set_state(state)
 
 
-def check_blur(kwargs: AugmentKwargs, resolution: int) -> None:
-    """Raise ``SettingError`` if timm's blur, 23 pixels wide, is wider than the images."""
-    if kwargs.gaussian_blur_prob and resolution < _LEAST_BLURRED:
-        raise SettingError(
-            f"augment_kwargs gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
-            f"got {kwargs.gaussian_blur_prob:g} at {resolution} px"
-        )
+def seed_streams(seed: int) -> None:
+    """Start all of them from a seed in [0, 2**63)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
 
 
 @functools.lru_cache(maxsize=16)
-def timm_transform(kwargs: AugmentKwargs, resolution: int, mean: RGB, mirror: bool) -> Any:
+def timm_transform(
+    kwargs: AugmentKwargs, resolution: int, mean: tuple[float, float, float], mirror: bool
+) -> Any:
     """Return timm's training transform, from a PIL image to uint8 [3, R, R].
 
     It draws from the global random numbers. Operations that leave a gap fill it with the channel
     means, in [0, 1]; without `mirror` an unset `hflip` is 0.
     """
-    given = asdict(kwargs)
-    given["auto_augment"] = given.pop("aa")
-    given["interpolation"] = given.pop("train_interpolation")
-    if given["hflip"] is None and not mirror:
-        given["hflip"] = 0.0
-    jitter = given["color_jitter"]
-    if jitter is not None and len(jitter) == 1:
-        given["color_jitter"] = jitter[0]
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in asdict(kwargs).items() if value is not None}
+    for ours, timms in (("aa", "auto_augment"), ("train_interpolation", "interpolation")):
+        if ours in given:
+            given[timms] = given.pop(ours)
+    if not mirror:
+        given.setdefault("hflip", 0.0)
+    if len(jitter := given.get("color_jitter", ())) == 1:
+        (given["color_jitter"],) = jitter
     built = timm.data.transforms_factory.transforms_imagenet_train(
         resolution, mean=mean, use_prefetcher=True, **given
     )
@@ -109,27 +96,21 @@ def erase(
     On the CPU they are written to. Another device gets all rectangles of a batch at once: one by
     one each would take launches.
     """
-    if images.device.type == "cpu":
-        return erase_here(images, kwargs, samples, seed, epoch)
-    canvas = torch.full_like(images, math.nan, device="cpu", pin_memory=images.is_cuda)
-    canvas = erase_here(canvas, kwargs, samples, seed, epoch)
-    canvas = canvas.to(images.device, non_blocking=True)
-    return torch.where(canvas.isnan(), images, canvas)
-
-
-def erase_here(
-    images: Tensor, kwargs: EraseKwargs, samples: np.ndarray, seed: int, epoch: int
-) -> Tensor:
-    """Erase parts of images on the CPU [B, 3, R, R], one by one."""
+    canvas = images
+    if images.device.type != "cpu":
+        canvas = torch.full_like(images, math.nan, device="cpu", pin_memory=images.is_cuda)
     erasing = timm.data.random_erasing.RandomErasing(
         kwargs.reprob, mode=kwargs.remode, max_count=kwargs.recount, device="cpu"
     )
     seeds = image_seeds(seed, "erasing", epoch, samples)
-    with GlobalStreams() as streams:
-        for image, its_seed in zip(images, seeds, strict=True):
-            streams.seed(its_seed)
+    with global_streams():
+        for image, its_seed in zip(canvas, seeds, strict=True):
+            seed_streams(its_seed)
             erasing(image)
-    return images
+    if canvas is images:
+        return images
+    canvas = canvas.to(images.device, non_blocking=True)
+    return torch.where(canvas.isnan(), images, canvas)
 
 
 def image_seeds(seed: int, purpose: str, epoch: int, samples: np.ndarray) -> list[int]:
@@ -175,8 +156,7 @@ class Mixing:
             whole = len(labels) // 2 * 2
             shares = torch.nn.functional.one_hot(labels, self._classes).to(images.dtype)
             if whole and not (self._off_epoch and epoch >= self._off_epoch):
-                with GlobalStreams() as streams:
-                    first = int(part.indices[0])
-                    streams.seed(stream_seed(self._seed, "mixing", epoch, first))
+                first = int(part.indices[0])
+                with global_streams(stream_seed(self._seed, "mixing", epoch, first)):
                     _, shares[:whole] = self._mix(images[:whole], labels[:whole])
             yield images, shares

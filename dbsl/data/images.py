@@ -16,11 +16,11 @@ import re
 import signal
 import threading
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
+from dbsl.data.sources import Batch, Source
 from dbsl.data.transforms import Transform, cut, to_device, upright
 from dbsl.plan.sampler import Blocks
 
@@ -43,46 +44,36 @@ _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()  # no
 _TELLS_SENDER = hasattr(signal, "sigwaitinfo")  # not on macOS: there signals end loader processes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # ask a run to stop
 
-Decoded = tuple[np.ndarray, np.ndarray, dict[int, str]]  # pixels, their samples, bad rows
+BadRows = Mapping[int, str]  # rows of images that could not be decoded, and why
+_NONE_BAD: BadRows = MappingProxyType({})
+Decoded = tuple[np.ndarray, np.ndarray, BadRows]  # pixels, their samples
 Request = tuple[np.ndarray, Transform, int]  # samples, transform, epoch: one batch
-Loaded = tuple[torch.Tensor, torch.Tensor, dict[int, str]]  # images, their places, bad rows
+Loaded = tuple[torch.Tensor, torch.Tensor, BadRows]  # images, their places
 Stored = Mapping[str, Any] | None  # an image as a table has it: bytes and path, either may be None
 
 
-class ImageSource(ABC):
-    """Images and labels of one split, read by sample number.
+class ImageSource(Source):
+    """Images and labels of one split, float32 [B, 3, R, R] and int64 [B].
 
     Images that cannot be decoded are missing from their batches.
     """
 
     blocks: Blocks | None = None  # draws the order of an epoch; None: any is as good as another
 
-    def __init__(
-        self, labels: np.ndarray, device: torch.device, bad: Mapping[int, str] | None = None
-    ) -> None:
+    def __init__(self, labels: np.ndarray, device: torch.device, bad: BadRows) -> None:
         self.labels = labels  # int64 [N], on the host
         self.device = device
-        self.bad = dict(bad or {})  # rows of images that could not be decoded, and why
+        self.bad = dict(bad)
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @abstractmethod
-    def batches(
-        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield images, float32 [B, 3, R, R], and labels, int64 [B]; see `Source.batches`."""
 
 
 class PixelStore(ImageSource):
     """Small images of one size, decoded and kept on the device: a batch is one gather."""
 
     def __init__(
-        self,
-        pixels: np.ndarray,
-        labels: np.ndarray,
-        device: torch.device,
-        bad: Mapping[int, str] | None = None,
+        self, pixels: np.ndarray, labels: np.ndarray, device: torch.device, bad: BadRows
     ) -> None:
         """Keep `pixels`, uint8 [N, S, S, 3]: whole pixels together, as resizing likes them."""
         super().__init__(labels, device, bad)
@@ -91,8 +82,8 @@ class PixelStore(ImageSource):
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `ImageSource.batches`."""
+    ) -> Iterator[Batch]:
+        """See `Source.batches`."""
         for samples in index_batches:
             places = to_device(samples % len(self), self.device)
             pixels = self._pixels.index_select(0, places)
@@ -106,24 +97,16 @@ class ImageLoader(ImageSource):
     The processes start with `start`, or else with the first batch, and stay until this object goes.
     A fork server makes them, because the fork of a process that has CUDA or gloo threads may hang.
     Each therefore imports the main script, which needs its ``if __name__ == "__main__":``.
-
-    Args:
-        split: The images.
-        device: Where batches are made.
-        loader_workers: Processes; 0: this one.
-        max_bad: Most images that may fail to be decoded before that is an error.
-        bad: Those that have failed, and are not in the split.
-        requests: An empty list; loader processes get what iterating over it gives.
     """
 
     def __init__(
         self,
         split: ImageSplit,
         device: torch.device,
-        loader_workers: int,
-        max_bad: int = 0,
-        bad: Mapping[int, str] | None = None,
-        requests: list[Request] | None = None,
+        loader_workers: int,  # processes; 0: this one
+        max_bad: int = 0,  # most images that may fail to be decoded before that is an error
+        bad: BadRows = _NONE_BAD,  # those that have failed, and are not in the split
+        requests: list[Request] | None = None,  # empty; loader processes get what it iterates over
     ) -> None:
         super().__init__(split.labels, device, bad)
         self._split = split
@@ -151,8 +134,8 @@ class ImageLoader(ImageSource):
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `ImageSource.batches`; a new call ends an earlier one that is still under way.
+    ) -> Iterator[Batch]:
+        """See `Source.batches`; a new call ends an earlier one that is still under way.
 
         Loader processes begin before the first batch is asked for.
         """
@@ -165,15 +148,19 @@ class ImageLoader(ImageSource):
 
     def _read(
         self, call: int, requests: Sequence[Request], loaded: Iterator[Loaded]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for number, ((wanted, transform, epoch), (images, decoded, errors)) in enumerate(
-            zip(requests, loaded, strict=True)
-        ):
+    ) -> Iterator[Batch]:
+        pairs = zip(requests, loaded, strict=True)
+        for number, ((wanted, transform, epoch), (images, decoded, errors)) in enumerate(pairs):
             self._received(number)
             samples = wanted[decoded.numpy()]
             if errors:
-                self._note_bad(errors)
-                samples, images = _without_gaps(wanted, samples, images)
+                note_bad(self.bad, errors, self._max_bad, self._split)
+            if errors and not len(samples):
+                raise SettingError(
+                    f"a batch must have an image that can be decoded, got {len(wanted)} bad"
+                )
+            if len(samples) == 1 < len(wanted):  # batch norm needs two
+                samples, images = samples.repeat(2), images.repeat(2, 1, 1, 1)
             images = images.to(self.device, non_blocking=True)
             images = transform(images, samples, epoch, prepared=True)
             yield images, to_device(self.labels[samples % len(self)], self.device)
@@ -183,35 +170,21 @@ class ImageLoader(ImageSource):
     def _received(self, number: int) -> None:
         """Take note that a batch of the latest call has been decoded."""
 
-    def _note_bad(self, errors: Mapping[int, str]) -> None:
-        for row, reason in errors.items():
-            if row not in self.bad:
-                self.bad[row] = reason
-                logger.warning("left out: %s", self._split.describe_bad(row, reason))
-        check_bad(self.bad, self._max_bad, self._split)
 
-
-def check_bad(bad: Mapping[int, str], most: int, split: ImageSplit) -> None:
-    """Raise ``SettingError`` if more images of a split are bad than may be."""
-    if len(bad) > most:
-        row, reason = next(reversed(bad.items()))
-        rows = ", ".join(map(str, sorted(bad)[:20])) + (", ..." if len(bad) > 20 else "")
+def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit) -> None:
+    """Add images of a split that cannot be decoded to those known; refuse more than `most`."""
+    new = {row: reason for row, reason in found.items() if row not in known}
+    known |= new
+    if len(known) > most:
+        row, reason = next(reversed(known.items()))
+        rows = ", ".join(map(str, sorted(known)[:20])) + (", ..." if len(known) > 20 else "")
         raise SettingError(
             f"max_bad_images must be at least the images that cannot be decoded, got {most} and "
-            f"{len(bad)} such in split {split.name!r} so far (rows {rows}; "
+            f"{len(known)} such in split {split.name!r} so far (rows {rows}; "
             f"{split.describe_bad(row, reason)})"
         )
-
-
-def _without_gaps(
-    wanted: np.ndarray, samples: np.ndarray, images: torch.Tensor
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Return what was decoded of a batch; a single image is repeated, as batch norm needs two."""
-    if not len(samples):
-        raise SettingError(f"a batch must have an image that can be decoded, got {len(wanted)} bad")
-    if len(samples) == 1 < len(wanted):
-        return samples.repeat(2), images.repeat(2, 1, 1, 1)
-    return samples, images
+    for row, reason in new.items():
+        logger.warning("left out: %s", split.describe_bad(row, reason))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,8 +292,7 @@ def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
         if pixels.shape == shape and pixels.dtype == np.uint8:
             return pixels, everything, {}
     pixels, bad = np.empty(shape, np.uint8), {}
-    for start in range(0, len(split), _CHUNK):
-        samples = np.arange(start, min(start + _CHUNK, len(split)))
+    for samples in np.split(everything, range(_CHUNK, len(split), _CHUNK)):
         for sample, image in zip(samples, split.decode(samples), strict=True):
             if isinstance(image, str):
                 bad[int(sample)] = image
@@ -331,10 +303,8 @@ def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
     if not bad:
         _write_cache(cache, pixels)
         return pixels, everything, {}
-    rows = {int(split.rows[sample]): reason for sample, reason in bad.items()}
-    check_bad(rows, max_bad, split)
-    for row, reason in rows.items():
-        logger.warning("left out: %s", split.describe_bad(row, reason))
+    rows: dict[int, str] = {}
+    note_bad(rows, {int(split.rows[sample]): bad[sample] for sample in bad}, max_bad, split)
     good = np.delete(everything, list(bad))
     return pixels[good], good, rows
 
@@ -353,7 +323,7 @@ def _cache_file(split: ImageSplit) -> Path:
 
 
 def _write_cache(path: Path, pixels: np.ndarray) -> None:
-    """Write the pixels, if they can be written; another process may be doing the same."""
+    """Write the pixels, if they can be written; a process of any machine may be doing the same."""
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

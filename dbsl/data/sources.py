@@ -22,12 +22,9 @@ class Source(Protocol):
 
     It may have a method ``start()``, which a run calls before its clock: it returns when the first
     batch need not wait for what makes them, such as loader processes.
-
-    Attributes:
-        bad: Samples that could not be read and are left out: their rows, and why.
     """
 
-    bad: Mapping[int, str]
+    bad: Mapping[int, str]  # rows of samples that could not be read and are left out, and why
 
     def __len__(self) -> int: ...
 
@@ -36,11 +33,9 @@ class Source(Protocol):
     ) -> Iterator[Batch]:
         """Yield the batches of these samples in this order, inputs and labels on the device.
 
-        Args:
-            index_batches: Sample numbers of each batch, int64 [B]; B may differ between them.
-                Number ``copy * N + i`` is another copy of sample i, augmented by itself.
-            transform: What `TrainingData.transform` returned.
-            epoch: Epoch that anything random is drawn for.
+        Each has sample numbers, int64 [B]; B may differ between them. Number ``copy * N + i`` is
+        another copy of sample i, augmented by itself. `transform` is what `TrainingData.transform`
+        returned.
         """
 
 
@@ -74,7 +69,7 @@ def image_batch(size: int, side: int, classes: int, device: torch.device) -> Bat
     return images.contiguous(memory_format=torch.channels_last), labels
 
 
-class TensorSource:
+class TensorSource(Source):
     """Inputs and labels of one split, kept on the device: a batch is one gather."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
@@ -137,14 +132,10 @@ class TensorData:
 
 
 def as_source(given: Any, data: TrainingData, side: int, name: str) -> Source:
-    """Return samples to evaluate a model of `data` on, on its device.
+    """Return samples to evaluate a model of `data` on, on its device; errors call them `name`.
 
-    Args:
-        given: A source, data with evaluation samples, or a map-style dataset of (input tensor,
-            label), its inputs as the model takes them.
-        data: What the model was trained on.
-        side: Image side of evaluations, pixels.
-        name: What errors call it.
+    They are given as a source, as data with evaluation samples, or as a map-style dataset of (input
+    tensor, label), its inputs as the model takes them. Images have `side` pixels a side.
     """
     classes = getattr(given, "num_classes", data.num_classes)
     names = (getattr(of, "class_names", None) for of in (given, data))
@@ -181,23 +172,19 @@ def _read(
                 f"{split} must give a pair of a tensor and a whole number for each sample, "
                 f"got sample {number}, which is none ({error})"
             ) from None
-        if not isinstance(sample, Tensor):
-            raise SettingError(
-                f"{split} must have tensors for inputs, got {type(sample).__name__} "
-                f"in sample {number}"
-            )
         first = sample if first is None else first
-        if (sample.shape, sample.dtype) != (first.shape, first.dtype):
-            raise SettingError(
-                f"{split} must have inputs of one shape and type, {_kind(first)} as the first, "
-                f"got {_kind(sample)} in sample {number}"
-            )
-        if not 0 <= label < classes:
-            raise SettingError(
-                f"{split} must have labels in [0, {classes}), got {label} in sample {number}"
-            )
-        inputs.append(sample)
-        labels.append(label)
+        if not isinstance(sample, Tensor):
+            bound, value = "tensors for inputs", type(sample).__name__
+        elif (sample.shape, sample.dtype) != (first.shape, first.dtype):
+            bound = f"inputs of one shape and type, {_kind(first)} as the first"
+            value = _kind(sample)
+        elif not 0 <= label < classes:
+            bound, value = f"labels in [0, {classes})", label
+        else:
+            inputs.append(sample)
+            labels.append(label)
+            continue
+        raise SettingError(f"{split} must have {bound}, got {value} in sample {number}")
     return TensorSource(torch.stack(inputs), torch.tensor(labels))
 
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import sample_uniforms, stream_seed
 from dbsl.config.image_settings import Augment, AugmentKwargs, EraseKwargs, Interpolation
-from dbsl.data.augment import GlobalStreams, check_blur, erase, image_seeds, timm_transform
+from dbsl.data.augment import erase, global_streams, image_seeds, timm_transform
 
 # Others are Pillow's alone: torch has them on some devices, with other pixels, or not at all.
 _BY_TORCH = ("bilinear", "bicubic")
@@ -32,6 +32,9 @@ RATIO = (3 / 4, 4 / 3)  # width over height
 TRIES = 10
 DRAWS = 4 * TRIES  # uniform numbers that a random crop takes
 _ORIENTATION = 0x0112  # the EXIF tag
+_LEAST_BLURRED = 12  # pixels: timm's kernel of 23 pads images by 11, which must be less than all
+
+Means = tuple[float, float, float]  # of red, green and blue
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Transform:
     resolution: int  # side R of the images that come out, pixels
     augment: Augment
     mirror: bool  # whether a mirrored image keeps its meaning, so that it may be flipped
-    mean: tuple[float, float, float]  # subtracted from channels in [0, 1]
-    std: tuple[float, float, float]  # then divides
+    mean: Means  # subtracted from channels in [0, 1]
+    std: Means  # then divides
     seed: int
     # side of the centre crop of "none" over the image's shorter side; None: 1 of small images,
     # `EVAL_CROP` of others
@@ -72,41 +75,38 @@ class Transform:
             raise SettingError(f"resolution must be at least 1, got {self.resolution}")
         if self.augment not in get_args(Augment):
             raise SettingError(f"augment must be one of {get_args(Augment)}, got {self.augment!r}")
-        if self.augment == "timm":
-            check_blur(self.pipeline, self.resolution)
+        blurred = self.augment == "timm" and self.pipeline.gaussian_blur_prob
+        if blurred and self.resolution < _LEAST_BLURRED:
+            raise SettingError(
+                f"augment_kwargs gaussian_blur_prob must be 0 below {_LEAST_BLURRED} px, "
+                f"got {blurred:g} at {self.resolution} px"
+            )
 
     def __call__(
         self, images: torch.Tensor, samples: np.ndarray, epoch: int, *, prepared: bool = False
     ) -> torch.Tensor:
         """Return normalised float32 images, [B, 3, R, R] in channels_last, on the images' device.
 
-        Never waits for the device, but with an interpolation that is Pillow's alone.
-
-        Args:
-            images: uint8 [B, 3, H, W], square where `augment` is "crop" and they are not prepared.
-            samples: Sample numbers in the training set, int64 [B].
-            epoch: Epoch that the augmentation is drawn for.
-            prepared: The images were cut out by a loader process.
+        Never waits for the device, but with an interpolation that is Pillow's alone. `images` are
+        uint8 [B, 3, H, W]: cut out by a loader process if `prepared`, else square with "crop".
+        `samples` are int64 [B].
         """
         if self.augment == "none":
             return self._normalise(self._resize(images if prepared else self._centre(images)))
-        images = self._augmented(images, samples, epoch, prepared)
+        if prepared and self.augment in ("crop", "timm"):
+            images = self._normalise(self._resize(images))
+        else:
+            assert self.augment != "timm", "loader processes augment"
+            stream = stream_seed(self.seed, "augment", epoch)
+            chance, first, second = sample_uniforms(stream, samples, 3).T
+            flipped = (chance < 0.5) & self.mirror
+            if self.augment == "paper":
+                images = _warp(self._normalise(self._resize(images)), flipped, first, second)
+            else:
+                images = self._normalise(self._resize(_shift(images, flipped, first, second)))
         if self.erasing is None:
             return images
         return erase(images, self.erasing, samples, self.seed, epoch)
-
-    def _augmented(
-        self, images: torch.Tensor, samples: np.ndarray, epoch: int, prepared: bool
-    ) -> torch.Tensor:
-        if prepared and self.augment in ("crop", "timm"):
-            return self._normalise(self._resize(images))
-        assert self.augment != "timm", "loader processes augment"
-        stream = stream_seed(self.seed, "augment", epoch)
-        chance, first, second = sample_uniforms(stream, samples, 3).T
-        flipped = (chance < 0.5) & self.mirror
-        if self.augment == "paper":
-            return _warp(self._normalise(self._resize(images)), flipped, first, second)
-        return self._normalise(self._resize(_shift(images, flipped, first, second)))
 
     def boxes(self, sizes: np.ndarray, samples: np.ndarray, epoch: int) -> np.ndarray:
         """Return which part of each large image is used: left, top, right, bottom, [B, 4].
@@ -116,9 +116,11 @@ class Transform:
         if self.augment == "crop":
             stream = stream_seed(self.seed, "crop", epoch)
             return random_boxes(sizes, sample_uniforms(stream, samples, DRAWS))
+        sizes = np.asarray(sizes, dtype=np.float64)
         if self.augment == "paper":
-            return whole_boxes(sizes)
-        return centre_boxes(sizes, self.crop_pct or EVAL_CROP)
+            return np.hstack([np.zeros_like(sizes), sizes])
+        side = (self.crop_pct or EVAL_CROP) * sizes.min(1, keepdims=True)
+        return np.hstack([(sizes - side) / 2, (sizes + side) / 2])
 
     def mirrored(self, samples: np.ndarray, epoch: int) -> np.ndarray:
         """Return which large images a loader process mirrors, bool [B]; see `boxes`."""
@@ -129,8 +131,7 @@ class Transform:
     def augmented(self, image: Image.Image, sample: int, epoch: int) -> np.ndarray:
         """Return what timm's pipeline makes of a decoded RGB image, uint8 [R, R, 3]."""
         (seed,) = image_seeds(self.seed, "timm", epoch, np.array([sample]))
-        with GlobalStreams() as streams:
-            streams.seed(seed)
+        with global_streams(seed):
             transform = timm_transform(self.pipeline, self.resolution, self.mean, self.mirror)
             return transform(image).permute(1, 2, 0).numpy()
 
@@ -156,9 +157,7 @@ class Transform:
             return images
         if mode not in _BY_TORCH:
             pixels = images.permute(0, 2, 3, 1).cpu().numpy()
-            pixels = [
-                Image.fromarray(image).resize((side, side), self.resampling) for image in pixels
-            ]
+            pixels = [Image.fromarray(p).resize((side, side), self.resampling) for p in pixels]
             return to_device(np.stack(pixels), images.device).permute(0, 3, 1, 2)
         from torchvision.transforms.v2 import functional as TF
 
@@ -187,9 +186,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=16)  # without the cache each batch would copy it to the device
-def _affine(
-    mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
-) -> torch.Tensor:
+def _affine(mean: Means, std: Means, width: int, device: torch.device) -> torch.Tensor:
     """Return scale and offset that turn 0..255 into (x / 255 - mean) / std, [2, width * 3]."""
     scale = 1 / (255 * np.asarray(std))
     offset = -np.asarray(mean) / np.asarray(std)
@@ -256,29 +253,12 @@ def random_boxes(sizes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     tries = np.stack([left, top, left + wide, top + tall], axis=2)  # [B, TRIES, 4]
     boxes = tries[np.arange(len(tries)), fits.argmax(1)]
     none = ~fits.any(1)
-    boxes[none] = _central_boxes(np.asarray(sizes)[none])
-    return boxes
-
-
-def _central_boxes(sizes: np.ndarray) -> np.ndarray:
-    width, height = np.asarray(sizes, dtype=np.int64).T
+    width, height = width[none, 0], height[none, 0]
     wide = np.minimum(width, np.rint(height * RATIO[1]).astype(np.int64))
     tall = np.minimum(height, np.rint(width / RATIO[0]).astype(np.int64))
     left, top = (width - wide) // 2, (height - tall) // 2
-    return np.stack([left, top, left + wide, top + tall], axis=1)
-
-
-def centre_boxes(sizes: np.ndarray, share: float) -> np.ndarray:
-    """Return the central square of each image, of `share` of its shorter side, float64 [B, 4]."""
-    sizes = np.asarray(sizes, dtype=np.float64)
-    side = share * sizes.min(1, keepdims=True)
-    return np.hstack([(sizes - side) / 2, (sizes + side) / 2])
-
-
-def whole_boxes(sizes: np.ndarray) -> np.ndarray:
-    """Return all of each image, float64 [B, 4]."""
-    sizes = np.asarray(sizes, dtype=np.float64)
-    return np.hstack([np.zeros_like(sizes), sizes])
+    boxes[none] = np.stack([left, top, left + wide, top + tall], axis=1)
+    return boxes
 
 
 def upright(image: Image.Image) -> Image.Image:

@@ -37,7 +37,6 @@ from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import (
     PLAN_TOTALS,
-    add_shares,
     figures_of,
     last_learning_rate,
     of_workers,
@@ -146,7 +145,6 @@ class Charts(Extra):
         reports = [report_from_row(own) for own in self._rounds.pop(row["epoch"], [])]
         self._epochs = row["epoch"] + 1
         workers = of_workers(sorted(reports, key=lambda report: report.worker))
-        add_shares(workers)
         times = {n: v for n, v in row.items() if n.endswith("_time_s") and n[:8] != "workers_"}
         values = {
             "loss": together(reports)["loss"],

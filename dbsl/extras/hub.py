@@ -21,8 +21,7 @@ from dbsl.cluster.wire import share_text
 from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
-from dbsl.log.divergence import no_result
-from dbsl.log.rows import read_metrics
+from dbsl.log.rows import no_result, read_metrics
 from dbsl.run.code import code_in_words
 from dbsl.run.folder import RESULTS, settings_in
 

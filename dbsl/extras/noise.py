@@ -33,7 +33,7 @@ from dbsl.config.hooks import Extra, Row
 from dbsl.config.settings import RunConfig
 from dbsl.loss import LossOf, without_trace
 from dbsl.plan.sampler import Step
-from dbsl.plan.types import Plan, Round, RoundReport, TimeModel
+from dbsl.plan.types import Plan, RoundReport, TimeModel, Turn
 from dbsl.profile.memory import without_trials
 from dbsl.run.session import Session
 
@@ -129,7 +129,7 @@ class Noise(Extra):
                 least=run.sampler.least,
             )
 
-    def measure(self, turn: Round, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
+    def measure(self, turn: Turn, step: Step, images: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return what the report tells of the gradients, if it is time."""
         if self.probe is None or not self.probe.due(turn):
             return {}
@@ -350,14 +350,14 @@ class NoiseProbe:
         """What is trained now: layers may be frozen for a while."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def due(self, turn: Round) -> bool:
+    def due(self, turn: Turn) -> bool:
         """Whether a worker's turn is to be measured."""
         clock = turn.epoch * self._rounds + turn.round
         own = 0 if self.kind == "joined" else turn.workers[0]  # joined ones are due in one round
         return (clock + own) % self._every == 0
 
     def measure(
-        self, turn: Round, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
+        self, turn: Turn, step: Step, joint: bool, images: Tensor, labels: Tensor, loss_of: LossOf
     ) -> dict[str, Any]:
         """Return what a report tells of the gradients, the squares still on the device.
 
@@ -400,7 +400,7 @@ class NoiseProbe:
         self._sum = [_numbers(gradient.to(device)) for gradient in state["sum"]]
 
     @torch.no_grad()
-    def _join(self, turn: Round, batch: int, weight: float) -> bool:
+    def _join(self, turn: Turn, batch: int, weight: float) -> bool:
         """Add a worker's gradient to its round's; say whether that was the last."""
         clock = turn.epoch * self._rounds + turn.round
         if clock != self._clock:

@@ -1,16 +1,11 @@
-"""Optimizer steps so far, for people: a bar on a terminal, else a line a minute.
-
-Workers that come and go: what is recorded and said of them.
-
-What a run will do, in lines for people before it begins.
-"""
+"""Lines for people: what a run will do, its steps and its workers as it goes, and its result."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,164 +14,33 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from dbsl.base.words import plural, short_loss
+from dbsl.base.words import plural, short_loss, steadier
 from dbsl.cluster.protocol import Cluster
+from dbsl.config.settings import RunConfig
 from dbsl.plan.stages import Stage, learning_rate_at
 from dbsl.plan.text import format_run, nodes_in_words
-from dbsl.plan.types import JoinedWorker, LostWorker
+from dbsl.plan.types import BAD_LOSS, BAD_WEIGHTS, LostWorker, Plan, RoundReport
 from dbsl.run.accelerator import describe_precision
+from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
 from dbsl.run.training import Run
 
 _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [<{remaining}{postfix}]"  # fits 80 columns
 _BAR_EVERY_S, _LINE_EVERY_S = 0.5, 60.0
+_MAX_PRINTED_WORKERS = 8
+_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
+
+# An epoch's training loss above so many times the first one's, and 1, has diverged.
+_RISES = 3
+# Steps of a worker after the warm-up in which a network at a fit learning rate learns to do better
+# than to guess, in so many epochs or steps. The first ones at the full rate are often worse.
+_JUDGED_STEPS = 16
+_JUDGED_EPOCHS, _MANY_STEPS = 3, 100
+_NO_BETTER = 0.99  # times the cross-entropy of guessing
+_CHANCE = 1.2  # times its accuracy: confident models that tell classes apart are above
+_FALLS = 0.05  # share that a training loss loses from one epoch to the next, on its way down
 
 
-class Display:
-    """Optimizer steps so far: a bar on a terminal; elsewhere a line about once a minute.
-
-    Args:
-        total: Steps of the run.
-        done: Steps of it that earlier sessions took.
-        epochs: Epochs of the run.
-        unit: What samples are called.
-        loss_name: What the loss is called.
-        alone: Whether there is one worker, which then needs no number.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        done: int,
-        epochs: int,
-        unit: str = "images",
-        loss_name: str = "loss",
-        *,
-        alone: bool = False,
-    ) -> None:
-        self._alone = alone
-        self.total, self.done, self._epochs, self._unit = total, done, epochs, unit
-        self._loss_name = loss_name
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            bar_format=_BAR,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
-        self._every_s = _LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S
-        self.loss = math.nan  # the latest that is known
-        self.pause()
-
-    def pause(self) -> None:
-        """Begin to measure the speed anew: what came before was an evaluation, say."""
-        self._samples, self._since = 0, time.perf_counter()
-
-    def step(
-        self, samples: int, epoch: int, learning_rate: float, worker: int | None, steps: int = 1
-    ) -> None:
-        """Note steps with these samples.
-
-        The line names the worker whose learning rate it is, unless all have the same: workers are
-        at different places of the schedule, and may have factors of their own.
-        """
-        self.done += steps
-        self._samples += samples
-        spent = time.perf_counter() - self._since
-        if spent >= self._every_s:
-            loss = (
-                f"{self._loss_name} {short_loss(self.loss)}, " if math.isfinite(self.loss) else ""
-            )
-            speed = speed_in_words(self._samples / spent, self._unit)
-            text = f"epoch {epoch + 1}/{self._epochs}, "
-            if self._bar.disable:
-                whose = "" if worker is None or self._alone else f" (worker {worker})"
-                text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
-                self.print(f"  {self.done}/{self.total} steps, {text}")
-            else:
-                self._bar.set_postfix_str(f"{text}{loss}{speed}", refresh=False)
-            self.pause()
-        self._bar.update(steps)
-
-    def expect(self, more: int) -> None:
-        """Note that the run takes so many more steps than it was to take, or fewer."""
-        self.total += more
-        self._bar.total = self.total
-
-    def print(self, line: str) -> None:
-        """Print a line to stdout; the bar gets out of its way."""
-        tqdm.write(line)
-        sys.stdout.flush()
-        self.pause()
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
-
-
-def speed_in_words(speed: float, unit: str) -> str:
-    """Return a speed in words."""
-    return f"{speed:.0f} {unit}/s" if speed >= 10 else f"{speed:.2g} {unit}/s"
-
-
-class MemberLog:
-    """Records lost and new workers, on the main process.
-
-    Attributes:
-        lost: Workers that were lost.
-        joined: Workers that have joined while the others trained.
-        lost_samples: Samples of epochs under way that nobody trained on: their worker was lost.
-    """
-
-    def __init__(self) -> None:
-        self.lost: list[int] = []
-        self.joined: list[int] = []
-        self.lost_samples = 0
-
-    def record(
-        self, write: Callable[[str, Mapping[str, Any]], object], say: Callable[[str], object]
-    ) -> None:
-        """Record from now on: events by `write`, lines by `say`."""
-        self._write, self._say = write, say
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` goes on from; summary.json has it, too."""
-        return {
-            "lost_workers": list(self.lost),
-            "joined_workers": list(self.joined),
-            "lost_samples": self.lost_samples,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.lost = list(state["lost_workers"])
-        self.joined = list(state["joined_workers"])
-        self.lost_samples = state["lost_samples"]
-
-    def hear(self, cluster: Cluster) -> None:
-        """Record what the cluster has to tell of workers; elsewhere than on rank 0 it has none."""
-        for change in cluster.membership():
-            if isinstance(change, LostWorker):  # its process died, and the others go on
-                self._lost(change)
-            else:  # its process was launched again
-                self._joined(change)
-
-    def _lost(self, loss: LostWorker) -> None:
-        """Record that a worker was lost, and that the others go on."""
-        self.lost.append(loss.worker)
-        self.lost_samples += loss.samples
-        self._write("lost", asdict(loss))
-        out = f"; {loss.samples} samples of epochs under way are left out" if loss.samples else ""
-        self._say(
-            f"warning: rank {loss.rank} (worker {loss.worker}) was lost after "
-            f"{plural(loss.rounds, 'round')} ({loss.reason}); the others share its "
-            f"samples from their next round on{out}"
-        )
-
-    def _joined(self, new: JoinedWorker) -> None:
-        """Record that a worker has come, and that the others share with it."""
-        self._write("joined", asdict(new))
-        self.joined.append(new.worker)
-        self._say(f"rank {new.rank} has joined, its share begins in epoch {new.epoch + 1}")
+# --- before it begins
 
 
 def print_run(run: Run, folder: Path | None, accelerator: Accelerator, *, begin: int = 0) -> None:
@@ -243,7 +107,7 @@ def _on_rate(run: Run) -> list[str]:
     The rule is linear, or the root for optimizers that divide by the gradients' size.
     """
     config, plan = run.config, run.plans[run.stages[-1].resolution]
-    own = plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
+    own = samples_a_step(plan)
     if config.lr_batch_size in (None, own):
         return []
     adaptive = any(part in config.optimizer.lower() for part in ("ada", "lamb"))
@@ -274,3 +138,266 @@ def _rates(run: Run, stage: Stage) -> str:
         for moment in moments
     )
     return " to ".join(f"{rate:.3g}" for rate in rates)
+
+
+def samples_a_step(plan: Plan) -> int:
+    """Return the samples of a plan's joint step, or of the largest step of a worker."""
+    return plan.global_batch_size or max(worker.local_batch_size for worker in plan.workers)
+
+
+# --- as it goes
+
+
+class Display:
+    """Optimizer steps so far: a bar on a terminal; elsewhere a line about once a minute.
+
+    The run has `total` steps, of which earlier sessions took `done`. A worker `alone` needs no
+    number.
+    """
+
+    def __init__(
+        self, total: int, done: int, epochs: int, unit: str, loss_name: str, *, alone: bool
+    ) -> None:
+        self.total, self.done, self._epochs, self._unit = total, done, epochs, unit
+        self._loss_name, self._alone = loss_name, alone
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            bar_format=_BAR,
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._every_s = _LINE_EVERY_S if self._bar.disable else _BAR_EVERY_S
+        self.loss = math.nan  # the latest that is known
+        self.pause()
+
+    def pause(self) -> None:
+        """Begin to measure the speed again: what came before was an evaluation, say."""
+        self._samples, self._since = 0, time.perf_counter()
+
+    def step(
+        self, samples: int, epoch: int, learning_rate: float, worker: int | None, steps: int = 1
+    ) -> None:
+        """Note steps with these samples.
+
+        The line names the worker whose learning rate it is, unless all have the same: workers are
+        at different places of the schedule, and may have factors of their own.
+        """
+        self.done += steps
+        self._samples += samples
+        spent = time.perf_counter() - self._since
+        if spent >= self._every_s:
+            known = math.isfinite(self.loss)
+            loss = f"{self._loss_name} {short_loss(self.loss)}, " if known else ""
+            speed = speed_in_words(self._samples / spent, self._unit)
+            text = f"epoch {epoch + 1}/{self._epochs}, "
+            if self._bar.disable:
+                whose = "" if worker is None or self._alone else f" (worker {worker})"
+                text += f"lr {learning_rate:.3g}{whose}, {loss}{speed}"
+                self.print(f"  {self.done}/{self.total} steps, {text}")
+            else:
+                self._bar.set_postfix_str(f"{text}{loss}{speed}", refresh=False)
+            self.pause()
+        self._bar.update(steps)
+
+    def expect(self, more: int) -> None:
+        """Note that the run takes so many more steps than it was to take, or fewer."""
+        self.total += more
+        self._bar.total = self.total
+
+    def print(self, line: str) -> None:
+        """Print a line to stdout; the bar gets out of its way."""
+        tqdm.write(line)
+        sys.stdout.flush()
+        self.pause()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
+
+
+class MemberLog:
+    """Records lost and new workers, on the main process: events by `write`, lines by `say`.
+
+    `found` is for checkpoints and summary.json. Its `lost_samples` are those of epochs under way
+    that nobody trained on, because their worker was lost.
+    """
+
+    def __init__(
+        self, write: Callable[[str, Mapping[str, Any]], object], say: Callable[[str], object]
+    ) -> None:
+        self._write, self._say = write, say
+        self.found: dict[str, Any] = {"lost_workers": [], "joined_workers": [], "lost_samples": 0}
+
+    def hear(self, cluster: Cluster) -> None:
+        """Record what the cluster has to tell of workers; elsewhere than on rank 0 it has none."""
+        for change in cluster.membership():
+            if isinstance(change, LostWorker):  # its process died, and the others go on
+                event, samples = "lost", change.samples
+                self.found["lost_samples"] += samples
+                out = f"; {samples} samples of epochs under way are left out" if samples else ""
+                line = (
+                    f"warning: rank {change.rank} (worker {change.worker}) was lost after "
+                    f"{plural(change.rounds, 'round')} ({change.reason}); the others share its "
+                    f"samples from their next round on{out}"
+                )
+            else:  # its process was launched again
+                event, epoch = "joined", change.epoch + 1
+                line = f"rank {change.rank} has joined, its share begins in epoch {epoch}"
+            self.found[f"{event}_workers"].append(change.worker)
+            self._write(event, asdict(change))
+            self._say(line)
+
+
+class Divergence:
+    """Says once that training diverges or learns nothing, as soon as it is seen.
+
+    A training loss may be anybody's function: it is only known to rise and to fall. An evaluation's
+    cross-entropy is held against that of guessing. `say` takes the line.
+    """
+
+    def __init__(self, config: RunConfig, classes: int, say: Callable[[str], object]) -> None:
+        self._config, self._classes, self._say = config, classes, say
+        self.first: float | None = None  # training loss of the run's first epoch
+        self._said = False
+        self._before = math.nan  # training loss of the epoch before
+        self._epochs = self._steps = 0  # since the warm-up, or an evaluation better than guessing
+
+    def look(
+        self, epoch: int, loss: float, found: Evaluation | None, *, steps: int, batch_size: int
+    ) -> None:
+        """Take an epoch's training loss, its evaluation, if any, and the steps of a worker."""
+        config, guessing = self._config, math.log(self._classes)
+        if self.first is None and math.isfinite(loss):
+            self.first = loss
+        falls, self._before = loss < self._before - _FALLS * abs(self._before), loss
+        if self._said:
+            return
+        if self.first is not None and loss > _RISES * abs(self.first) + 1:
+            self._said = True
+            self._say(
+                f"warning: the training loss of epoch {epoch + 1} is {loss:.3g}, and was "
+                f"{self.first:.3g} in the first epoch: training diverges; lower lr "
+                f"({config.lr:g} with {config.optimizer})"
+            )
+            return
+        last = epoch + 1 == config.epochs
+        if self._classes < 2 or not (last or epoch >= (config.warmup_epochs or 0)):
+            return
+        self._epochs, self._steps = self._epochs + 1, self._steps + steps
+        if found is None:
+            return
+        if found.loss < _NO_BETTER * guessing or found.accuracy > _CHANCE / self._classes:
+            self._epochs = self._steps = 0
+            return
+        enough = last or self._epochs >= _JUDGED_EPOCHS or self._steps >= _MANY_STEPS
+        if enough and self._steps >= _JUDGED_STEPS and not falls and math.isfinite(found.loss):
+            self._said = True
+            self._say(
+                f"warning: the evaluation's cross-entropy is {found.loss:.3g} after epoch "
+                f"{epoch + 1}, no better than guessing among {self._classes} classes "
+                f"({guessing:.2f}): nothing is learnt with lr {config.lr:g} ({config.optimizer}, "
+                f"{batch_size} samples a step); try another, {config.lr / 10:g} first"
+            )
+
+
+def refusal(report: RoundReport, config: RunConfig, precision: str, weights: Sequence[str]) -> str:
+    """Return why a round was refused and what to try; `weights` names the model's tensors."""
+    of_loss = report.fault == BAD_LOSS
+    whose = f"worker {report.worker}" if of_loss or config.sync != "step" else "all workers"
+    what = "its loss is not finite"
+    if not of_loss:
+        number = report.fault - BAD_WEIGHTS - 1
+        name = "a weight on its way to rank 0" if number < 0 else weights[number]
+        gradient = "the gradient of " if config.push == "gradients" else ""
+        what = f"{gradient}{name} is not finite, though its loss is"
+    return (
+        f"warning: round {report.round + 1} of epoch {report.epoch + 1} of {whose} is refused: "
+        f"{what}; {steadier(config.lr, config.optimizer, precision, finite_loss=not of_loss)}"
+    )
+
+
+def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
+    """Return a warning if a worker's time in an epoch is far from the plan's.
+
+    A worker alone has none: nothing is planned by its time.
+    """
+    errors = {
+        worker: values["time_s"] / values["predicted_time_s"] - 1
+        for worker, values in workers.items()
+        if values["predicted_time_s"] > 0 and len(workers) > 1
+    }
+    worst = max(errors, key=lambda worker: abs(errors[worker]), default=None)
+    if worst is None or abs(errors[worst]) <= _TOLERANCE:
+        return None
+    missed = sum(abs(error) > _TOLERANCE for error in errors.values())
+    return (
+        f"warning: {missed} of {len(workers)} workers took other times than planned (worker "
+        f"{worst}: {100 * errors[worst]:+.0f} %); --profile-refresh measures them again"
+    )
+
+
+def plan_changes(before: Plan, plan: Plan) -> str:
+    """Return in words what a new plan changes."""
+    if len(plan.workers) > _MAX_PRINTED_WORKERS:
+        moved = sum(a != b for a, b in zip(before.workers, plan.workers, strict=True))
+        return f"new batches and shares for {moved} of {len(plan.workers)} workers"
+    batches = " ".join(str(worker.local_batch_size) for worker in plan.workers)
+    shares = " ".join(str(worker.samples) for worker in plan.workers)
+    return f"batches {batches}, samples {shares}"
+
+
+def speed_in_words(speed: float, unit: str) -> str:
+    """Return a speed in words."""
+    return f"{speed:.0f} {unit}/s" if speed >= 10 else f"{speed:.2g} {unit}/s"
+
+
+def times_in_words(times_s: Sequence[float]) -> str:
+    """Return the workers' times, from the shortest to the longest; nothing if none is known."""
+    if not times_s or max(times_s) <= 0:
+        return ""
+    ends = [_two_digits(min(times_s)), _two_digits(max(times_s))]
+    return f"  {'worker' if len(times_s) == 1 else 'workers'} {'-'.join(dict.fromkeys(ends))} s"
+
+
+def _two_digits(value: float) -> str:
+    """Return a number with two significant digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+# --- what it comes to
+
+
+def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") -> str:
+    """Return an evaluation as a part of the epoch's line; nothing where there was none."""
+    if evaluation is None:
+        return ""
+    ema, top5 = evaluation.ema_accuracy, evaluation.top5_accuracy
+    averaged = "" if ema is None else f"  EMA {100 * ema:.1f} %"
+    first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
+    others = "".join(
+        f"  {name} {100 * accuracy:.1f} %, {loss_name} {short_loss(loss)}"
+        for name, (accuracy, loss) in further_sets(evaluation.more).items()
+    )
+    loss = short_loss(evaluation.loss)
+    result = f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}"
+    return f"{result}{others}{more_in_words(evaluation)}"
+
+
+def result_in_words(values: Mapping[str, Any], unit: str, loss_name: str = "loss") -> str:
+    """Return what there is of the result, in one line."""
+    formats = {
+        "final_accuracy": "accuracy {:.2%}",
+        "best_accuracy": " (best {:.2%})",
+        "final_top5_accuracy": ", top-5 {:.2%}",
+        "final_loss": f", {loss_name} {{}}",
+        "train_time_s": ", training {:.1f} s",
+        "start_up_time_s": " and start-up {:.1f} s",
+        "total_time_s": " of {:.1f} s",
+        "images_per_s": f", {{:.0f}} {unit}/s",
+    }
+    shown = dict(values)
+    if "final_loss" in shown:
+        shown["final_loss"] = short_loss(shown["final_loss"])
+    given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
+    return "".join(given).lstrip(", ").replace("%", " %")

@@ -15,44 +15,52 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+import torch
 from accelerate import Accelerator
-from tqdm import tqdm
 
-from dbsl.base.errors import SaveError
+from dbsl.base.errors import DivergedError, SaveError
 from dbsl.base.files import write_text
-from dbsl.base.words import duration, plural, px, short_loss
+from dbsl.base.machine import lazy_import
+from dbsl.base.words import duration, plural, px, short_loss, steadier
 from dbsl.cluster.weights import names_of
 from dbsl.config.hooks import Extra
-from dbsl.log.divergence import DivergenceWarning
-from dbsl.log.lines import Display, MemberLog, speed_in_words
-from dbsl.log.meter import StepMeter
-from dbsl.log.rows import (
-    add_shares,
+from dbsl.config.settings import RunConfig
+from dbsl.log.lines import (
+    Display,
+    Divergence,
+    MemberLog,
     evaluation_in_words,
+    missed_times,
+    plan_changes,
+    print_run,
+    refusal,
+    result_in_words,
+    samples_a_step,
+    speed_in_words,
+    times_in_words,
+)
+from dbsl.log.rows import (
     figures_together,
     for_people,
     given_values,
     last_learning_rate,
-    mean_times,
-    missed_times,
+    no_result,
     of_workers,
-    plan_changes,
     plan_row,
     pushes_row,
     read_metrics,
-    result_in_words,
     round_row,
     step_row,
     strict_numbers,
-    times_by_worker,
-    times_in_words,
+    times_row,
     together,
 )
 from dbsl.model import has_batch_norm
 from dbsl.plan.stages import Stage, stage_at
 from dbsl.plan.types import (
+    NO_FAULT,
     Plan,
     Restart,
     RoundReport,
@@ -60,13 +68,18 @@ from dbsl.plan.types import (
     plan_from_plain,
     report_from_plain,
 )
+from dbsl.profile.timing import device_name
 from dbsl.run.evaluation import Evaluation
-from dbsl.run.folder import check_metrics
-from dbsl.run.training import Run
+from dbsl.run.session import Session
+
+timm = lazy_import("timm")
+
+_FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
+_JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
 
 
 class Planned:
-    """Stages and the plan in force at each resolution.
+    """Stages, and the plan in force at each resolution, as far as the log has been told.
 
     `counted` are the workers whose steps count; for joint steps one.
     """
@@ -74,86 +87,50 @@ class Planned:
     def __init__(
         self, stages: Sequence[Stage], plans: Mapping[int, Plan], counted: Sequence[int]
     ) -> None:
-        self.stages = stages
+        self.stages, self._counted = stages, counted
         self._plans = dict(plans)
-        self._from = dict.fromkeys(plans, 0)  # epochs from which they are in force
-        self._counted = counted
-        self._last = dict.fromkeys(plans, (0, 0))  # epochs and rounds of the last change
+        self._since = dict.fromkeys(plans, (0, 0))  # epoch and round of the last change
 
     @property
     def epochs(self) -> int:
         """Epochs of the run."""
         return self.stages[-1].end_epoch
 
-    @property
-    def steps(self) -> int:
-        """Steps of the run."""
-        return sum(self._steps_of(self._plans[s.resolution]) * len(s.epochs) for s in self.stages)
-
     def at(self, epoch: int) -> Plan:
         """Return the plan of an epoch."""
         return self._plans[stage_at(self.stages, epoch).resolution]
+
+    def steps(self, epochs: int | None = None) -> int:
+        """Return the steps of the run, or of its first epochs, by the plans in force."""
+        return sum(self._steps_of(self.at(epoch)) for epoch in range(self.epochs)[:epochs])
 
     def change(self, epoch: int, round_: int, plan: Plan) -> tuple[Plan, int] | None:
         """Take the plan of a round; return the one before, and the steps that the run gains.
 
         None: nothing has changed.
         """
-        resolution = stage_at(self.stages, epoch).resolution
-        before = self._plans[resolution]
+        resolution, before = stage_at(self.stages, epoch).resolution, self.at(epoch)
         # Without a barrier, a slow worker may still be in a round with an earlier plan.
-        if plan is before or (epoch, round_) < self._last[resolution]:
+        if plan is before or (epoch, round_) < self._since[resolution]:
             return None
-        self._plans[resolution], self._from[resolution] = plan, epoch
-        self._last[resolution] = (epoch, round_)
+        self._plans[resolution], self._since[resolution] = plan, (epoch, round_)
         if plan.workers == before.workers:
             return None
-        own = [stage for stage in self.stages if stage.resolution == resolution]
-        left = sum(max(0, s.end_epoch - max(s.first_epoch, epoch)) for s in own)
-        return before, left * (self._steps_of(plan) - self._steps_of(before))
-
-    def new_rows(
-        self, state: Mapping[str, Any] | None, begin: int, *, anew: bool
-    ) -> list[dict[str, Any]]:
-        """Return a row for each stage; of a resumed run for those not over that are new.
-
-        All are where plans were made anew. `begin` is the epoch that the run goes on with.
-        """
-        rows = [plan_row(stage, self._plans[stage.resolution]) for stage in self.stages]
-        if state is None:
-            return rows
-        return [
-            row | {"from_epoch": begin}
-            for stage, row in zip(self.stages, rows, strict=True)
-            if stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"])
-        ]
-
-    def steps_done(self, state: Mapping[str, Any]) -> int:
-        """Return how many of all steps of the run, as it is now, earlier sessions took."""
-        share, before = state["share_done"], state["stages"][-1]["end_epoch"]
-        if before == self.epochs:
-            return round(share * self.steps)
-        epochs = share * before  # done
-        return round(
-            sum(
-                self._steps_of(self._plans[stage.resolution])
-                * min(max(epochs - stage.first_epoch, 0), len(stage.epochs))
-                for stage in self.stages
-            )
-        )
+        later = (stage_at(self.stages, other).resolution for other in range(epoch, self.epochs))
+        epochs = sum(other == resolution for other in later)
+        return before, epochs * (self._steps_of(plan) - self._steps_of(before))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
         return {
-            "planned_epoch": dict(self._from),
+            "planned_since": dict(self._since),
             "plans": {resolution: asdict(plan) for resolution, plan in self._plans.items()},
             "stages": [asdict(stage) for stage in self.stages],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the plans that `state_dict` returned."""
-        self._from |= state["planned_epoch"]
-        self._last |= {resolution: (epoch, 0) for resolution, epoch in self._from.items()}
+        self._since |= state["planned_since"]
         self._plans |= {r: plan_from_plain(values) for r, values in state["plans"].items()}
 
     def _steps_of(self, plan: Plan) -> int:
@@ -165,101 +142,49 @@ def epochs_done(state: Mapping[str, Any] | None) -> int:
     return state["epoch"] + 1 if state and state["train_time_s"] else 0
 
 
-class Sink:
-    """A run's metrics.jsonl, on the main process.
-
-    Epochs count from 1 in it. The file goes on behind `keep_bytes`, which it must have.
-    """
-
-    def __init__(self, folder: Path, keep_bytes: int = 0) -> None:
-        self._folder = folder
-        self._file = _open_metrics(folder / "metrics.jsonl", keep_bytes)
-
-    @property
-    def size(self) -> int:
-        """Bytes of metrics.jsonl."""
-        self._file.flush()
-        return self._file.tell()
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row, whose epochs count from 0 as in the code."""
-        line = json.dumps(for_people(row), allow_nan=False) + "\n"
-        try:
-            self._file.write(line)
-        except OSError as error:
-            raise SaveError(
-                f"metrics.jsonl could not be written in {self._folder} ({error.strerror}); the "
-                "checkpoints in it are as they were"
-            ) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):  # a full disk: it was said when the line was written
-            self._file.close()
-
-
-def _open_metrics(path: Path, keep_bytes: int) -> TextIO:
-    check_metrics(path, keep_bytes)
-    if keep_bytes:
-        os.truncate(path, keep_bytes)
-    # Line buffering: a killed run leaves whole lines.
-    return open(path, "a" if keep_bytes else "w", encoding="utf-8", buffering=1)
-
-
-_FEW = 4  # samples: fewer give batch norm no mean and deviation to speak of
-_JUDGED_EPOCH = 2  # whose times are held against the plan: caches and the device are warm
+def start_log(
+    session: Session, state: Mapping[str, Any] | None = None, restart: Restart | None = None
+) -> RunLog:
+    """Print what the run will do, and return its log; see `RunLog`."""
+    begin = min(epochs_done(state), session.config.epochs - 1)
+    print_run(session.run, session.folder, session.accelerator, begin=begin)
+    return RunLog(session, state, restart)
 
 
 class RunLog:
     """Writes a run's files, moves its progress bar and prints its epochs; extras get every row.
 
-    Args:
-        run: The run.
-        folder: The run folder; it exists.
-        accelerator: Tells the main process.
-        meter: Makes the lines of this process's workers; None: there are none.
-        state: Of the run that goes on here, what `state_dict` returned; metrics.jsonl then loses
-            what was written later.
-        restart: What other workers or plans have handed over; None: it goes on as it was.
+    `state` is what `state_dict` of the run that goes on here returned: metrics.jsonl loses what was
+    written later. `restart` is what other workers or plans have handed over, if they were others.
     """
 
     def __init__(
         self,
-        run: Run,
-        folder: Path,
-        accelerator: Accelerator,
-        meter: StepMeter | None = None,
-        *,
+        session: Session,
         state: Mapping[str, Any] | None = None,
         restart: Restart | None = None,
     ) -> None:
-        self.members = MemberLog()
-        self.enabled = accelerator.is_main_process
-        self.meter = meter or StepMeter(0)
+        self._session, self._run, self.meter = session, session.run, session.meter
+        self.folder, self.enabled = session.folder, session.accelerator.is_main_process
+        self.members = MemberLog(self.write, self._say)
         if not self.enabled:
             return
-        config, self.folder, self._extras = run.config, folder, run.extras
+        run, config = session.run, session.run.config
         self._reports = False  # whether extras get rows
         self._pushes = config.push == "gradients"  # rounds are recorded by epoch and worker
-        apart = config.dedicated_server  # no steps here: they are counted, and new plans told,
-        self._plan_of = run.planner.decided if apart else None  # where a round is recorded
-        every_worker = apart or (accelerator.num_processes == 1 and config.sync != "step")
-        counted = range(config.workers) if every_worker else (0,)  # of joint steps one
+        # A dedicated server takes no steps: they are counted, and new plans told, where a round is
+        # recorded.
+        self._apart = config.dedicated_server
+        simulated = session.accelerator.num_processes == 1 and config.sync != "step"
+        counted = range(config.workers) if self._apart or simulated else (0,)  # of joint steps one
         self._planned = Planned(run.stages, run.plans, counted)
-        self._divergence = DivergenceWarning(
-            *(config, run.data.num_classes, tqdm.write),
-            precision=str(accelerator.mixed_precision),
-            weights=names_of(run.model),
-        )
+        self._unit = "images" if run.stages[-1].resolution else "samples"
+        bce = getattr(config, "bce_loss", False)
+        self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
+        self._divergence = Divergence(config, run.data.num_classes, self._say)
         self._evaluated = len(run.data.evaluation)  # that were told
         by_hand = config.local_batch_sizes is not None or config.sync_batch_norm
         self._normalises = not by_hand and has_batch_norm(run.model)
-        bce = getattr(config, "bce_loss", False)
-        self._loss, self._eval_loss = ("BCE", "cross-entropy") if bce else ("loss", "loss")
-        # Plans that follow measured times, and workers slowed on purpose, are not warned of.
-        self._expects_times = (
-            run.known.measured and config.balance == "none" and not run.machine.slows
-        )
         self._rounds: defaultdict[int, list[RoundReport]] = defaultdict(list)  # by epoch
         self._train_time_s = 0.0  # at the last epoch's end
         self._samples = 0  # trained on so far
@@ -268,47 +193,77 @@ class RunLog:
         self._evaluated_epoch = -1  # the last that was, in this session
         self._epochs_done = 0
         if state:
-            self._load_state_dict(state)
-            if restart is None:  # else plans are made anew
-                self._planned.load_state_dict(state)
-        self._sink = Sink(folder, state["metrics_bytes"] if state else 0)
-        self._begin_display(state)
+            self._load_state_dict(state, same=restart is None)
+        keep = state["metrics_bytes"] if state else 0
+        path = self.folder / "metrics.jsonl"
+        if keep:
+            os.truncate(path, keep)
+        # Line buffering: a killed run leaves whole lines.
+        self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._display = self._begin_display(state)
+        self.meter.tell, self.meter.on_step = self.step, self._display.step
         if restart is not None:
             self._recount(restart)
-        new = self._planned.new_rows(state, self._epochs_done, anew=restart is not None)
-        for row in new:
+        for row in self._plan_rows(state, anew=restart is not None):
             self.write("plan", row)
 
-    def _begin_display(self, state: Mapping[str, Any] | None) -> None:
-        planned = self._planned
-        done = planned.steps_done(state) if state else 0
-        alone = all(len(planned.at(stage.first_epoch).workers) == 1 for stage in planned.stages)
-        self._unit = "images" if planned.stages[-1].resolution else "samples"
-        display = Display(planned.steps, done, planned.epochs, self._unit, self._loss, alone=alone)
-        self._display, self.meter.tell, self.meter.on_step = display, self.step, display.step
-        self.members.record(self.write, display.print)
+    def _begin_display(self, state: Mapping[str, Any] | None) -> Display:
+        planned, done = self._planned, 0
+        if state:
+            before = state["stages"][-1]["end_epoch"]  # a shorter run may have done a larger share
+            share = state["share_done"] * max(1, before / planned.epochs)
+            done = round(share * planned.steps(before))
+        names, alone = (self._unit, self._loss), self._run.config.workers == 1
+        return Display(planned.steps(), done, planned.epochs, *names, alone=alone)
+
+    def _plan_rows(
+        self, state: Mapping[str, Any] | None, *, anew: bool
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return a row for each stage; of a resumed run for those that are not over and are new."""
+        planned, begin = self._planned, self._epochs_done
+        rows = [(stage, plan_row(stage, planned.at(stage.first_epoch))) for stage in planned.stages]
+        if state is None:
+            return [row for _, row in rows]
+        return [
+            row | {"from_epoch": begin}
+            for stage, row in rows
+            if stage.end_epoch > begin and (anew or asdict(stage) not in state["stages"])
+        ]
 
     def write(self, event: str, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl, its epochs counted from 0; extras get it."""
         row = strict_numbers({"event": event, **row})
-        self._sink.write(row)
+        try:
+            self._file.write(json.dumps(for_people(row), allow_nan=False) + "\n")
+        except OSError as error:
+            raise SaveError(
+                f"metrics.jsonl could not be written in {self.folder} ({error.strerror}); the "
+                "checkpoints in it are as they were"
+            ) from error
         if self._reports:
-            self._extras.each(Extra.row, row)
+            self._run.extras.each(Extra.row, row)
+
+    def _say(self, line: str) -> None:
+        self._display.print(line)
 
     def __enter__(self) -> RunLog:
         if self.enabled:
             rows = read_metrics(self.folder / "metrics.jsonl")
-            self._extras.each(Extra.report, self.folder, rows)
+            self._run.extras.each(Extra.report, self.folder, rows)
             self._reports = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self.enabled:
+            self._display.close()
+            with suppress(OSError):  # a full disk: it was said when the line was written
+                self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run's log goes on from."""
+        self._file.flush()
         return {
-            "metrics_bytes": self._sink.size,
+            "metrics_bytes": self._file.tell(),
             **self._planned.state_dict(),
             "share_done": self._display.done / max(self._display.total, 1),
             "rounds": {e: [asdict(r) for r in reports] for e, reports in self._rounds.items()},
@@ -316,18 +271,20 @@ class RunLog:
             "samples": self._samples,
             "evaluations": [asdict(evaluation) for evaluation in self._evaluations],
             "epoch": self._epochs_done - 1,
-            **self.members.state_dict(),
+            **self.members.found,
             "first_loss": self._divergence.first,
         }
 
-    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_state_dict(self, state: Mapping[str, Any], *, same: bool) -> None:
+        if same:  # else plans are made anew
+            self._planned.load_state_dict(state)
         for epoch, reports in state["rounds"].items():
             self._rounds[epoch] = [report_from_plain(report) for report in reports]
         self._train_time_s = state["train_time_s"]
         self._samples = state["samples"]
         self._evaluations = [Evaluation(**evaluation) for evaluation in state["evaluations"]]
         self._epochs_done = epochs_done(state)
-        self.members.load_state_dict(state)
+        self.members.found = {name: state[name] for name in self.members.found}
         self._divergence.first = state["first_loss"]
 
     def _recount(self, restart: Restart) -> None:
@@ -358,7 +315,7 @@ class RunLog:
     def started(self, start_up_s: float) -> None:
         """Say how long it took until training began."""
         if self.enabled:
-            self._display.print(f"start-up {duration(start_up_s)}, not counted as training")
+            self._say(f"start-up {duration(start_up_s)}, not counted as training")
 
     def step(self, line: StepLine) -> None:
         """Record what a worker says of itself every so many steps."""
@@ -372,17 +329,19 @@ class RunLog:
         for line in report.lines:  # a worker in another process has sent them
             self.step(line)
         self.meter.hear(report)
-        self._divergence.look(report)
+        if report.fault != NO_FAULT:  # without: another report of the joint steps says why
+            precision = str(self._session.accelerator.mixed_precision)
+            self._say(refusal(report, self._run.config, precision, names_of(self._run.model)))
         report = replace(report, logged=0, lines=())
         if not self._pushes:
-            self.write(
-                "round", round_row(report) | given_values({"virtual_time_s": virtual_time_s})
-            )
+            clock = given_values({"virtual_time_s": virtual_time_s})
+            self.write("round", round_row(report) | clock)
         self._rounds[report.epoch].append(report)
         self._samples += report.samples
         self._display.loss = report.loss
-        if self._plan_of is not None:
-            if (plan := self._plan_of(report.epoch, report.round)) is not None:
+        if self._apart:
+            plan = self._run.planner.decided(report.epoch, report.round)
+            if plan is not None:
                 self.plan(report.epoch, report.round, plan)
             self._display.step(
                 report.samples, report.epoch, report.learning_rate, report.worker, report.steps
@@ -399,9 +358,8 @@ class RunLog:
         stage = stage_at(self._planned.stages, epoch)
         self._display.expect(more_steps)
         self.write("plan", plan_row(stage, plan) | {"from_epoch": epoch})
-        self._display.print(
-            f"from epoch {epoch + 1} on{px(stage.resolution, ' at ')}: {plan_changes(before, plan)}"
-        )
+        where = px(stage.resolution, " at ")
+        self._say(f"from epoch {epoch + 1} on{where}: {plan_changes(before, plan)}")
 
     def _look_at_batches(self, plan: Plan) -> None:
         """Say once that a worker has fewer samples a step than the others, and too few."""
@@ -409,7 +367,7 @@ class RunLog:
         least = min(sizes)
         if self._normalises and least < min(_FEW, max(s for s in sizes if s < math.inf)):
             self._normalises = False
-            self._display.print(
+            self._say(
                 f"warning: worker {sizes.index(least)} has batches of {least}, of which batch norm "
                 "has no good statistics; --min-batch-size 8 plans larger ones"
             )
@@ -430,104 +388,67 @@ class RunLog:
         if not self.enabled:
             return
         reports = sorted(self._rounds.pop(epoch, []), key=lambda report: report.worker)
-        self._all_refused = bool(reports) and all(report.refused for report in reports)
-        workers, total = of_workers(reports), together(reports)
-        speed = total["samples"] / max(train_time_s - self._train_time_s, 1e-9)
-        self._train_time_s, self._epochs_done = train_time_s, epoch + 1
+        workers, plan = of_workers(reports), self._planned.at(epoch)
         clocks = given_values({"train_time_s": train_time_s, "virtual_time_s": virtual_time_s})
-        self._write_epoch(epoch, reports, workers, clocks | {"images_per_s": speed})
+        samples, seconds = sum(r.samples for r in reports), train_time_s - self._train_time_s
+        speed, rate = samples / max(seconds, 1e-9), last_learning_rate(reports)
+        self._all_refused = bool(reports) and all(report.refused for report in reports)
+        self._train_time_s, self._epochs_done = train_time_s, epoch + 1
+        resolution = stage_at(self._planned.stages, epoch).resolution
+        place = {"epoch": epoch, "resolution": resolution}
+        for worker, values in workers.items() if self._pushes else ():
+            first = next(report for report in reports if report.worker == worker)
+            self.write("round", pushes_row(first, values))
+        measured = clocks | {"images_per_s": speed}
+        self.write("times", place | times_row(workers, plan) | figures_together(reports) | measured)
         if evaluation is not None:
-            self._write_evaluation(epoch, evaluation, clocks, last_learning_rate(reports))
-        plan, place = self._planned.at(epoch), self._place(epoch)
-        for event, values in chain(*self._extras.each(Extra.epoch, epoch, plan, reports)):
+            self._evaluations.append(evaluation)
+            self._evaluated_epoch = epoch
+            found = given_values(asdict(evaluation))
+            found |= found.pop("more") | clocks
+            found |= {"learning_rate": rate, "train_resolution": resolution}
+            self.write("eval", {"epoch": epoch} | found)
+        for event, values in chain(*self._run.extras.each(Extra.epoch, epoch, plan, reports)):
             self.write(event, place | values)
-        self._say_epoch(epoch, reports, workers, evaluation, speed)
-        self._warn(epoch, workers, total, evaluation)
-        self._display.pause()
-
-    def _place(self, epoch: int) -> dict[str, int]:
-        return {"epoch": epoch, "resolution": stage_at(self._planned.stages, epoch).resolution}
-
-    def _write_epoch(
-        self,
-        epoch: int,
-        reports: Sequence[RoundReport],
-        workers: Mapping[int, dict[str, float]],
-        measured: Mapping[str, float],
-    ) -> None:
-        """Write an epoch's times; where rounds are pushes, each worker's as one round first."""
-        if self._pushes:
-            for worker, values in workers.items():
-                first = next(report for report in reports if report.worker == worker)
-                self.write("round", pushes_row(first, values))
-        add_shares(workers)
-        times = mean_times(workers, self._planned.at(epoch)) | times_by_worker(workers)
-        own = times | figures_together(reports) | measured
-        self.write("times", self._place(epoch) | own)
-
-    def _write_evaluation(
-        self, epoch: int, evaluation: Evaluation, clocks: Mapping[str, float], rate: float
-    ) -> None:
-        self._evaluations.append(evaluation)
-        self._evaluated_epoch = epoch
-        found = given_values(asdict(evaluation))
-        found |= found.pop("more") | clocks
-        trained = self._place(epoch)["resolution"]
-        found |= {"learning_rate": rate, "train_resolution": trained}
-        self.write("eval", {"epoch": epoch} | found)
-
-    def _say_epoch(
-        self,
-        epoch: int,
-        reports: Sequence[RoundReport],
-        workers: Mapping[int, Mapping[str, float]],
-        evaluation: Evaluation | None,
-        speed: float,
-    ) -> None:
-        total, epochs = together(reports), self._planned.epochs
         # Other workers may have taken all of its steps: their losses are not known.
-        told = {self._loss: total["loss"]} | figures_together(reports) if total["samples"] else {}
-        loss = "".join(f"  {name} {short_loss(value)}" for name, value in told.items())
-        found = evaluation_in_words(evaluation, self._eval_loss)
-        rate = f"lr {last_learning_rate(reports):.3g}"
-        self._display.print(
-            f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  "
-            f"{px(self._place(epoch)['resolution'], after='  ')}"
-            f"{rate}{loss}{found}  {speed_in_words(speed, self._unit)}"
+        told = {self._loss: together(reports)["loss"]} | figures_together(reports)
+        loss = "".join(f"  {n} {short_loss(value)}" for n, value in told.items()) if samples else ""
+        epochs = self._planned.epochs
+        self._say(
+            f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  {px(resolution, after='  ')}"
+            f"lr {rate:.3g}{loss}{evaluation_in_words(evaluation, self._eval_loss)}  "
+            f"{speed_in_words(speed, self._unit)}"
             f"{times_in_words([values['time_s'] for values in workers.values()])}"
         )
+        self._warn(epoch, workers, reports, evaluation)
+        self._display.pause()
 
     def _warn(
         self,
         epoch: int,
         workers: Mapping[int, Mapping[str, float]],
-        total: Mapping[str, float],
+        reports: Sequence[RoundReport],
         evaluation: Evaluation | None,
     ) -> None:
-        judged = epoch == _JUDGED_EPOCH and self._expects_times
-        if judged and (warning := missed_times(workers)):
-            self._display.print(warning)
+        run, plan = self._run, self._planned.at(epoch)
+        # Plans that follow measured times, and workers slowed on purpose, are not warned of.
+        expected = run.known.measured and run.config.balance == "none" and not run.machine.slows
+        if expected and epoch == _JUDGED_EPOCH and (warning := missed_times(workers)):
+            self._say(warning)
         if evaluation is not None and evaluation.samples < self._evaluated:
             left_out, self._evaluated = self._evaluated - evaluation.samples, evaluation.samples
-            self._display.print(
+            self._say(
                 f"warning: evaluations are of {plural(evaluation.samples, self._unit[:-1])}: "
                 f"{left_out} of {left_out + evaluation.samples} cannot be decoded"
             )
-        if total["samples"]:
-            plan = self._planned.at(epoch)
-            self._divergence.look_at_epoch(
+        if any(report.samples for report in reports):
+            self._divergence.look(
                 epoch,
-                total["loss"],
+                together(reports)["loss"],
                 evaluation,
                 steps=max(values["steps"] for values in workers.values()),
-                batch_size=plan.global_batch_size
-                or max(worker.local_batch_size for worker in plan.workers),
+                batch_size=samples_a_step(plan),
             )
-
-    @property
-    def epochs_done(self) -> int:
-        """Epochs that are complete, on the main process."""
-        return self._epochs_done
 
     def is_evaluated(self, epoch: int) -> bool:
         """Whether an epoch was evaluated, on the main process."""
@@ -541,7 +462,7 @@ class RunLog:
         return math.isfinite(evaluation.loss) and evaluation.accuracy > best
 
     def results(self) -> dict[str, Any]:
-        """Return what the run came to so far: accuracies, loss, time, samples, noise scale."""
+        """Return what the run came to so far: accuracies, loss, time, samples."""
         last = self._evaluations[-1]
         values = {
             "final_accuracy": last.accuracy,
@@ -560,20 +481,47 @@ class RunLog:
         }
         return given_values(values)
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json in one go, and print the result."""
+    def sum_up(self) -> None:
+        """Write summary.json in one go, print the result, and have extras report on the run."""
         if not self.enabled:
             return
+        session, config, data = self._session, self._run.config, self._run.data
+        found = self._run.extras.each(Extra.summary)
+        sources = {"train": data.train, "evaluation": data.evaluation}
+        mishaps = {
+            "refused_rounds": session.cluster.refused,
+            **self.members.found,
+            "bad_images": {name: sorted(each.bad) for name, each in sources.items() if each.bad},
+        }
+        values = {
+            **self.results(),
+            **{name: value for own in found for name, value in own.items()},
+            "start_up_time_s": session.stopwatch.start_up_s,
+            "total_time_s": session.stopwatch.total_s,
+            "epochs": self._epochs_done,
+            **{n: getattr(config, n) for n in ("seed", "workers", "small_workers", "sync")},
+            "classes": data.num_classes,
+            "device": device_name(session.accelerator.device),
+            "precision": str(session.accelerator.mixed_precision),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            **{name: value for name, value in mishaps.items() if value},
+        }
         text = json.dumps(strict_numbers(values), indent=2, sort_keys=True, allow_nan=False)
         write_text(self.folder / "summary.json", text + "\n")
         if "noise_advice" in values:
-            self._display.print(values["noise_advice"])
-        self._display.print(
-            f"{result_in_words(values, self._unit, self._eval_loss)}; all of it in {self.folder}"
-        )
+            self._say(values["noise_advice"])
+        result = result_in_words(values, self._unit, self._eval_loss)
+        self._say(f"{result}; all of it in {self.folder}")
+        self._run.extras.each(Extra.end, self.folder)
 
-    def close(self) -> None:
-        """Close the file and the progress bar."""
-        if self.enabled:
-            self._display.close()
-            self._sink.close()
+
+def check_result(folder: Path, config: RunConfig, accelerator: Accelerator) -> None:
+    """Raise ``DivergedError`` on the main process if a finished run's result is none."""
+    if not accelerator.is_main_process:
+        return
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    if why := no_result(summary):
+        precision = str(accelerator.mixed_precision)
+        remedy = steadier(config.lr, config.optimizer, precision, finite_loss=False)
+        raise DivergedError(f"{why}: the run in {folder} diverged; {remedy}")

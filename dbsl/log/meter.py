@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
+from dbsl.cluster.steps import Stepper
 from dbsl.plan.sampler import Step
-from dbsl.plan.types import Round, RoundReport, StepLine
+from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.profile.memory import GIB, memory_in_use
 from dbsl.run.session import Progress
 
@@ -44,36 +45,19 @@ class _Window:
     seconds: float = 0.0  # in earlier rounds
 
 
-class Stepper(Protocol):
-    """As much of `dbsl.cluster.steps` as gradients are measured by."""
-
-    model: nn.Module
-    on_gradients: Callable[[float], object]
-
-
 class StepMeter:
     """Counts the steps of this process's workers, and makes a line of every so many of each.
 
-    Args:
-        every: Steps of a worker from one line to its next; 0: no lines.
-        tell: Takes each line at once; None: they are kept for the round's report, which brings
-            them to the main process.
-        on_step: Called after each step with its samples, epoch, learning rate, and its worker; None
-            for a joint step.
-        figures: Names of the loss function's figures.
+    `every` 0 makes no lines; `figures` are the names of the loss function's. Where `tell` is None,
+    lines are kept for the round's report, which brings them to the main process. `on_step` gets
+    each step's samples, epoch, learning rate and worker, None for a joint step.
     """
 
-    def __init__(
-        self,
-        every: int,
-        *,
-        figures: Sequence[str] = (),
-        tell: Callable[[StepLine], object] | None = None,
-        on_step: Callable[[int, int, float, int | None], object] = lambda *_: None,
-    ) -> None:
+    tell: Callable[[StepLine], object] | None = None  # the main process's log sets both
+    on_step: Callable[[int, int, float, int | None], object] = staticmethod(lambda *_: None)
+
+    def __init__(self, every: int, figures: Sequence[str] = ()) -> None:
         self._every, self._figures = every, tuple(figures)
-        self.tell = tell
-        self.on_step = on_step
         self._windows: defaultdict[int, _Window] = defaultdict(_Window)
         self._starts: defaultdict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
         self._kept: defaultdict[int, list[StepLine]] = defaultdict(list)
@@ -94,7 +78,7 @@ class StepMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # profiling came before
 
-    def begin(self, turn: Round, *, anew: bool) -> None:
+    def begin(self, turn: Turn, *, anew: bool) -> None:
         """Begin a round, or, not anew, go on in the one that a stopped run was in."""
         self._turn, self._began = turn, time.perf_counter()
         for worker in turn.workers if anew else ():
@@ -127,11 +111,7 @@ class StepMeter:
 
     @torch.no_grad()
     def look(self, weight: float) -> None:
-        """Measure the gradients if a line is due; they are there, and not applied yet.
-
-        Args:
-            weight: Of the mean loss whose gradients they are.
-        """
+        """Measure the gradients, of the mean loss times `weight`, if a line is due."""
         if not self._due:
             return
         square = gradient_square([p.grad for p in self._parameters if p.grad is not None])
@@ -172,11 +152,7 @@ class StepMeter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            SettingError: If the loss function had other figures.
-        """
+        """Go on from what `state_dict` returned."""
         if (before := state["figures"]) != self._figures:
             raise SettingError(
                 f"loss_function must give the figures of before ({', '.join(before) or 'none'}), "

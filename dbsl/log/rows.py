@@ -1,4 +1,4 @@
-"""Records as rows of metrics.jsonl and as words for people."""
+"""Rows of metrics.jsonl: how they are read, made of records, and summed up over an epoch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from dbsl.base.errors import SettingError
-from dbsl.base.words import short_loss
 from dbsl.plan.stages import Stage
 from dbsl.plan.types import RESERVED, Plan, RoundReport, StepLine
-from dbsl.run.evaluation import Evaluation, further_sets, more_in_words
 
-MAX_PRINTED_WORKERS = 8
-_TOLERANCE = 0.50  # relative, of a worker's time in an epoch
-PLAN_TOTALS = (
-    *("time_ratio", "epoch_time_s", "all_large_time_s", "equal_batch_time_s"),
-    *("idle_share", "small_share"),
-)
+# Of a plan, by their names in its row.
+PLAN_TOTALS = {
+    "time_ratio": "time_ratio",
+    "epoch_time_s": "time_s",
+    "all_large_time_s": "all_large_time_s",
+    "equal_batch_time_s": "equal_batch_time_s",
+    "idle_share": "idle_share",
+    "small_share": "small_share",
+}
+_FROM_1 = {"epoch", "from_epoch", "first_epoch"}  # counted so in files; in the code from 0
+# Times the loss of guessing. A loss like that means logits wrong by thousands for most samples:
+# confident or overfitted models that still tell classes apart are far below it.
+_NO_RESULT = 1000.0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -30,9 +35,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     A last line that a killed run left half is dropped, and so is a round that an ``undone`` event
     behind it tells of: no weights came of it, and its samples were trained on again.
-
-    Raises:
-        SettingError: If another line is not JSON; the message names it.
     """
     records = []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -63,24 +65,22 @@ def _without_undone(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def for_people(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with its epochs counted from 1, as the printed lines and trackers count."""
     names = {"end_epoch": "last_epoch"}
-    shifted = {"epoch", "from_epoch", "first_epoch"}
-    return {names.get(k, k): v + 1 if k in shifted else v for k, v in row.items()}
+    return {names.get(k, k): v + 1 if k in _FROM_1 else v for k, v in row.items()}
 
 
 def in_code(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as it was before `for_people`."""
     names = {"last_epoch": "end_epoch"}
-    shifted = {"epoch", "from_epoch", "first_epoch"}
-    return {names.get(k, k): v - 1 if k in shifted else v for k, v in row.items()}
+    return {names.get(k, k): v - 1 if k in _FROM_1 else v for k, v in row.items()}
 
 
 def plan_row(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Return a stage and its plan as a row."""
     values = asdict(stage)
-    found = (plan.time_ratio, plan.time_s, plan.all_large_time_s, plan.equal_batch_time_s)
-    totals = dict(zip(PLAN_TOTALS, (*found, plan.idle_share, plan.small_share), strict=True))
-    row = {"stage": values.pop("index"), **values, **totals, "notes": plan.notes}
-    return row | {"workers": worker_rows(plan)}
+    totals = {name: getattr(plan, source) for name, source in PLAN_TOTALS.items()}
+    workers = [{"worker": index, **asdict(worker)} for index, worker in enumerate(plan.workers)]
+    row = {"stage": values.pop("index"), **values, **totals}
+    return row | {"notes": plan.notes, "workers": workers}
 
 
 def round_row(report: RoundReport) -> dict[str, Any]:
@@ -109,11 +109,6 @@ def step_row(line: StepLine) -> dict[str, Any]:
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the loss function's figures in a round's row or in a step's."""
     return {n: math.nan if row[n] is None else row[n] for n in row if n not in RESERVED}
-
-
-def worker_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row for each worker of a plan."""
-    return [{"worker": index, **asdict(worker)} for index, worker in enumerate(plan.workers)]
 
 
 def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,9 +149,18 @@ def last_learning_rate(reports: Sequence[RoundReport]) -> float:
 
 
 def of_workers(reports: Sequence[RoundReport]) -> dict[int, dict[str, float]]:
-    """Return what rounds, sorted by worker, come to for each of them."""
+    """Return what rounds, sorted by worker, come to for each of them.
+
+    With its share of the samples, and of the time, waiting for the slowest.
+    """
     groups = itertools.groupby(reports, key=lambda report: report.worker)
-    return {worker: together(list(group)) for worker, group in groups}
+    workers = {worker: together(list(group)) for worker, group in groups}
+    longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
+    samples = sum(values["samples"] for values in workers.values())
+    for values in workers.values():
+        values["share"] = values["samples"] / max(samples, 1)
+        values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
+    return workers
 
 
 def pushes_row(first: RoundReport, values: Mapping[str, float]) -> dict[str, Any]:
@@ -166,117 +170,36 @@ def pushes_row(first: RoundReport, values: Mapping[str, float]) -> dict[str, Any
     return round_row(first) | own | {"round": 0}
 
 
-def mean_times(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, float]:
-    """Return the mean time of small and of large workers, as measured and as predicted."""
-    means = {}
+def times_row(workers: Mapping[int, Mapping[str, float]], plan: Plan) -> dict[str, Any]:
+    """Return the workers' times, and the mean of small and of large ones, as predicted too."""
+    row: dict[str, Any] = {}
     # An epoch that a resumed run finished with fewer workers has some without a plan.
     planned = dict(enumerate(plan.workers))
     for small, name in ((True, "small"), (False, "large")):
         own = [v for w, v in workers.items() if w in planned and planned[w].small == small]
         if own:
-            means[f"{name}_workers_time_s"] = sum(v["time_s"] for v in own) / len(own)
+            row[f"{name}_workers_time_s"] = sum(v["time_s"] for v in own) / len(own)
             predicted = sum(v["predicted_time_s"] for v in own) / len(own)
-            means[f"predicted_{name}_workers_time_s"] = predicted
-    return means
+            row[f"predicted_{name}_workers_time_s"] = predicted
+    for name in ("compute_time_s", "wait_time_s", "idle_time_share"):
+        row[f"workers_{name}"] = {worker: values[name] for worker, values in workers.items()}
+    return row
 
 
-def times_by_worker(workers: Mapping[int, Mapping[str, float]]) -> dict[str, dict[int, float]]:
-    """Return what a row of times says of each worker."""
-    return {
-        f"workers_{name}": {worker: values[name] for worker, values in workers.items()}
-        for name in ("compute_time_s", "wait_time_s", "idle_time_share")
-    }
-
-
-def missed_times(workers: Mapping[int, Mapping[str, float]]) -> str | None:
-    """Return a warning if a worker's time in an epoch is far from the plan's.
-
-    Of one worker alone there is none: nothing is planned by its time.
-    """
-    if len(workers) == 1:
-        return None
-    errors = {
-        worker: values["time_s"] / values["predicted_time_s"] - 1
-        for worker, values in workers.items()
-        if values["predicted_time_s"] > 0
-    }
-    worst = max(errors, key=lambda worker: abs(errors[worker]), default=None)
-    if worst is None or abs(errors[worst]) <= _TOLERANCE:
-        return None
-    missed = sum(abs(error) > _TOLERANCE for error in errors.values())
-    return (
-        f"warning: {missed} of {len(workers)} workers took other times than planned (worker "
-        f"{worst}: {100 * errors[worst]:+.0f} %); --profile-refresh measures them again"
-    )
-
-
-def add_shares(workers: Mapping[int, dict[str, float]]) -> None:
-    """Add each worker's share of the samples, and of the time, waiting for the slowest."""
-    longest = max((values["compute_time_s"] for values in workers.values()), default=0.0)
-    samples = sum(values["samples"] for values in workers.values())
-    for values in workers.values():
-        values["share"] = values["samples"] / max(samples, 1)
-        values["idle_time_share"] = 1 - values["compute_time_s"] / longest if longest else 0.0
-
-
-def plan_changes(before: Plan, plan: Plan) -> str:
-    """Return in words what a new plan changes."""
-    if len(plan.workers) > MAX_PRINTED_WORKERS:
-        moved = sum(a != b for a, b in zip(before.workers, plan.workers, strict=True))
-        return f"new batches and shares for {moved} of {len(plan.workers)} workers"
-    batches = " ".join(str(worker.local_batch_size) for worker in plan.workers)
-    shares = " ".join(str(worker.samples) for worker in plan.workers)
-    return f"batches {batches}, samples {shares}"
-
-
-def times_in_words(times_s: Sequence[float]) -> str:
-    """Return the workers' times, from the shortest to the longest; nothing if none is known."""
-    if not times_s or max(times_s) <= 0:
-        return ""
-    ends = [two_digits(min(times_s)), two_digits(max(times_s))]
-    return f"  {'worker' if len(times_s) == 1 else 'workers'} {'-'.join(dict.fromkeys(ends))} s"
-
-
-def evaluation_in_words(evaluation: Evaluation | None, loss_name: str = "loss") -> str:
-    """Return an evaluation as a part of the epoch's line; nothing where there was none."""
-    if evaluation is None:
-        return ""
-    ema = evaluation.ema_accuracy
-    averaged = "" if ema is None else f"  EMA {100 * ema:.1f} %"
-    loss = short_loss(evaluation.loss)
-    top5 = evaluation.top5_accuracy
-    first5 = "" if top5 is None else f" (top-5 {100 * top5:.1f} %)"
-    others = "".join(
-        f"  {name} {100 * accuracy:.1f} %, {loss_name} {short_loss(loss)}"
-        for name, (accuracy, loss) in further_sets(evaluation.more).items()
-    )
-    own = more_in_words(evaluation)
-    result = f"  eval {100 * evaluation.accuracy:.1f} %{first5}, {loss_name} {loss}{averaged}"
-    return f"{result}{others}{own}"
-
-
-def two_digits(value: float) -> str:
-    """Return a number with two significant digits, or all that stand before the point."""
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
-
-
-def result_in_words(values: Mapping[str, Any], unit: str, loss_name: str = "loss") -> str:
-    """Return what there is of the result, in one line."""
-    formats = {
-        "final_accuracy": "accuracy {:.2%}",
-        "best_accuracy": " (best {:.2%})",
-        "final_top5_accuracy": ", top-5 {:.2%}",
-        "final_loss": f", {loss_name} {{}}",
-        "train_time_s": ", training {:.1f} s",
-        "start_up_time_s": " and start-up {:.1f} s",
-        "total_time_s": " of {:.1f} s",
-        "images_per_s": f", {{:.0f}} {unit}/s",
-    }
-    shown = dict(values)
-    if "final_loss" in shown:
-        shown["final_loss"] = short_loss(shown["final_loss"])
-    given = [text.format(shown[key]) for key, text in formats.items() if key in shown]
-    return "".join(given).lstrip(", ").replace("%", " %")
+def no_result(summary: Mapping[str, float]) -> str | None:
+    """Return why a run's summary tells of no trained model, or None."""
+    loss = summary.get("final_loss", 0.0)
+    if loss is None or not math.isfinite(loss):  # JSON has no number for it
+        return "the loss of the final evaluation is not finite"
+    classes = summary["classes"]
+    if classes > 1 and loss > _NO_RESULT * math.log(classes):
+        return (
+            f"the loss of the final evaluation is {loss:.3g}, more than {_NO_RESULT:,.0f} times "
+            f"that of guessing among {classes} classes"
+        )
+    if summary.get("last_epoch_refused"):
+        return "every round of the last epoch was refused, since loss or weights were not finite"
+    return None
 
 
 def strict_numbers(value: Any) -> Any:

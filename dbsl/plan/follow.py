@@ -36,14 +36,12 @@ from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_with_fallback
 from dbsl.plan.types import (
     Plan,
     Restart,
-    Round,
     RoundReport,
     Segment,
     TimeModel,
+    Turn,
     WorkerPlan,
-    plan_from_plain,
     report_from_plain,
-    segment_at,
 )
 
 DEAD_BAND = 0.05  # relative gain in time below which a plan stays
@@ -81,9 +79,8 @@ class Planner:
     ) -> None:
         workers = len(next(iter(plans.values())).workers)
         self.members = members or Members(workers)
-        self.ledger = Ledger()
+        self.ledger = Ledger(plans, resolution_at)
         self.balance: Balance = balance
-        self.current = dict(plans)
         self.changes = 0
         self._resolution_at, self._models = resolution_at, models
         self._every, self._rounds = every, self.members.rounds
@@ -99,13 +96,11 @@ class Planner:
     def at(self, epoch: int, round_: int = 0) -> Segment:
         """Return the plan in force in a round of an epoch."""
         resolution, ledger = self._resolution_at(epoch), self.ledger
-        if epoch in ledger.kept:
+        if epoch in ledger.kept or self.balance == "none":
             return ledger.at(epoch, round_)
-        if self.balance == "none":
-            return Segment(self.current[resolution])
         clock = epoch * self._rounds + round_
         if epoch not in ledger.segments:
-            first = self._renewed(resolution, epoch * self._rounds, self.current[resolution])
+            first = self._renewed(resolution, epoch * self._rounds, ledger.current[resolution])
             ledger.segments[epoch], ledger.decided[epoch] = [Segment(first)], 1
             self._forget_epochs()
         segments = ledger.segments[epoch]
@@ -122,21 +117,10 @@ class Planner:
 
         It decides nothing and needs no lock.
         """
-        if epoch in self.ledger.segments:
-            segment = self.ledger.at(epoch, round_)
-            return segment and segment.plan
-        return self.current_at(epoch) if self.balance == "none" else None
-
-    def takes_over(self, epoch: int) -> bool:
-        """Whether it is the rest of an epoch that other workers or plans had begun.
-
-        Every process has read it from the checkpoint.
-        """
-        return self.ledger.left_by_others(epoch)
-
-    def current_at(self, epoch: int) -> Plan:
-        """Return the last plan of an epoch's resolution, without asking for a new one."""
-        return self.current[self._resolution_at(epoch)]
+        if self.balance != "none" and epoch not in self.ledger.segments:
+            return None
+        segment = self.ledger.at(epoch, round_)
+        return segment and segment.plan
 
     def is_boundary(self, epoch: int, round_: int) -> bool:
         """Whether the plan may change where this round begins."""
@@ -190,14 +174,14 @@ class Planner:
         Nor did other workers, before a resume: they left a part of it, which keeps its plan.
         """
         begun = max(self._begun, self.members.begun(last))
-        left = (epoch + 1 for epoch in self.ledger.segments if self.takes_over(epoch))
+        left = (e + 1 for e in self.ledger.segments if self.ledger.left_by_others(e))
         return max(-(-begun // self._rounds), *left, 0)
 
     def take_in(self, workers: Collection[int], first: int) -> None:
         """Plan with more workers from an epoch on; those before keep their plans to their end."""
         plans = self._plans_of(self.members.active.union(workers))
         for epoch in range(self.members.slowest() // self._rounds, first):
-            self.ledger.keep(epoch, self._planned(epoch))
+            self.ledger.keep(epoch, self.ledger.planned(epoch))
         for worker in workers:
             self._epochs[worker] = first
         self._begin_with(plans)
@@ -235,12 +219,12 @@ class Planner:
         Returns the samples of the lost worker in the rounds that it was to push before these.
         """
         before = epoch * self._rounds
-        *earlier, end = segments = self._planned(epoch)
+        *earlier, end = segments = self.ledger.planned(epoch)
         kept = self._rounds  # rounds that keep their plan
         if not end.left:
             kept = min(max(self._begun - before, 0), self._rounds)
         lost = sum(
-            self._sampler.count(segment_at(segments, round_), Round((worker,), epoch, round_))
+            self._sampler.count(self.ledger.at(epoch, round_), Turn((worker,), epoch, round_))
             for round_ in range(max(self.members.clocks[worker] - before, 0), kept)
         )
         if kept < self._rounds:
@@ -263,14 +247,9 @@ class Planner:
                 self.ledger.keep(epoch, [Segment(plan, begun, samples - rest, left)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plans, each once, and estimates in plain values."""
-        rows = (row for rows in self.ledger.segments.values() for row in rows)
-        plans = list(dict.fromkeys([*self.current.values(), *(row.plan for row in rows)]))
-        numbers = {plan: number for number, plan in enumerate(plans)}
+        """Return plans and estimates in plain values."""
         return {
-            "plans": [asdict(plan) for plan in plans],
-            "current": {resolution: numbers[plan] for resolution, plan in self.current.items()},
-            **self.ledger.state_dict(numbers),
+            **self.ledger.state_dict(),
             "changes": self.changes,
             "begun": self._begun,
             "speeds": [speed.state_dict() for speed in self._speeds],
@@ -281,14 +260,7 @@ class Planner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned, for as many workers."""
-        plans = [plan_from_plain(plan) for plan in state["plans"]]
-        current = {resolution: plans[number] for resolution, number in state["current"].items()}
-        if current.keys() != self.current.keys() or any(
-            len(plan.workers) != len(self._speeds) for plan in plans
-        ):
-            raise SettingError(f"plans must be of {len(self._speeds)} workers at each resolution")
-        self.current = current
-        self.ledger.load_state_dict(state, plans)
+        self.ledger.load_state_dict(state)
         self._begun, self.changes = state["begun"], state["changes"]
         for speed, saved in zip(self._speeds, state["speeds"], strict=True):
             speed.load_state_dict(saved)
@@ -303,20 +275,16 @@ class Planner:
         models = [speed.model(planned[worker]) for worker, speed in enumerate(speeds)]
         return TimeModel.of(models, len(models))
 
-    def _planned(self, epoch: int) -> list[Segment]:
-        """Return the plans of an epoch's rounds, as far as they are known."""
-        return self.ledger.segments.get(epoch) or [Segment(self.current_at(epoch))]
-
     def _plans_of(self, active: Collection[int]) -> dict[int, Plan]:
         """Return each resolution's plan for these workers and the planned time models."""
         if len(active) == len(self._speeds):
             return dict(self._first)
-        return {r: self._maker.without(r, active) for r in self.current}
+        return {r: self._maker.without(r, active) for r in self._first}
 
     def _begin_with(self, plans: Mapping[int, Plan]) -> None:
         """Use these plans in all epochs that do not keep theirs; nobody has begun them."""
         self.ledger.forget(self.ledger.segments.keys() - self.ledger.kept)
-        self.current = dict(plans)
+        self.ledger.current = dict(plans)
         self._since.clear()
 
     def _renewed(self, resolution: int, clock: int, plan: Plan) -> Plan:
@@ -326,7 +294,7 @@ class Planner:
         candidate = self._candidate(resolution, plan)
         if candidate is not plan:
             self.changes += 1
-            self.current[resolution] = candidate
+            self.ledger.current[resolution] = candidate
         return candidate
 
     def _candidate(self, resolution: int, plan: Plan) -> Plan:

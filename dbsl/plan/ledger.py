@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from dbsl.plan.types import Plan, Segment, segment_at
+from dbsl.plan.sampler import TurnSampler
+from dbsl.plan.types import Plan, Ranges, Segment, plan_from_plain
 
 
 class Members:
@@ -20,6 +22,13 @@ class Members:
         self.active = set(range(workers))  # those that are there
         self.newcomers: set[int] = set()  # have joined, and have not begun a round
         self.inside: set[int] = set()  # have begun a round, and not pushed it
+
+    @staticmethod
+    def of(state: Mapping[str, Any], rounds: int) -> Members:
+        """Return the members whose `state_dict` was saved."""
+        members = Members(0, rounds)
+        members.load_state_dict(state)
+        return members
 
     @property
     def lost(self) -> set[int]:
@@ -67,6 +76,15 @@ class Members:
         self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
 
 
+class RoundAhead(NamedTuple):
+    """A round that is still to come, its plan, and the workers whose pushes it lacks."""
+
+    epoch: int
+    round: int
+    segment: Segment
+    workers: list[int]
+
+
 class Ledger:
     """By epoch: the plans that its rounds have, whatever is measured later.
 
@@ -75,16 +93,24 @@ class Ledger:
     last plan of their resolution.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plans: Mapping[int, Plan], resolution_at: Callable[[int], int]) -> None:
+        self.current = dict(plans)  # by resolution: the last plan
         self.segments: dict[int, list[Segment]] = {}
         self.decided: dict[int, int] = {}  # by epoch: rounds whose plan stands
         self.kept: set[int] = set()  # epochs of which all rounds keep their plans
+        self._resolution_at = resolution_at
+
+    def current_at(self, epoch: int) -> Plan:
+        """Return the last plan of an epoch's resolution."""
+        return self.current[self._resolution_at(epoch)]
+
+    def planned(self, epoch: int) -> list[Segment]:
+        """Return the plans of an epoch's rounds, as far as they are known."""
+        return self.segments.get(epoch) or [Segment(self.current_at(epoch))]
 
     def at(self, epoch: int, round_: int) -> Segment | None:
-        """Return the plan that stands for a round; None: none does yet."""
-        if epoch not in self.segments:
-            return None
-        return segment_at(self.segments[epoch], round_)
+        """Return the plan of a round; None: it was over before those that are known."""
+        return next((s for s in reversed(self.planned(epoch)) if s.first_round <= round_), None)
 
     def keep(self, epoch: int, segments: list[Segment]) -> None:
         """Have all rounds of an epoch keep these plans."""
@@ -102,19 +128,80 @@ class Ledger:
             self.decided.pop(epoch, None)
             self.kept.discard(epoch)
 
-    def state_dict(self, numbers: Mapping[Plan, int]) -> dict[str, Any]:
-        """Return what stands in plain values, each plan as its number."""
-        segments = {
-            epoch: [{**vars(row), "plan": numbers[row.plan]} for row in rows]
-            for epoch, rows in self.segments.items()
-        }
-        kept = sorted(self.kept)
-        return {"segments": segments, "decided": dict(self.decided), "kept": kept}
+    def ahead(self, members: Members, *, again: bool) -> Iterator[RoundAhead]:
+        """Yield each round from the lowest on that some worker has not pushed.
 
-    def load_state_dict(self, state: Mapping[str, Any], plans: Sequence[Plan]) -> None:
+        It goes on to the end of the epochs that any worker has begun, or that keep the plan of
+        before a loss. Nothing of a lost worker's share is to come: it was counted as lost.
+
+        Args:
+            members: Who is there, and how far.
+            again: All do the lowest round again: a barrier has collected it, and merged nothing.
+        """
+        lowest, rounds = members.slowest(), members.rounds
+        begun = max(members.clocks[worker] for worker in members.active)
+        stop = max(-(-begun // rounds), *(epoch + 1 for epoch in self.kept), 0)
+        for moment in range(lowest, stop * rounds):
+            epoch, round_ = divmod(moment, rounds)
+            workers = [
+                worker
+                for worker in sorted(members.active)
+                if members.clocks[worker] <= moment or (again and moment == lowest)
+            ]
+            yield RoundAhead(epoch, round_, self.at(epoch, round_), workers)
+
+    def under_way(self, members: Members, last: int) -> range:
+        """Return the epochs that a worker has begun, or that are planned, and are not complete.
+
+        `members` are who is there, and how far; `last` is the rounds of the run.
+        """
+        stop = -(-members.begun(last) // members.rounds)
+        planned = (epoch + 1 for epoch in self.segments)
+        return range(members.slowest() // members.rounds, max(stop, *planned, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plans, each once, and what stands, in plain values."""
+        rows = (row for rows in self.segments.values() for row in rows)
+        plans = list(dict.fromkeys([*self.current.values(), *(row.plan for row in rows)]))
+        numbers = {plan: number for number, plan in enumerate(plans)}
+        return {
+            "plans": [asdict(plan) for plan in plans],
+            "current": {resolution: numbers[plan] for resolution, plan in self.current.items()},
+            "segments": {
+                epoch: [{**vars(row), "plan": numbers[row.plan]} for row in rows]
+                for epoch, rows in self.segments.items()
+            },
+            "decided": dict(self.decided),
+            "kept": sorted(self.kept),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+        plans = [plan_from_plain(plan) for plan in state["plans"]]
+        self.current = {r: plans[number] for r, number in state["current"].items()}
         self.decided, self.kept = dict(state["decided"]), set(state["kept"])
         self.segments = {
             epoch: [Segment(**{**row, "plan": plans[row["plan"]]}) for row in rows]
             for epoch, rows in state["segments"].items()
         }
+
+
+def left_of_epochs(ahead: Iterable[RoundAhead], sampler: TurnSampler) -> dict[int, Ranges]:
+    """Return what is left of each epoch that has begun, as places in its order."""
+    left: dict[int, list[tuple[int, int]]] = {}
+    for epoch, round_, segment, workers in ahead:
+        ranges = left.setdefault(epoch, [])
+        for worker in workers:
+            ranges += sampler.sampler(segment).places(worker, round_)
+    return {epoch: _joined(ranges) for epoch, ranges in left.items()}
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, touching ones joined."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return tuple(joined)

@@ -23,7 +23,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
 from dbsl.config.settings import RunConfig
 from dbsl.plan.machines import bounded_split, split_batch
-from dbsl.plan.types import Round, Segment
+from dbsl.plan.types import Segment, Turn
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
@@ -384,7 +384,7 @@ class TurnSampler:
     least: int  # samples of a worker in a shorter global batch, unless it has none
     blocks: Blocks | None = None  # draws an epoch's order where data are read in groups
 
-    def steps(self, segment: Segment, turn: Round) -> list[Step]:
+    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
         """Return the optimizer steps of a turn."""
         config, plan = self.config, segment.plan
         sizes = [worker.local_batch_size for worker in plan.workers]
@@ -438,6 +438,6 @@ class TurnSampler:
             return 0  # a joint step has the same samples with any plan
         return self.sampler(segment).start_of(round_)
 
-    def count(self, segment: Segment, turn: Round) -> int:
+    def count(self, segment: Segment, turn: Turn) -> int:
         """Return the samples of a turn."""
         return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)

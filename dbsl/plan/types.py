@@ -12,6 +12,7 @@ import numpy as np
 from dbsl.base.errors import SettingError
 
 Numbers = float | np.ndarray  # one, or one for each of n workers
+Ranges = tuple[tuple[int, int], ...]  # of places in an epoch's order: first, and one past the last
 
 
 class NoPlanError(SettingError):
@@ -139,24 +140,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Segment:
-    """A plan in force from one round of an epoch on."""
+    """The rounds of an epoch in which one plan is in force, from `first_round` on."""
 
     plan: Plan
     first_round: int = 0
     start: int = 0  # samples of the epoch that earlier rounds took
     # Places in the epoch's order that earlier rounds left, if these are not all that follow.
-    left: tuple[tuple[int, int], ...] = ()
+    left: Ranges = ()
 
 
 def plan_from_plain(plan: Mapping[str, Any]) -> Plan:
     """Return the plan that `asdict` was given."""
     workers = tuple(WorkerPlan(**worker) for worker in plan["workers"])
     return Plan(**{**plan, "notes": tuple(plan["notes"]), "workers": workers})
-
-
-def segment_at(segments: Sequence[Segment], round_: int) -> Segment | None:
-    """Return the segment of an epoch that a round is in; None: the round was over before them."""
-    return next((s for s in reversed(segments) if s.first_round <= round_), None)
 
 
 class StepLine(NamedTuple):
@@ -235,8 +231,8 @@ def report_from_plain(values: Mapping[str, Any]) -> RoundReport:
 
 
 @dataclass(frozen=True)
-class Round:
-    """A turn: workers of this process train on their parts of one round, from a pull to a push.
+class Turn:
+    """Workers of this process train on their parts of one round, from a pull to a push.
 
     It is one worker's turn, or, where all take joint steps, that of every worker in the process.
     """
@@ -263,7 +259,7 @@ class Restart:
     version: int  # global updates so far
     clock: int  # rounds that every worker starts with behind it
     # Remainders of the epochs that were begun, as places in their order; other epochs are whole.
-    left: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    left: Mapping[int, Ranges] = field(default_factory=dict)
     steps: int = 0  # joint steps of the round that were taken
     learning_rate: float = 0.0  # in the last of these
     optimizers: Mapping[int, Any] = field(default_factory=dict, repr=False)  # state, by worker

@@ -31,10 +31,10 @@ from dbsl.plan.types import (
     NO_FAULT,
     EpochEnd,
     Plan,
-    Round,
     RoundReport,
     Segment,
     StepLine,
+    Turn,
 )
 from dbsl.run.evaluation import evaluation_images
 from dbsl.run.stopping import Stopping, Stopwatch
@@ -97,7 +97,7 @@ def read_round(
 
 
 def make_reports(
-    turn: Round,
+    turn: Turn,
     plan: Plan,
     steps: int,
     samples: Mapping[int, int],
@@ -237,7 +237,7 @@ class Session(Generic[ConfigT]):
         return self.stopwatch.train_s(end.ended_at, without_evaluation=self.waits_for_evaluation)
 
     @contextmanager
-    def round(self, turn: Round) -> Iterator[Work]:
+    def round(self, turn: Turn) -> Iterator[Work]:
         """Enclose a turn: on entering the global weights are pulled, on leaving work is pushed.
 
         That is weights, or with `--push gradients` the sum of the turn's weighted gradients. Joint
@@ -245,14 +245,14 @@ class Session(Generic[ConfigT]):
         finite is refused: weights stay as they were, and the optimizer's state is cleared.
         """
         run, cluster, stepper, progress = self.run, self.cluster, self.stepper, self.progress
-        stage, plan = run.stage_at(turn.epoch), cluster.plan(turn)
-        self.log.plan(turn.epoch, turn.round, plan.plan)
+        stage, segment = run.stage_at(turn.epoch), cluster.segment(turn)
+        self.log.plan(turn.epoch, turn.round, segment.plan)
         set_dropout(run.model, stage.dropout)
         seed = stream_seed(run.config.seed, "dropout", turn.workers[0], turn.epoch, turn.round)
         torch.manual_seed(seed)
         self.checkpointer.restore_random_state()  # if the run was stopped inside this round
         anew = not progress.steps
-        work = Work(self, turn, stage, plan)  # loader processes begin, while the weights come
+        work = Work(self, turn, stage, segment)  # loader processes begin, while the weights come
         if anew:
             cluster.pull(turn)
             if resets_momentum(run.config.reset_momentum, stage, turn.epoch, turn.round):
@@ -300,14 +300,14 @@ class Session(Generic[ConfigT]):
 class Work:
     """The optimizer steps of a turn, those that a resumed run took before left out."""
 
-    def __init__(self, session: Session, turn: Round, stage: Stage, plan: Segment) -> None:
+    def __init__(self, session: Session, turn: Turn, stage: Stage, segment: Segment) -> None:
         run, self._session = session.run, session
-        self._turn, self._stage, self._plan = turn, stage, plan
-        self._all = run.sampler.steps(plan, turn)
+        self._turn, self._stage, self._segment = turn, stage, segment
+        self._all = run.sampler.steps(segment, turn)
         self._left = self._all[session.progress.steps :]
         parts = [part for step in self._left for part in run.micro_parts(step, stage.resolution)]
         self._batches = run.batches(parts, stage.resolution, turn.epoch)
-        self.lr_factor = run.rate_factor(plan, turn)  # by the worker's batch (`--lr-scaling`)
+        self.lr_factor = run.rate_factor(segment, turn)  # by the worker's batch (`--lr-scaling`)
         self._zeros = torch.zeros(1 + len(run.figures), device=session.accelerator.device)
 
     @property
@@ -371,7 +371,7 @@ class Work:
         session.meter.end(sums, progress.samples)
         return make_reports(
             self._turn,
-            self._plan.plan,
+            self._segment.plan,
             len(self._all) - progress.counted,
             progress.samples,
             resolution=self._stage.resolution,

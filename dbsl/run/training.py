@@ -20,7 +20,7 @@ from dbsl.plan.follow import Planner
 from dbsl.plan.machines import Workers
 from dbsl.plan.sampler import Part, Step, TurnSampler, evaluation_batch_size, micro_parts
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
-from dbsl.plan.types import Plan, Round, Segment
+from dbsl.plan.types import Plan, Segment, Turn
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)  # a script's own config
 
@@ -121,7 +121,7 @@ class Run(Generic[ConfigT]):
         batches = self.data.train.batches(indices, self.transforms[resolution], epoch)
         return self.mixing.mixed(batches, parts, epoch) if self.mixing else batches
 
-    def rate_factor(self, segment: Segment, turn: Round) -> float:
+    def rate_factor(self, segment: Segment, turn: Turn) -> float:
         """Return the factor on the learning rate of a turn's worker, by its batch size."""
         plan = segment.plan
         if plan.global_batch_size is not None:
@@ -138,7 +138,7 @@ class Run(Generic[ConfigT]):
                 continue
             plan = self.plans[stage.resolution]  # the planner decides when it is asked
             groups = [(w,) for w in workers] if plan.global_batch_size is None else [tuple(workers)]
-            turns = (Round(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
+            turns = (Turn(g, stage.first_epoch, r) for g in groups for r in range(self.rounds))
             steps = (s for turn in turns for s in self.sampler.steps(Segment(plan), turn))
             parts = (part for step in steps for part in self.micro_parts(step, stage.resolution))
             sizes[stage.resolution] = {len(part.indices) for part in parts}
@@ -165,7 +165,7 @@ class SimulatedTimes:
     ) -> tuple[float, int]:
         """Return the seconds that a worker's round takes to compute, and its steps."""
         run = self.run
-        turn = Round((worker,), epoch, round_)
+        turn = Turn((worker,), epoch, round_)
         steps = run.sampler.steps(segment or run.planner.at(epoch, round_), turn)
         samples = sum(len(part.indices) for step in steps for part in step.parts)
         model = run.known.models[run.stage_at(epoch).resolution][worker]

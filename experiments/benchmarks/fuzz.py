@@ -37,8 +37,8 @@ from dbsl.checkpoint.disk import Manifest, newest, read_manifest, write_manifest
 from dbsl.cluster.wire import (
     Kind,
     check_report,
-    decode_plan,
-    encode_plan,
+    decode_segment,
+    encode_segment,
     message,
     read_question,
     read_report,
@@ -276,7 +276,7 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
     odd = (float("nan"), float("inf"), -1.0, 0.5, 1e300, 2.0**60, 5.0)
     while True:
         head = message(rng.choice((Kind.PUSH, Kind.PLAN, 0, 2, 4)), 1)
-        told, rows = report_rows(report), encode_plan(Segment(plan))
+        told, rows = report_rows(report), encode_segment(Segment(plan))
         for tensor in (head, told, rows):
             flat = tensor.view(-1)
             for _ in range(rng.randint(1, 3)):
@@ -288,7 +288,7 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
             head: torch.Tensor = head, told: torch.Tensor = told, rows: torch.Tensor = rows
         ) -> None:
             with contextlib.suppress(ValueError):
-                decode_plan(rows, plan)
+                decode_segment(rows, plan)
             with contextlib.suppress(ValueError):
                 check_report(read_report(told), 1, 2, 0)
             kind, number = read_question(head)

@@ -26,8 +26,7 @@ from typing import Any
 import fsspec
 from accelerate import Accelerator
 
-from dbsl.extras.mirror import MirrorSettings
-from dbsl.extras.mirror.mirror import open_mirror
+from dbsl.extras.mirror import Mirror, MirrorSettings
 from experiments.benchmarks.record import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +66,11 @@ def measured(run: Path, url: str, repeats: int) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(run, folder)
         there = f"{url}/{number}"
-        mirror = open_mirror(MirrorSettings(mirror=there), folder, None, accelerator)
+        mirror = Mirror()
+        mirror.open(MirrorSettings(mirror=there), folder, None, accelerator)
         began, used = time.perf_counter(), time.process_time()
-        with mirror:
-            pass
+        mirror.report(folder, ())
+        mirror.close(None)
         seconds.append(time.perf_counter() - began)
         cpu.append(time.process_time() - used)
         if mirror.failures:

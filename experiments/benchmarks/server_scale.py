@@ -36,7 +36,7 @@ from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
 from dbsl.plan.follow import Planner
 from dbsl.plan.solve import plan_dual_batch
-from dbsl.plan.types import Round, RoundReport, TimeModel
+from dbsl.plan.types import RoundReport, TimeModel, Turn
 from experiments.benchmarks.record import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,12 +134,12 @@ def _take_part(name: str, rank: int, workers: int, rounds: int) -> dict[str, Any
         for _ in cluster.turns():
             pass
     else:
-        cluster.pull(Round((rank - 1,), 0, 0))
+        cluster.pull(Turn((rank - 1,), 0, 0))
         for round_ in range(rounds):
             start = time.perf_counter()
             cluster.push([report_of(rank - 1, round_)])
             if round_ + 1 < rounds:
-                cluster.pull(Round((rank - 1,), 0, round_ + 1))
+                cluster.pull(Turn((rank - 1,), 0, round_ + 1))
                 seconds.append(time.perf_counter() - start)
     found = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - spent}
     cluster.close()

@@ -24,7 +24,7 @@ from dbsl.data.augment import erase
 from dbsl.data.sources import image_batch
 from dbsl.extras.noise import NoiseProbe
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.types import Round
+from dbsl.plan.types import Turn
 from dbsl.profile.memory import PeakMemory
 from dbsl.run.accelerator import first_on_node, start_accelerator
 from dbsl.run.connect import make_ready
@@ -95,7 +95,7 @@ def after_joint_steps(*, compiled):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     stepper = JointSteps(model, weights, ComputeTimer(CUDA), {0: optimizer})
     step = Step((Part(0, np.arange(4), 4 / 12), Part(1, np.arange(8), 8 / 12)), 0.0)
-    stepper.begin(Round((0, 1), 0, 0))
+    stepper.begin(Turn((0, 1), 0, 0))
     for _ in range(3):
         for part in step.parts:
             with stepper.micro_batch(step, part) as weight:
@@ -240,7 +240,7 @@ def test_the_noise_probe_finds_on_the_gpu_what_it_finds_on_the_cpu():
             model.zero_grad()
             loss_of(model, images.to(device), labels.to(device)).backward()
             step = Step((Part(worker, np.arange(size), 1.0),), 0.0)
-            said = probe.measure(Round((worker,), 0, 0), step, False, images, labels, loss_of)
+            said = probe.measure(Turn((worker,), 0, 0), step, False, images, labels, loss_of)
         found[device.type] = [float(said[name]) for name in ("micro_square", "gradient_square")]
     assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-4)
 
@@ -261,7 +261,7 @@ def test_the_server_in_host_memory_takes_and_gives_weights_of_the_gpu():
     start = weights.vector.to("cpu", copy=True)
     owner = Server(start + 1, 1, ratio, staleness=None, rounds_per_epoch=1)
     cluster = serving(weights, owner)
-    cluster.pull(Round((0,), 0, 0))
+    cluster.pull(Turn((0,), 0, 0))
     assert torch.equal(weights.vector.cpu(), start + 1)
     weights.vector += 2
     cluster.push([report(0)])

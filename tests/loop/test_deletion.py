@@ -6,16 +6,18 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from dbsl.config import hooks
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT, TINY, slow
 
 FILES = sorted({*hooks._SETTINGS, "pictures.py"})
-FIRST = (
-    "--model test_resnet --train-samples 60 --eval-samples 20 --resolutions 16 --epochs 1 "
-    "--slope 0.001 --intercept 0.01 --lr 0.02 --small-workers 1 --large-batch-size 3 "
-    "--cpu-threads 1 --mixed-precision no --output-dir run"
-)
+FIRST = {name: value for name, value in TINY.items() if name != "report_to"} | {
+    "epochs": 1,
+    "small_workers": 1,
+    "large_batch_size": 3,
+    "mixed_precision": "no",
+}
 CORE = ("tests/unit/plan/test_stages.py", "tests/unit/cluster/test_server.py")
 
 
@@ -27,16 +29,19 @@ def run(folder, *command):
 
 
 @pytest.mark.parametrize(
-    "deleted",
-    ["all", *(pytest.param(file, marks=slow) for file in FILES)],
+    ("deleted", "tested"),
+    [("all", False), *(pytest.param(file, True, marks=slow) for file in ("all", *FILES))],
 )
-def test_a_checkout_without_an_extra_trains_and_names_the_file_that_a_flag_needs(deleted, tmp_path):
+def test_a_checkout_without_an_extra_trains_and_names_the_file_that_a_flag_needs(
+    deleted, tested, tmp_path
+):
     folder = tmp_path / "checkout"
     for name in ("dbsl", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    shutil.rmtree(folder / "dbsl/tools")
+    if deleted != "charts.py":
+        shutil.rmtree(folder / "dbsl/tools")
     gone = folder / "dbsl/extras" / ("" if deleted == "all" else deleted)
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     for flag in hooks._SETTINGS.get("hub.py" if deleted == "all" else deleted, ())[:1]:
@@ -44,9 +49,15 @@ def test_a_checkout_without_an_extra_trains_and_names_the_file_that_a_flag_needs
         (line,) = refused.stderr.strip().splitlines()
         needed = "dbsl/extras/" + ("hub.py" if deleted == "all" else deleted)
         assert (refused.returncode, needed in line) == (2, True), line
-    trained = run(folder, "train.py", *FIRST.split())
+    settings = {n: [*v] if isinstance(v, tuple) else v for n, v in FIRST.items()}
+    (folder / "first.yaml").write_text(yaml.safe_dump(settings))
+    trained = run(folder, "train.py", "--config", "first.yaml", "--output-dir", "run")
     assert trained.returncode == 0, trained.stderr
     assert (folder / "run/model.safetensors").exists()
-    options = ("-q", "-n", "0", "-p", "no:cacheprovider")
-    tested = run(folder, "-m", "pytest", *options, *CORE)
-    assert tested.returncode == 0, tested.stdout
+    if deleted == "charts.py":  # a comparison turns trackers off where there are any
+        compared = run(folder, "-m", "dbsl.compare", "first.yaml", "--seeds", "1")
+        assert compared.returncode == 0, compared.stderr
+    if tested:
+        options = ("-q", "-n", "0", "-p", "no:cacheprovider")
+        passed = run(folder, "-m", "pytest", *options, *CORE)
+        assert passed.returncode == 0, passed.stdout

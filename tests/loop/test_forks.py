@@ -31,7 +31,7 @@ from dbsl.loss import with_figures
 from dbsl.model import load_model
 from dbsl.open import open_session
 from dbsl.optimizer import join_optimizers, load_optimizer
-from dbsl.plan.types import EpochEnd, Round
+from dbsl.plan.types import EpochEnd, Turn
 from dbsl.run.evaluation import Evaluation
 from tests import helpers
 
@@ -798,7 +798,7 @@ def ends_by(how, epochs=2, calls=lambda: True):
                 return
             turns = session.cluster.turns()
             for turn in turns:
-                if isinstance(turn, Round):
+                if isinstance(turn, Turn):
                     train.train_round(session, turn)
                     if how == "inside":
                         return

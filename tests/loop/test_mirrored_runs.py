@@ -68,7 +68,7 @@ def test_a_run_whose_connection_was_cut_has_its_bits_and_says_so_and_goes_on_fro
         put(fs, local, there, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    monkeypatch.setattr("dbsl.extras.mirror.mirror.pause_s", lambda number: 0.01)
+    monkeypatch.setattr("dbsl.extras.mirror.pause_s", lambda number: 0.01)
     url = "memory://bucket/run"
     run(tmp_path / "run", mirror=url)
     said = capsys.readouterr().out

@@ -31,7 +31,7 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
     for turn in cluster.turns():
         if isinstance(turn, EpochEnd):
             continue
-        cluster.plan(turn)
+        cluster.segment(turn)
         cluster.pull(turn)
         time.sleep(pause_s)
         if until is not None:

@@ -33,7 +33,7 @@ from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
-from dbsl.plan.types import EpochEnd, Round, RoundReport, Segment, TimeModel
+from dbsl.plan.types import EpochEnd, RoundReport, Segment, TimeModel, Turn
 
 CPU = torch.device("cpu")
 LR, EPOCHS = 0.1, 5
@@ -345,7 +345,7 @@ def after_a_step(kind, micro):
     model = Normed().double()
     stepper = STEPPERS[kind](model, FlatWeights(model))
     step = Step((Part(0, np.arange(7), 1.0),), 0.0)
-    stepper.begin(Round((0,), 0, 0))
+    stepper.begin(Turn((0,), 0, 0))
     for part in micro_parts(step.parts[0], micro):
         with stepper.micro_batch(step, part) as weight:
             loss = F.cross_entropy(model(images[part.indices]), labels[part.indices])
@@ -563,7 +563,7 @@ def decayed(rank, sync, sizes=(1, 3), rounds=60):
         cluster = through_server(weights, None if rank else server, timeout_s=20.0, **common)
     for turn in cluster.turns():
         if not isinstance(turn, EpochEnd):
-            cluster.plan(turn)
+            cluster.segment(turn)
             cluster.pull(turn)
             (w,) = turn.workers
             cluster.push([report_of(w, turn.round, sizes[w] / sum(sizes))])

@@ -12,8 +12,8 @@ from dbsl.cluster.wire import (
     Kind,
     SharedPlans,
     check_report,
-    decode_plan,
-    encode_plan,
+    decode_segment,
+    encode_segment,
     message,
     read_answer,
     read_question,
@@ -68,7 +68,7 @@ def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_worker
     ids=["rounds", "steps"],
 )
 def test_a_plan_comes_back_with_every_worker_and_its_place(plan):
-    assert decode_plan(encode_plan(Segment(plan, 2, 345)), plan) == Segment(plan, 2, 345)
+    assert decode_segment(encode_segment(Segment(plan, 2, 345)), plan) == Segment(plan, 2, 345)
 
 
 def meeting_rank(rank):

@@ -8,7 +8,12 @@ from dbsl.cluster.steps import take_fraction, take_step
 from dbsl.config.fields import parse_kwargs
 from dbsl.config.parse import config_to_yaml, parse_config
 from dbsl.config.settings import OptimizerConfig, RunConfig
-from dbsl.optimizer import build_optimizer, check_optimizer, load_optimizer
+from dbsl.optimizer import (
+    build_optimizer,
+    check_optimizer,
+    default_learning_rate,
+    load_optimizer,
+)
 from train import Config
 
 
@@ -140,3 +145,14 @@ def test_lists_of_arguments_are_read_and_written_in_one_line_each(tmp_path):
     assert config.optimizer_settings == {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": True}
     (tmp_path / "c.yaml").write_text(config_to_yaml({"opt_kwargs": config.opt_kwargs}))
     assert parse_config(Config, ["--config", str(tmp_path / "c.yaml")]) == config
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate"),
+    [
+        *(("sgd", 0.1), ("momentum", 0.1), ("sgdw", 0.1), ("sgdp", 0.1)),
+        *(("adam", 0.001), ("adamw", 0.001), ("lion", 0.0001), ("adafactor", 0.001)),
+    ],
+)
+def test_each_optimizer_has_a_learning_rate_of_its_own(optimizer, rate):
+    assert default_learning_rate(optimizer) == rate

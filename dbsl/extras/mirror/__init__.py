@@ -1,23 +1,71 @@
-"""A copy of the run folder at a URL, kept up to date, and runs that begin from one."""
+"""A copy of the run folder at a URL, kept while the run goes on, and a run brought back from there.
+
+The folder on disk is the truth. What is at the URL may lag behind or be cut off anywhere; a
+checkpoint counts there once its listing does (see `bucket`). With a checkpoint's own files lies
+what its run needs to go on from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from accelerate import Accelerator
+from tqdm import tqdm
 
-from dbsl.base.errors import SettingError
-from dbsl.checkpoint.disk import Found
+from dbsl.base.errors import RunStopped, SettingError, in_line
+from dbsl.base.files import describe, write_text
+from dbsl.base.launcher import connect_store, remember, restarts
+from dbsl.base.machine import lower_priority
+from dbsl.checkpoint.disk import (
+    MANIFEST,
+    CheckpointError,
+    Found,
+    Manifest,
+    checkpoints_in,
+    read_manifest,
+    shard_files,
+    shard_names,
+    sums_name,
+)
+from dbsl.cluster.wire import refused_by_all, share_text
 from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra, Row
-from dbsl.config.settings import RunConfig, is_url
-from dbsl.extras.mirror.bucket import pull_config, url_to_pull
-from dbsl.extras.mirror.mirror import Mirror, open_mirror, pulled
+from dbsl.config.parse import RUN_FOLDER
+from dbsl.config.settings import CHECKPOINTS, RunConfig, is_url
+from dbsl.extras.mirror.bucket import (
+    LISTING,
+    RUN,
+    Bucket,
+    DamagedError,
+    Listing,
+    pause_s,
+    refusing,
+    tried,
+)
+from dbsl.run.code import CODE
+from dbsl.run.folder import RESULTS, default_folder
 from dbsl.run.session import Session
+
+OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself
+NEEDED = ("config.yaml", "metrics.jsonl")  # what a checkpoint needs beside it
+_PATIENCE_S = 600.0  # for the last upload, at the run's end and at a stop
+_LAST_PATIENCE_S = 20.0  # the same where the run fails
+_TRIES = 5  # that may fail one after the other, then
+_SHARDS_S = 600.0  # for shards of workers that save in their own time
+_LAST_SHARDS_S = 30.0  # the same at the run's end
 
 
 @dataclass(frozen=True)
@@ -52,70 +100,358 @@ class MirrorSettings(RunConfig):
             raise SettingError(f"resume must be a run folder with {what}, got {self.resume}")
 
 
-class Mirroring(Extra):
-    """Keeps a run's mirror, and begins from one."""
+class Mirror(Extra):
+    """Keeps a copy of a run's folder at a URL, and begins from one.
+
+    A thread of the main process makes the copy equal to what the folder has now, so that at most
+    one request waits. On other processes, and without a URL, the same calls do nothing.
+
+    Attributes:
+        failures: Tries that failed.
+        uploading: Name of the checkpoint that is on its way, which must stay on disk.
+        saving: Returns the ranks whose shard of a save, by its number, is to be waited for.
+    """
 
     Settings = MirrorSettings
 
     def __init__(self) -> None:
-        self._mirror: Mirror | None = None  # None: there is none, or it has ended
+        self._bucket: Bucket | None = None  # None: there is no URL, or another process mirrors
+        self._several = False  # processes
+        self.failures = 0
+        self.uploading: str | None = None
+        self.saving: Callable[[int], Collection[int]] = lambda sequence: ()
+        self._change = threading.Condition()
+        self._asked = self._done = 0  # requests
+        self._failed = 0  # tries, since one did not or the end began
+        self._cut = self._ending = self._over = self._closed = False
 
     @classmethod
     def own_settings(cls, said: Mapping[str, Any], scratch: Path) -> Path | None:
-        """Download the config.yaml of a run that is at a URL."""
+        """Download the config.yaml of the newest checkpoint at a URL."""
         resume = said["resume"]
-        url = url_to_pull(resume, said["output_dir"], said.get("mirror"))
+        url = _url_to_pull(resume, said["output_dir"], said.get("mirror"))
         if url is None:
             return None
-        own = pull_config(url, "resume" if url == resume else "mirror", scratch)
-        if own is None and url == resume:
+        name = f"{RUN}/config.yaml"
+        with refusing("resume" if url == resume else "mirror", url, "read"):
+            bucket = Bucket(url)
+            for checkpoint, listing in tried(bucket.checkpoints).items():
+                if listing is not None:
+                    with suppress(DamagedError):
+                        folder = f"{CHECKPOINTS}/{checkpoint}"
+                        tried(bucket.get, folder, listing, [name], scratch)
+                        return scratch / name
+        if url == resume:
             raise SettingError(f"resume must be a URL with a complete checkpoint, got {url}")
-        return own
+        return None
 
     def config(self, config: MirrorSettings, accelerator: Accelerator) -> MirrorSettings:
-        """Bring a run that is at a URL into a new folder."""
-        return pulled(config, accelerator)
+        """Bring a run that is at a URL into a new folder; return the config that goes on there."""
+        url = _url_to_pull(config.resume, config.output_dir, config.mirror)
+        if url is None or config.plan_only:
+            return config
+        path = ""
+        with refused_by_all(accelerator):
+            if accelerator.is_main_process:
+                path = _pull(url, config, accelerator.print)
+        if not (path := share_text(path, accelerator)):
+            return config  # auto, at the first start
+        path = remember(RUN_FOLDER, path)  # restarted processes go on in there
+        return replace(config, resume=path, output_dir=path)
 
     def open(
         self, config: MirrorSettings, folder: Path, found: Found | None, accelerator: Accelerator
     ) -> None:
-        """Take the URL for the run."""
-        self._mirror = open_mirror(config, folder, found, accelerator)
+        """Take the URL for the run, or refuse on every process.
+
+        It may not be writable, or have another run or newer checkpoints than this one.
+        """
+        kept: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            kept = json.loads((folder / OWN_FILE).read_text(encoding="utf-8"))
+        url = config.mirror or kept.get("mirror", "none")
+        if url == "none":
+            return
+        self._folder, self._several = folder, accelerator.num_processes > 1
+        self._own = Listing(kept.get("run") or uuid4().hex, {}, session=uuid4().hex)
+        with refused_by_all(accelerator):
+            if accelerator.is_main_process:
+                passed_over = kept.get("passed_over", 0) if kept.get("mirror") == url else 0
+                self._bucket = _claim(url, self._own, config, found, passed_over)
 
     def begin(self, session: Session) -> None:
         """Note whose shards may come late."""
-        if self._mirror is not None:
-            self._mirror.saving = session.cluster.saving
+        self.saving = session.cluster.saving
 
     def report(self, folder: Path, rows: Sequence[Row]) -> None:
         """Begin to mirror."""
-        if self._mirror is not None:
-            self._mirror.__enter__()
+        if self._bucket is not None:
+            _remember_mirror(self._folder, self._bucket, self._own)
+            threading.Thread(target=self._work, name="mirror", daemon=True).start()
+            self.saved()
 
     def saved(self) -> None:
-        """Mirror the checkpoint."""
-        if self._mirror is not None:
-            self._mirror.wake()
+        """Mirror what the folder has now."""
+        with self._change:
+            self._asked += 1
+            self._change.notify_all()
 
     def keeps(self) -> Collection[str]:
         """Return the checkpoint that is on its way."""
-        return [self._mirror.uploading] if self._mirror and self._mirror.uploading else []
+        return {self.uploading} - {None}
+
+    def wait(self, limit_s: float = _PATIENCE_S) -> None:
+        """Mirror what the folder has now; wait until it is done, or seems not to be possible."""
+        if self._bucket is None:
+            return
+        self._ending, self._failed = True, 0
+        self.saved()
+        with self._change:
+            self._change.wait_for(
+                lambda: self._done == self._asked or self._failed >= _TRIES or self._over, limit_s
+            )
 
     def summary(self) -> dict[str, Any]:
         """Wait for the mirror; return how many tries failed."""
-        if self._mirror is None:
-            return {}
-        self._mirror.wait()
-        return {"mirror_failures": self._mirror.failures} if self._mirror.failures else {}
+        self.wait()
+        return {"mirror_failures": self.failures} if self.failures else {}
 
     def close(self, kind: type[BaseException] | None) -> None:
         """Mirror the last state."""
-        if self._mirror is not None:
-            self._mirror.__exit__(kind)
-            self._mirror = None
+        if self._closed:
+            return
+        self._closed = True
+        stopped = kind is not None and issubclass(kind, RunStopped)
+        if self._asked:  # else it has not begun
+            self.wait(_PATIENCE_S if stopped or kind is None else _LAST_PATIENCE_S)
+        with self._change:
+            if self._bucket is not None and self._done < self._asked and not self._over:
+                tqdm.write(f"warning: {self._bucket.url} lacks the run's last state")
+            self._over = True
+            self._change.notify_all()
+        if self._several:  # a launcher ends all processes when the first has stopped
+            with suppress(RuntimeError):  # the store is gone, or the time is over
+                store = connect_store(f"mirror/{restarts()}")
+                if self._bucket is not None:
+                    store.set("over", "")
+                elif stopped:
+                    store.wait(["over"], timedelta(seconds=_PATIENCE_S))
 
     def finished(self, config: MirrorSettings, folder: Path, accelerator: Accelerator) -> None:
         """Mirror what could not be when the run ended."""
-        if self._mirror is not None:
-            with self._mirror:
-                self._mirror = None
+        if not self._closed:
+            self.report(folder, ())
+            self.close(None)
+
+    def _work(self) -> None:
+        lower_priority()
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._done < self._asked or self._over)
+                asked = self._asked
+            if self._over:
+                return
+            try:
+                self._copy()
+            except Exception as error:  # networks, and libraries for them, raise anything
+                self._try_later(error)
+                continue
+            with self._change:
+                if self._cut:
+                    tqdm.write(f"{self._bucket.url} is up to date again")
+                self._cut, self._done, self._failed = False, asked, 0
+                self._change.notify_all()
+
+    def _try_later(self, error: Exception) -> None:
+        with self._change:
+            if not self._cut:
+                tqdm.write(
+                    f"warning: {self._bucket.url} could not be written ({in_line(error)}); the run "
+                    "goes on, and the mirror is tried again"
+                )
+            self.failures, self._failed, self._cut = self.failures + 1, self._failed + 1, True
+            failed = self._failed
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._failed < failed or self._over, pause_s(failed))
+
+    def _copy(self) -> None:
+        """Make the copy equal to what the folder has now."""
+        own, began = self._bucket.listing() or self._own, time.monotonic()
+        if own.session != self._own.session:
+            tqdm.write(
+                f"warning: another process mirrors to {self._bucket.url} now: this one stops"
+            )
+            self._over = True
+            return
+        while True:
+            local = checkpoints_in(self._folder)
+            missing = next((folder for folder in local if not self._has(folder)), None)
+            own = self._put_results(own)
+            if missing is None:
+                break
+            self._put_checkpoint(missing, began)
+        if local:  # and all of them are whole at the URL
+            for name in set(self._bucket.names(CHECKPOINTS)) - {folder.name for folder in local}:
+                self._bucket.remove(f"{CHECKPOINTS}/{name}")
+
+    def _has(self, folder: Path) -> bool:
+        listing = self._bucket.listing(f"{CHECKPOINTS}/{folder.name}")
+        if listing is None:
+            return False
+        with suppress(FileNotFoundError):  # removed just now
+            return listing.files.get(MANIFEST) == describe(folder / MANIFEST)
+        return True
+
+    def _put_checkpoint(self, folder: Path, began: float) -> None:
+        """Upload a checkpoint, its manifest and what its run needs to go on from it."""
+        self.uploading, there = folder.name, f"{CHECKPOINTS}/{folder.name}"
+        try:
+            manifest = read_manifest(folder)
+            listed = manifest.files | self._late_shards(folder, manifest, began)
+            files = {name: folder / name for name in (*listed, MANIFEST)}
+            with tempfile.TemporaryDirectory() as scratch:
+                for name in NEEDED:  # they may change meanwhile
+                    files[f"{RUN}/{name}"] = Path(shutil.copy(self._folder / name, scratch))
+                listed |= {name: describe(files[name]) for name in files.keys() - listed}
+                self._bucket.forget(there)  # another of that name, of before the run went back
+                self._bucket.put(there, files, Listing(self._own.run, listed, manifest.sequence))
+        except (FileNotFoundError, CheckpointError):
+            if (folder / MANIFEST).exists():  # else it was removed, and there is a newer one
+                raise
+        finally:
+            self.uploading = None
+
+    def _late_shards(self, folder: Path, manifest: Manifest, began: float) -> dict[str, Any]:
+        """Return the files of shards that the manifest lacks, once they are there."""
+        late = [r for r in range(manifest.processes) if shard_names(r)[0] not in manifest.files]
+        while any(
+            not (folder / sums_name(rank)).exists()
+            for rank in self.saving(manifest.sequence)
+            if rank in late
+        ):
+            limit = _LAST_SHARDS_S if self._ending else _SHARDS_S
+            if time.monotonic() - began > limit:
+                break
+            time.sleep(0.1)
+        files = {}
+        for rank in late:
+            with suppress(CheckpointError):
+                files |= shard_files(folder, manifest, rank)
+                files[sums_name(rank)] = describe(folder / sums_name(rank))
+        return files
+
+    def _put_results(self, own: Listing) -> Listing:
+        """Upload what has changed of the run's own files; remove what is gone."""
+        paths = [path for pattern in (*RESULTS, CODE) for path in self._folder.glob(pattern)]
+        files = {p.relative_to(self._folder).as_posix(): p for p in paths if p.is_file()}
+        with tempfile.TemporaryDirectory() as scratch:
+            if "metrics.jsonl" in files:  # it grows meanwhile
+                files["metrics.jsonl"] = Path(shutil.copy(files["metrics.jsonl"], scratch))
+            now = replace(own, files={name: describe(path) for name, path in files.items()})
+            changed = {n: path for n, path in files.items() if now.files[n] != own.files.get(n)}
+            if now.files != own.files:
+                self._bucket.put("", changed, now)
+        for name in own.files.keys() - files:
+            self._bucket.remove_file("", name)
+        return now
+
+
+def _claim(
+    url: str, own: Listing, config: RunConfig, found: Found | None, passed_over: int
+) -> Bucket:
+    """Take a URL for a run, which is known to have damaged checkpoints up to a number."""
+    with refusing("mirror", url, "written"):
+        bucket = Bucket(url)
+        there = {name: one for name, one in tried(bucket.checkpoints).items() if one}
+        before, names = tried(bucket.listing), tried(bucket.names)
+    others = [one for one in (before, *there.values()) if one and one.files and one.run != own.run]
+    begun_again = config.resume == "auto" and not there  # it was lost before its first checkpoint
+    strange = [n for n in names if not n.startswith(".")] if LISTING not in names else []
+    if (others and not begun_again) or (strange and not there):
+        what = f"another run (--resume {url} goes on with it)" if others else strange[0]
+        raise SettingError(f"mirror must be empty or have this run, got {url}, which has {what}")
+    sequence = max(passed_over, found.manifest.sequence if found and found.manifest else 0)
+    by_name = config.resume is not None and Path(config.resume).parent.name == CHECKPOINTS
+    newest = next(iter(there), None)
+    if newest and there[newest].sequence > sequence and not by_name:
+        raise SettingError(
+            f"mirror must not be ahead of the run folder, got {newest} at {url}: go on from there "
+            f"with --resume {url}, or from here with --resume and a checkpoint's folder"
+        )
+    files = before.files if before and before.run == own.run else {}
+    with refusing("mirror", url, "written"):
+        tried(bucket.put, "", {}, replace(own, files=files))
+    return bucket
+
+
+def _remember_mirror(folder: Path, bucket: Bucket, listing: Listing, passed_over: int = 0) -> None:
+    """Note in a run folder where it is mirrored, and as which run."""
+    kept = {"mirror": bucket.url, "run": listing.run, "passed_over": passed_over}
+    write_text(folder / OWN_FILE, json.dumps(kept, indent=2))
+
+
+def _url_to_pull(resume: str | None, output_dir: str | None, mirror: str | None) -> str | None:
+    """Return the URL that a run is pulled from, if it is not to go on in a folder that is here."""
+    if is_url(resume):
+        return resume
+    if resume != "auto" or output_dir is None or (Path(output_dir) / "config.yaml").is_file():
+        return None
+    return mirror if is_url(mirror) else None
+
+
+def _pull(url: str, config: RunConfig, say: Callable[[str], Any]) -> str:
+    """Return the folder that a run was pulled into; "": there is nothing to be pulled yet."""
+    path = Path(config.output_dir or default_folder(config))
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise SettingError(f"output_dir must be a new folder, got {path}, which exists")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-")
+    except OSError as error:
+        raise SettingError(
+            f"output_dir must be a folder that can be written, got {path} ({error})"
+        ) from error
+    setting = "mirror" if config.resume == "auto" else "resume"
+    passed_over = 0
+    with scratch, refusing(setting, url, "read"):
+        bucket = Bucket(url)
+        for name, listing in tried(bucket.checkpoints).items():
+            into = Path(scratch.name) / name
+            try:
+                if listing is None:
+                    raise DamagedError(f"{url}/{CHECKPOINTS}/{name} is incomplete: no {LISTING}")
+                tried(_get_checkpoint, bucket, name, listing, into)
+            except DamagedError as error:
+                say(f"warning: passed over: {error}")
+                passed_over = max(passed_over, listing.sequence if listing else 0)
+                continue
+            tried(_get_results, bucket, listing.run, into / RUN)
+            _remember_mirror(into / RUN, bucket, listing, passed_over)
+            os.replace(into / RUN, path)
+            say(f"pulled {name} of {url} into {path}")
+            return str(path)
+    if setting == "resume":
+        raise SettingError(f"resume must be a URL with a complete checkpoint, got {url}")
+    return ""
+
+
+def _get_checkpoint(bucket: Bucket, name: str, listing: Listing, into: Path) -> None:
+    """Download a checkpoint to where it belongs below `into`'s run folder."""
+    needed = {MANIFEST, *(f"{RUN}/{file}" for file in NEEDED)}
+    bucket.get(f"{CHECKPOINTS}/{name}", listing, {*listing.files} | needed, into / name)
+    os.replace(into / name / RUN, into / RUN)
+    (into / RUN / CHECKPOINTS).mkdir()
+    os.replace(into / name, into / RUN / CHECKPOINTS / name)
+
+
+def _get_results(bucket: Bucket, run: str, folder: Path) -> None:
+    """Download what else is whole of the run's own files."""
+    own = bucket.listing()
+    if own is None or own.run != run:
+        return
+    for name in own.files:
+        if name not in NEEDED:
+            try:
+                bucket.get("", own, [name], folder)
+            except DamagedError:
+                (folder / name).unlink(missing_ok=True)

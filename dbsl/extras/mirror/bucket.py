@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from dbsl.base.errors import SettingError, in_line
 from dbsl.base.files import describe
 from dbsl.base.machine import lazy_import
-from dbsl.config.settings import CHECKPOINTS, is_url
+from dbsl.config.settings import CHECKPOINTS
 
 fsspec = lazy_import("fsspec")
 
@@ -172,29 +172,3 @@ def refusing(setting: str, url: str, use: str) -> Iterator[None]:
         raise SettingError(
             f"{setting} must be a URL that can be {use}, got {url} ({in_line(error)})"
         ) from error
-
-
-def url_to_pull(resume: str | None, output_dir: str | None, mirror: str | None) -> str | None:
-    """Return the URL that a run is pulled from, if it is not to go on in a folder that is here."""
-    if is_url(resume):
-        return resume
-    if resume != "auto" or output_dir is None or (Path(output_dir) / "config.yaml").is_file():
-        return None
-    return mirror if is_url(mirror) else None
-
-
-def pull_config(url: str, setting: str, to: Path) -> Path | None:
-    """Download the config.yaml of a URL's newest checkpoint; None: there is no checkpoint.
-
-    Raises:
-        SettingError: If the URL cannot be read.
-    """
-    name = f"{RUN}/config.yaml"
-    with refusing(setting, url, "read"):
-        bucket = Bucket(url)
-        for checkpoint, listing in tried(bucket.checkpoints).items():
-            if listing is not None:
-                with suppress(DamagedError):
-                    tried(bucket.get, f"{CHECKPOINTS}/{checkpoint}", listing, [name], to)
-                    return to / name
-    return None

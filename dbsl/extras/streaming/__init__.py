@@ -1,21 +1,49 @@
-"""Data larger than the disk: row groups of parquet shards through a cache of a fixed size."""
+"""Data larger than the disk: row groups of parquet shards through a cache of a fixed size.
+
+Row groups are in the cache before a batch needs them, and held until it has them. Images are
+shuffled in blocks, so that an epoch needs few row groups at a time.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import torch
+from PIL import Image
+
+from dbsl.base.errors import ReadError, SettingError
+from dbsl.base.machine import lazy_import, local_processes
+from dbsl.base.seeds import generator
+from dbsl.base.words import plural
 from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
-from dbsl.config.settings import RunConfig
-from dbsl.extras.streaming.streaming import Streams
+from dbsl.config.image_settings import ImageConfig
+from dbsl.data.images import ImageLoader, Request
+from dbsl.data.sources import Batch
+from dbsl.data.tables import Splits
+from dbsl.data.transforms import Transform
+from dbsl.extras.streaming.groups import GroupCache
+from dbsl.extras.streaming.shards import ShardedSplit, open_shards
+from dbsl.plan.sampler import Blocks
 from dbsl.run.session import Session
 
+datasets = lazy_import("datasets")
+
+_BATCHES_AHEAD = 2  # a loader process's: DataLoader's default
+_THREADS = 4  # row groups that are read at a time
+_PATIENCE_S = 600.0  # without a row group, when one is waited for
+_LOOK_S = 0.5  # after which a thread that waits for room looks whether anybody still needs it
 SHUFFLE_BLOCK = 8192  # images: 82 row groups of the 100 that `datasets` writes
 
 
 @dataclass(frozen=True)
-class StreamSettings(RunConfig):
+class StreamSettings(ImageConfig):
     """Whether data are read in row groups as they are needed."""
 
     # --- data
@@ -51,3 +79,277 @@ class Streaming(Extra):
         average = run.statistics_batch if getattr(config, "ema_decay", 0) else 0
         data.train.check_room(max(run.largest_batch, average), in_order=in_order)
         data.evaluation.check_room(1, in_order=run.evaluation_batch)
+
+
+class StreamLoader(ImageLoader):
+    """Images in row groups that come into a cache before loader processes read them.
+
+    `block` images are shuffled together.
+    """
+
+    def __init__(
+        self,
+        split: ShardedSplit,
+        device: torch.device,
+        loader_workers: int,
+        max_bad: int,
+        cache: GroupCache,
+        block: int,
+    ) -> None:
+        self._awaited = _Awaited()
+        super().__init__(split, device, loader_workers, max_bad, requests=self._awaited)
+        self.blocks = Blocks(np.diff(split.begins), block)
+        self._cache = cache
+        self._ahead = _BATCHES_AHEAD * loader_workers
+        cache.knows(*split.names)
+        weakref.finalize(self, _Awaited.stop, self._awaited)
+
+    def batches(
+        self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
+    ) -> Iterator[Batch]:
+        """See `ImageLoader.batches`; waits for the row groups of the first batches."""
+        index_batches = list(index_batches)
+        self._awaited.on_its_way = Prefetch(self._cache, self._split, index_batches, self._ahead)
+        return super().batches(index_batches, transform, epoch)
+
+    def described(self, seed: int) -> str:
+        """Return in a line how large the cache is, and how well the first epoch is shuffled."""
+        shares = self.blocks.pair_shares(self.labels, generator(seed, "shuffle", 0))
+        percent = {name: f"{100 * share:.2g} %" for name, share in shares.items()}
+        groups = plural(len(self.blocks.sizes), "row group")
+        return (
+            f"{groups} through a cache of {self._cache.limit / 2**30:.3g} GiB, shuffled in "
+            f"{plural(self.blocks.count, 'block')}: of two images of a block {percent['group']} "
+            f"are of one row group ({percent['group_of_all']} of any two), {percent['class']} of "
+            f"one class ({percent['class_of_all']})"
+        )
+
+    def check_room(self, batch: int, in_order: int = 0) -> None:
+        """Raise ``SettingError`` if the cache is too small for an epoch.
+
+        A batch has at most `batch` images in an epoch's order, `in_order` in that of their numbers.
+        """
+        # A stretch of samples that begins inside of a block ends inside of another.
+        blocks = 1 + max(1, -(-(self._ahead + 1) * batch // self.blocks.smallest))
+        needed = min(blocks, self.blocks.count) * self.blocks.largest(self._split.weights)
+        ends = self._split.begins[:-1] + self.blocks.sizes - 1 + (self._ahead + 1) * in_order
+        last = self._split.places_of(np.minimum(ends, len(self) - 1))
+        total = np.concatenate([[0], np.cumsum(self._split.weights)])
+        needed = max(needed, int((total[last + 1] - total[:-1]).max()) if in_order else 0)
+        needed = min(needed, int(total[-1]))
+        if needed > self._cache.share:
+            why = f" for blocks of {self.blocks.block} images and batches of {batch}"
+            raise _too_small(needed, self._cache, why)
+
+    def _received(self, number: int) -> None:
+        self._awaited.on_its_way.through(number)
+
+
+class _Awaited(list[Request]):
+    """Requests of loader processes, each given out once its row groups are in the cache."""
+
+    on_its_way: Prefetch | None = None  # the row groups of the latest requests
+
+    def __iter__(self) -> Iterator[Request]:
+        row_groups = self.on_its_way
+        for number, request in enumerate(list.__iter__(self)):
+            row_groups.wait(number)
+            yield request
+
+    def stop(self) -> None:
+        """Bring no more row groups."""
+        if self.on_its_way is not None:
+            self.on_its_way.stop()
+
+
+class Streams:
+    """A data set's splits as streams through one cache of so many GiB; see `StreamLoader`."""
+
+    def __init__(self, cache_gib: float, block: int) -> None:
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "dbsl" / "row-groups"
+        self._cache = GroupCache(folder, int(cache_gib * 2**30), local_processes())
+        self._block = block
+
+    def open(self, config: ImageConfig) -> Splits:
+        """See `dbsl.extras.streaming.shards.open_shards`."""
+        cache, kept = self._cache, []
+
+        def keep(name: str, write: Callable[[Path], None]) -> Path:
+            kept.append(name)
+            cache.knows(name)
+            cache.hold({name: 0})  # small, and only until it has been read
+            return cache.fetch(name, write, f"dataset {config.dataset!r}")
+
+        try:
+            return open_shards(config, cache.folder, keep)
+        finally:
+            cache.release(*kept)
+
+    def first_images(self, split: ShardedSplit, most: int) -> list[Image.Image | str]:
+        """Return the first images of a split, all of one row group, or why one is not to be had."""
+        name, weight = split.names[0], int(split.weights[0])
+        if weight > self._cache.share:
+            raise _too_small(weight, self._cache, " for a row group")
+        self._cache.hold({name: weight})
+        try:
+            _fetch(self._cache, split, 0)
+            return list(split.decode(np.arange(min(most, split.begins[1]))))
+        finally:
+            self._cache.release(name)
+
+    def source(
+        self, split: ShardedSplit, device: torch.device, loader_workers: int, max_bad: int
+    ) -> StreamLoader:
+        """Return a split's images as a source."""
+        return StreamLoader(split, device, loader_workers, max_bad, self._cache, self._block)
+
+
+class Prefetch:
+    """Brings the row groups of batches into the cache, in the order of the batches.
+
+    As many are on their way, or held, as this process may hold. A row group is let go with the last
+    batch that needs it. What an earlier one of the same cache still brings is ended. `batches` are
+    sample numbers, int64 [B]; `ahead` of them may be waited for before the first is through.
+    """
+
+    def __init__(
+        self, cache: GroupCache, split: ShardedSplit, batches: Sequence[np.ndarray], ahead: int
+    ) -> None:
+        self._cache, self._split = cache, split
+        samples = np.concatenate([np.empty(0, np.int64), *batches]).astype(np.int64)
+        places = split.places_of(samples)
+        number = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+        self._first, self._last = np.full((2, len(split.groups)), -1)
+        self._first[places[::-1]] = number[::-1]  # among equal places the one assigned last counts
+        self._last[places] = number
+        used = np.flatnonzero(self._last >= 0)
+        self._queue = used[np.argsort(self._first[used], kind="stable")]
+        self._by_last = used[np.argsort(self._last[used], kind="stable")]
+        self._lasts = self._last[self._by_last]
+        self._check_room(len(batches), ahead)
+        self._needed = np.searchsorted(
+            self._first[self._queue], np.arange(len(batches)), side="right"
+        )
+        self._there = np.zeros(len(self._queue), dtype=bool)
+        self._whole = self._holding = self._taken = self._released = self._bytes = 0
+        self._changed, self._deciding = threading.Condition(), threading.Lock()
+        self._error: Exception | None = None
+        self.stopped = False
+        if cache.bringing is not None:
+            cache.bringing.stop()
+        cache.bringing = self
+        for _ in range(min(_THREADS, len(self._queue))):
+            threading.Thread(target=self._work).start()
+
+    def wait(self, batch: int) -> None:
+        """Return when all row groups of a batch, and of those before it, are in the cache."""
+        with self._changed:
+            while self.stopped or self._whole < self._needed[batch]:
+                if self._error is not None:
+                    raise self._error
+                if self.stopped:  # what was there may be gone
+                    raise RuntimeError("a later call of batches() took over the cache")
+                so_far = self._there.sum()
+                if not self._changed.wait(_PATIENCE_S) and self._there.sum() == so_far:
+                    raise ReadError(f"no row group came within {_PATIENCE_S:.0f} s")
+
+    def through(self, batch: int) -> None:
+        """Let go of what no batch after this one needs."""
+        done = int(np.searchsorted(self._lasts, batch, side="right"))
+        gone = self._by_last[self._released : done]
+        if not len(gone) or self.stopped:
+            return
+        self._cache.release(*(self._split.names[place] for place in gone), holder=self)
+        with self._changed:
+            self._released = done
+            self._bytes -= int(self._split.weights[gone].sum())
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Bring no more, and let go of everything."""
+        with self._changed:
+            if self.stopped:
+                return
+            self.stopped = True
+            self._changed.notify_all()
+        held = set(self._queue[: self._holding]) - set(self._by_last[: self._released])
+        self._cache.release(*(self._split.names[place] for place in held), holder=self)
+
+    def _check_room(self, batches: int, ahead: int) -> None:
+        """Raise ``SettingError`` unless what batches need at a time may be held."""
+        change = np.zeros(batches + ahead + 2, np.int64)
+        np.add.at(change, self._first[self._queue], self._split.weights[self._queue])
+        np.add.at(change, self._last[self._queue] + ahead + 1, -self._split.weights[self._queue])
+        needed = int(np.cumsum(change)[:batches].max(initial=0))
+        if needed > self._cache.share:
+            raise _too_small(needed, self._cache)
+
+    def _work(self) -> None:
+        """Bring one row group after the other."""
+        try:
+            while (number := self._next()) is not None:
+                place = int(self._queue[number])
+                _fetch(self._cache, self._split, place)
+                with self._changed:
+                    self._there[number] = True
+                    while self._whole < len(self._there) and self._there[self._whole]:
+                        self._whole += 1
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        """Return the next row group's place in the queue, once there is room; None: no more."""
+        with self._deciding:
+            while True:
+                with self._changed:
+                    if self._over():
+                        return None
+                    if self._taken < self._holding:
+                        self._taken += 1
+                        return self._taken - 1
+                    room = self._cache.share - self._bytes
+                    weights = self._split.weights[self._queue[self._holding :]]
+                    fits = int(np.searchsorted(np.cumsum(weights), room, side="right"))
+                    if not fits:
+                        self._changed.wait(_LOOK_S)
+                        continue
+                self._hold(fits)
+
+    def _over(self) -> bool:
+        # At its end the interpreter waits for threads.
+        gone = self.stopped or self._error or not threading.main_thread().is_alive()
+        return bool(gone) or self._taken == len(self._queue)
+
+    def _hold(self, count: int) -> None:
+        """Hold the next row groups of the queue."""
+        split, end = self._split, self._holding + count
+        new, rest = self._queue[self._holding : end], self._queue[end:]
+        self._cache.hold(
+            {split.names[place]: int(split.weights[place]) for place in new},
+            {split.names[place]: int(self._first[place]) for place in rest},
+            holder=self,
+        )
+        with self._changed:
+            self._holding = end
+            self._bytes += int(split.weights[new].sum())
+            stopped = self.stopped
+        if stopped:  # meanwhile
+            self._cache.release(*(split.names[place] for place in new), holder=self)
+
+
+def _fetch(cache: GroupCache, split: ShardedSplit, place: int) -> None:
+    """Bring the file of the place-th row group into the cache."""
+    named = split.shards.named(int(split.groups[place]))
+    cache.fetch(split.names[place], lambda path: split.write(place, path), named)
+
+
+def _too_small(needed: int, cache: GroupCache, why: str = "") -> SettingError:
+    """Return what to say of a cache in which a process may hold less than it needs, bytes."""
+    least, given = needed * cache.processes / 2**30, cache.limit / 2**30
+    digits = 2 - int(np.floor(np.log10(least)))
+    least = np.ceil(least * 10.0**digits) / 10.0**digits  # rounded up: it is enough
+    shares = f", a part for each of {cache.processes} processes" if cache.processes > 1 else ""
+    return SettingError(f"cache_gib must be at least {least:.3g}{why}{shares}, got {given:.3g}")

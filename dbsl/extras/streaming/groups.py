@@ -36,7 +36,7 @@ _FILE, _HELD, _ALIVE = ".arrow", ".held", ".alive"
 
 
 class Bringing(Protocol):
-    """What brings files into a cache, as `dbsl.extras.streaming.streaming.Prefetch` does."""
+    """What brings files into a cache, as `dbsl.extras.streaming.Prefetch` does."""
 
     def stop(self) -> None:
         """Bring no more, and let go of everything."""

@@ -30,6 +30,7 @@ from dbsl.base.machine import threads_of_process
 from dbsl.base.words import plural
 from dbsl.config.fields import in_range
 from dbsl.config.flags import POSITIONAL, REPEATED, parse_flags
+from dbsl.config.hooks import file_of
 from dbsl.config.parse import config_to_yaml, read_settings, yaml_to_argv
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
@@ -150,7 +151,11 @@ class Arm:
         extra = {**self.extra, "seed": seed}
         # There are many runs: each leaves its figures and last weights, no checkpoints.
         defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
-        extra |= {n: value for n, value in defaults.items() if n not in self.settings}
+        extra |= {
+            name: value
+            for name, value in defaults.items()
+            if name not in self.settings and not file_of(name)  # an extra's file may be deleted
+        }
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with
         if "cpu_threads" not in self.settings and jobs > 1 and not begun:
             extra["cpu_threads"] = threads_of_process(jobs)

@@ -30,9 +30,10 @@ from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
 from dbsl.config.fields import Within, check_fields, in_range
 from dbsl.config.flags import parse_flags
+from dbsl.config.hooks import settings_of_extras
 from dbsl.config.image_settings import ImageConfig, check_images
 from dbsl.config.parse import config_to_yaml
-from dbsl.config.settings import MachineConfig
+from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides
 from dbsl.optimizer import check_optimizer
@@ -70,10 +71,13 @@ _PARENT = "DBSL_STUDY_PARENT"  # variable of a process of several: the parent's 
 _MAY_CHANGE = ("batch_sizes", "optimizers", "trials", "processes", "cpu_threads", "max_minutes")
 _MAY_CHANGE += ("output_dir", "plot", "loader_workers", "eval_batch_size", "max_bad_images")
 _END_PATIENCE_S = 60.0  # for processes that were asked to stop
+_OF_DATA = [own for own in settings_of_extras() if not issubclass(own, RunConfig)]
 
 
 @dataclass(frozen=True)
-class StudyConfig(MachineConfig, ImageConfig):  # every field is a flag, its comment the help
+class StudyConfig(
+    *_OF_DATA, MachineConfig, ImageConfig
+):  # every field is a flag, its comment the help
     """Count steps to a goal at every batch size; a range is two values, one value is fixed."""
 
     # --- the study

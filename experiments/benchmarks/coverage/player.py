@@ -16,7 +16,7 @@ from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.restart import plan_restart, with_lost_workers
 from dbsl.cluster.protocol import leave_out
-from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Round, Segment
+from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.session import make_reports
 from dbsl.run.training import Run
@@ -78,7 +78,7 @@ class _Player:
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
         self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
         self._stops = list(case.stops)
-        self._collected: list[tuple[int, Round, np.ndarray]] = []  # the last pushes, by version
+        self._collected: list[tuple[int, Turn, np.ndarray]] = []  # the last pushes, by version
 
     def play(self) -> Played:
         """Play to the end."""
@@ -99,21 +99,21 @@ class _Player:
                 self._cluster.load(turn)
                 self.played.epochs.append(turn.epoch)
                 continue
-            segment = self._cluster.plan(turn)
+            segment = self._cluster.segment(turn)
             if self._stops and self._stops[0].turn <= self.played.turns:
                 self._stop(self._stops.pop(0).workers)  # inside the round, whose plan is known
                 return True
             self._train(turn, segment)
         return False
 
-    def _turns(self) -> Iterator[Round | EpochEnd]:
+    def _turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield the cluster's turns; where no plan is left after a loss, the run ends."""
         try:
             yield from self._cluster.turns()
         except SyncError:
             self.played.ended = True
 
-    def _train(self, turn: Round, segment: Segment) -> None:
+    def _train(self, turn: Turn, segment: Segment) -> None:
         """Count the samples of a turn as trained on, and push."""
         run, cluster, played = self._run, self._cluster, self.played
         server, version = cluster.server, cluster.server and cluster.server.version

@@ -15,7 +15,7 @@ import train
 from dbsl.extras.noise import NoiseProbe, probe_interval
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.types import Round, TimeModel
+from dbsl.plan.types import TimeModel, Turn
 from experiments.benchmarks.speed.arms import (
     LR,
     MOMENTUM,
@@ -54,7 +54,7 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
         loss_of(model, images, labels).backward()
         _synchronize()
         spent = time.perf_counter() - began
-        who = Round((turn % WORKERS,), turn // WORKERS, 0)
+        who = Turn((turn % WORKERS,), turn // WORKERS, 0)
         for name, probe in probes.items():
             call = partial(probe.measure, who, whole, False, images, labels, loss_of)
             times[name].append(_timed(call))

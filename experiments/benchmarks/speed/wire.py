@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dbsl.cluster.weights import FlatWeights
 from dbsl.model import build_model
-from dbsl.plan.types import Round
+from dbsl.plan.types import Turn
 from experiments.benchmarks.server_scale import report_of, served_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,10 +97,10 @@ def measure(wire: str) -> dict[str, Any]:
         sync.push([report_of(0, done)])
         done += 1
         if done < rounds:
-            sync.pull(Round((0,), 0, done))
+            sync.pull(Turn((0,), 0, done))
 
     rates: dict[str, list[float]] = {"bare gloo": [], "server": []}
-    sync.pull(Round((0,), 0, 0))
+    sync.pull(Turn((0,), 0, 0))
     for _ in range(TURNS):
         for name, exchange in (("bare gloo", bare), ("server", push_and_pull)):
             exchange()

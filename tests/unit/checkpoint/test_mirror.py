@@ -23,9 +23,8 @@ from dbsl.checkpoint.disk import (
     write_shard,
 )
 from dbsl.config.parse import parse_config
-from dbsl.extras.mirror import mirror as mirroring
+from dbsl.extras import mirror as mirroring
 from dbsl.extras.mirror.bucket import tried
-from dbsl.extras.mirror.mirror import open_mirror, pulled
 from tests.unit.checkpoint.test_checkpoint import write
 from train import Config
 
@@ -35,7 +34,7 @@ CALLS = ("ls", "cat_file", "put_file", "get_file", "rm_file", "rm")
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
-    for name in ("dbsl.extras.mirror.bucket.pause_s", "dbsl.extras.mirror.mirror.pause_s"):
+    for name in ("dbsl.extras.mirror.bucket.pause_s", "dbsl.extras.mirror.pause_s"):
         monkeypatch.setattr(name, lambda number: 0.001)
     return wiped(fsspec.filesystem("memory"))
 
@@ -96,8 +95,24 @@ def folder_with(checkpoint):
     return add
 
 
+class Mirror(mirroring.Mirror):
+    """A mirror for as long as a `with` lasts."""
+
+    def __enter__(self):
+        self.report(None, ())
+        return self
+
+    def __exit__(self, kind, *_):
+        self.close(kind)
+
+
 def mirror_of(folder, accelerator, found=None, **settings):
-    return open_mirror(Config(**{"mirror": URL, **settings}), folder, found, accelerator)
+    mirror = Mirror()
+    mirror.open(Config(**{"mirror": URL, **settings}), folder, found, accelerator)
+    return mirror
+
+
+pulled = mirroring.Mirror().config
 
 
 def pull(path, accelerator, **settings):
@@ -294,12 +309,12 @@ def test_the_newest_state_wins_on_a_slow_connection(
         mirror.wait()
         monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
         folder_with(folder, 1)
-        mirror.wake()
+        mirror.saved()
         assert ready.wait(10)
         for sequence in range(2, 6):
             folder_with(folder, sequence)
             prune(folder, 1, mirror.uploading)
-            mirror.wake()
+            mirror.saved()
         assert (folder / "checkpoints/save-000001").exists()  # it is on its way
         go.set()
         mirror.wait()
@@ -337,7 +352,7 @@ def test_shards_that_come_late_are_waited_for_and_lost_ones_are_not(
     monkeypatch.setattr(mirroring, "read_manifest", lambda _: replace(manifest, processes=3))
     with mirror_of(tmp_path / "run", accelerator) as mirror:
         mirror.saving = {1: {1}}.__getitem__  # and rank 2 saves nothing
-        mirror.wake()
+        mirror.saved()
         threading.Timer(0.3, lambda: vouch_for_shard(checkpoint, 1, shard)).start()
         shard = write_shard(checkpoint, 1, {"rank": 1}, {})
         mirror._ending = False

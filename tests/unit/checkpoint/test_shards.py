@@ -13,7 +13,7 @@ from dbsl.checkpoint.restart import epochs_under_way, plan_restart, with_lost_wo
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Ledger, Members
 from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.solve import PlanRules, plan_dual_batch
 from dbsl.plan.types import RoundReport, Segment, TimeModel
@@ -28,7 +28,7 @@ def server_shard(clocks, active=None, **planner):
     server = NOTHING | {"clocks": clocks, "active": active}
     return {
         "cluster": {"clock": clocks[0], "waited_s": 0.5, "server": server},
-        "planner": {"current": {8: 0}, "segments": {}, **planner},
+        "planner": Ledger({8: dual(2)}, lambda epoch: 8).state_dict() | planner,
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
         "timer": {0: 0.3},
@@ -148,8 +148,8 @@ def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
 
 
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
-    state = server_shard([3, 3], segments={2: []})
-    state["planner"] |= {"current": {8: 0}, "plans": [{"workers": [{"steps": 5}]}]}
+    steps = Ledger({8: plan_steps(45, [5, 5], [FAST] * 2)}, lambda epoch: 8)  # five an epoch
+    state = server_shard([3, 3], **steps.state_dict() | {"segments": {2: []}})
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
     assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
 

@@ -10,7 +10,7 @@ from dbsl.cluster.merges import Delta, choose_rule, half, mean, ratio
 from dbsl.cluster.server import Server
 from dbsl.cluster.serving import ServingCluster
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import Restart, Round, RoundReport
+from dbsl.plan.types import Restart, RoundReport, Turn
 
 
 def report(worker, merge_weight=1.0, round_=0, epoch=0):
@@ -141,7 +141,7 @@ def test_others_may_push_while_rank_0_copies_what_it_has_pulled(monkeypatch):
         load(vector)
 
     monkeypatch.setattr(weights, "load", slowly)
-    cluster.pull(Round((0,), 0, 0))
+    cluster.pull(Turn((0,), 0, 0))
     assert torch.equal(weights.vector, expected)  # of the moment of the pull
     assert owner.version == 1
     assert not torch.equal(owner.snapshot(), expected)

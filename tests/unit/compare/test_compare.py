@@ -425,6 +425,14 @@ def test_set_may_be_given_again_and_take_lists_and_booleans(tmp_path):
     )
 
 
+def test_without_the_extra_of_trackers_arms_leave_its_setting_out(tmp_path, monkeypatch):
+    (tmp_path / "arm.yaml").write_text("epochs: 2\n")
+    arm = compare._read_arm(tmp_path / "arm.yaml", "", {})
+    assert "--report-to" in arm.flags(0, tmp_path / "none", 1)
+    monkeypatch.setattr(compare, "file_of", lambda name: name == "report_to")
+    assert "--report-to" not in arm.flags(0, tmp_path / "none", 1)
+
+
 @pytest.mark.parametrize("more", [[], ["--report-only"]])
 def test_rows_of_other_settings_are_neither_counted_nor_replaced(arms, tmp_path, more):
     other = replace(run_of(0, 0.5), settings="another")

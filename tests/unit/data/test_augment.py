@@ -18,7 +18,7 @@ from dbsl.config.image_settings import (
     check_images,
 )
 from dbsl.config.settings import RunConfig
-from dbsl.data.augment import GlobalStreams, erase, erase_here, image_seeds, timm_transform
+from dbsl.data.augment import erase, global_streams, image_seeds, timm_transform
 from dbsl.data.dataset import load_data
 from dbsl.data.images import ImageLoader, PixelStore
 from dbsl.data.transforms import Transform
@@ -86,8 +86,7 @@ def test_the_images_are_those_of_timms_own_pipeline(photos):
     pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 48, 3), dtype=np.uint8)
     for number, image in enumerate(images):
         # Anything may have been drawn before: the seed of the sample is what counts.
-        with GlobalStreams() as streams:
-            streams.seed(image_seeds(3, "timm", 0, np.array([number]))[0])
+        with global_streams(image_seeds(3, "timm", 0, np.array([number]))[0]):
             expected = theirs(Image.fromarray(pixels[number])).permute(1, 2, 0)
         assert torch.equal(expected, image.round().byte())
 
@@ -99,8 +98,7 @@ def test_other_random_numbers_are_left_as_they_were():
     erase(torch.zeros(4, 3, 16, 16), EraseKwargs(1.0, "pixel"), np.arange(4), 0, 0)
     image = Image.new("RGB", (20, 20))
     Transform(16, "timm", True, *GREY, 0, pipeline=AugmentKwargs(aa=RAND)).augmented(image, 0, 0)
-    with GlobalStreams() as streams:
-        streams.seed(3)
+    with global_streams(3):
         torch.rand(1)
     assert expected == (random.random(), np.random.rand(), torch.rand(1))  # noqa: NPY002
 
@@ -165,7 +163,7 @@ def test_a_device_erases_all_images_of_a_batch_at_once():
 def test_what_a_device_gets_is_what_the_cpu_erases_in_place(mode):
     images, drawn = torch.randn(20, 3, 16, 16), (np.arange(20), 3, 1)
     kwargs = EraseKwargs(0.5, mode, 2)
-    canvas = erase_here(torch.full_like(images, torch.nan), kwargs, *drawn)
+    canvas = erase(torch.full_like(images, torch.nan), kwargs, *drawn)
     expected = torch.where(canvas.isnan(), images, canvas)
     assert not torch.equal(expected, images)
     assert torch.equal(erase(images, kwargs, *drawn), expected)

@@ -22,11 +22,10 @@ from dbsl.base.errors import ReadError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
 from dbsl.data.transforms import Transform
-from dbsl.extras.streaming import StreamSettings
+from dbsl.extras.streaming import Prefetch, StreamSettings
 from dbsl.extras.streaming import groups as group_cache
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import Shards
-from dbsl.extras.streaming.streaming import Prefetch
 from dbsl.plan.sampler import EpochSampler
 from tests.helpers import SHARDED, wait_until, write_shards
 

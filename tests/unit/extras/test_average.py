@@ -47,7 +47,7 @@ def test_statistics_are_measured_on_the_same_images_in_batches_of_one_size(
 def _recomputed(rank, world_size, model):
     """Return a model's statistics, recomputed from 60 random images of 4 px."""
     pixels = np.random.default_rng(0).integers(256, size=(60, 4, 4, 3), dtype=np.uint8)
-    images = PixelStore(pixels, np.zeros(60, np.int64), torch.device("cpu"))
+    images = PixelStore(pixels, np.zeros(60, np.int64), torch.device("cpu"), {})
     accelerator = SimpleNamespace(
         autocast=nullcontext, process_index=rank, num_processes=world_size, reduce=_mean
     )

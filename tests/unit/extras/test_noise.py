@@ -21,7 +21,7 @@ from dbsl.extras.noise import (
 )
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import PlanRules, plan_dual_batch
-from dbsl.plan.types import Round, RoundReport, TimeModel
+from dbsl.plan.types import RoundReport, TimeModel, Turn
 
 REPORT = RoundReport(0, 0, 0, 8, 16, 64, 4, 1.0, 2.0, 1.0)
 ENDLESS = 10**12  # training samples, of which every batch is a new draw
@@ -70,7 +70,7 @@ def test_parameters_frozen_after_the_probe_was_made_are_left_out(kind):
 
     step = Step((Part(0, np.arange(8), 1.0),), 0.0)
     loss_of(model, images, labels).backward()
-    found = probe.measure(Round((0,), 0, 0), step, False, images, labels, loss_of)
+    found = probe.measure(Turn((0,), 0, 0), step, False, images, labels, loss_of)
     own = sum(p.grad.square().sum() for p in model[1].parameters())
     torch.testing.assert_close(found["gradient_square"], own)
     assert ("micro_square" in found) == (kind == "micro")
@@ -97,7 +97,7 @@ def measure(model, sizes, rng, probe, epoch=0, data=None):
         model.zero_grad()
         quadratic_loss(model, samples, labels).backward()
         step = Step((Part(worker, np.arange(size), 1.0),), 0.0)
-        turn = Round((worker,), epoch, 0)
+        turn = Turn((worker,), epoch, 0)
         found = probe.measure(turn, step, False, samples, labels, quadratic_loss)
         numbers = {name: float(value) for name, value in found.items() if name.endswith("square")}
         who = {"worker": worker, "local_batch_size": size}
@@ -217,7 +217,7 @@ def test_squares_are_the_same_to_the_bit_wherever_gradients_lie(offset):
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = place(gradient)
             step = Step((Part(worker, np.arange(5), 0.3),), 0.0)
-            turn = Round((worker,), 0, 0)
+            turn = Turn((worker,), 0, 0)
             found.append(probe.measure(turn, step, False, images, labels, quadratic_loss))
             state = probe.state_dict()
             probe = make_probe(model, "joined", workers=12)
@@ -266,7 +266,7 @@ def launches_of_a_joined_round(layers):
         with Launches() as launches:
             for worker in (0, 1):
                 step = Step((Part(worker, np.arange(4), 1.0),), 0.0)
-                found = probe.measure(Round((worker,), 0, 0), step, False, None, (), None)
+                found = probe.measure(Turn((worker,), 0, 0), step, False, None, (), None)
     assert found["micro_square"].is_cuda
     return launches.count
 
@@ -282,7 +282,7 @@ def test_joined_gradients_are_added_to_the_bit_as_one_after_the_other():
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         step = Step((Part(worker, np.arange(size), weight),), 0.0)
-        probe.measure(Round((worker,), 0, 0), step, False, None, (), None)
+        probe.measure(Turn((worker,), 0, 0), step, False, None, (), None)
         own = [p.grad.clone() for p in model.parameters()]
         if wanted is None:
             wanted = [gradient * (size / weight) for gradient in own]
@@ -301,7 +301,7 @@ def test_on_cuda_rounds_of_few_steps_are_joined_now_and_then_all_workers_at_once
     with FakeTensorMode():
         trained = nn.Linear(1, 1, device=device)
         probe = choose_probe({8: plan}, {8: [model] * 4}, trained, **settings)
-    due = [[probe.due(Round((w,), epoch, 0)) for epoch in range(40)] for w in range(4)]
+    due = [[probe.due(Turn((w,), epoch, 0)) for epoch in range(40)] for w in range(4)]
     assert due == [[epoch % every == 0 for epoch in range(40)]] * 4
 
 
@@ -316,7 +316,7 @@ def test_an_extra_pass_has_cudnn_try_no_algorithms(monkeypatch):
     samples, labels = torch.randn(8, 3), torch.zeros(8)
     quadratic_loss(model, samples, labels).backward()
     step = Step((Part(0, np.arange(8), 1.0),), 0.0)
-    make_probe(model).measure(Round((0,), 0, 0), step, False, samples, labels, loss_of)
+    make_probe(model).measure(Turn((0,), 0, 0), step, False, samples, labels, loss_of)
     assert tried == [False]
     assert torch.backends.cudnn.benchmark
 
@@ -429,7 +429,7 @@ def test_probe_leaves_everything_as_it_was():
     random = torch.get_rng_state()
     probe = make_probe(model, least=2)
     step = Step((Part(0, np.arange(12), 1.0),), 0.0)
-    found = probe.measure(Round((0,), 0, 0), step, False, images, labels, loss_of)
+    found = probe.measure(Turn((0,), 0, 0), step, False, images, labels, loss_of)
     assert found["micro_batch"] == 3
     assert found["gradient_batch"] == 12
     squares = sum(g.square().sum() for g in gradients)
@@ -443,7 +443,7 @@ def test_a_batch_taken_in_micro_batches_is_measured_as_the_whole():
     model = Quadratic(4, 2.0).double()
     samples, labels = torch.zeros(16, 4, dtype=torch.float64), torch.zeros(16, dtype=torch.int64)
     quadratic_loss(model, samples, labels).backward()
-    step, turn = Step((Part(0, np.arange(16), 1.0),), 0.0), Round((0,), 0, 0)
+    step, turn = Step((Part(0, np.arange(16), 1.0),), 0.0), Turn((0,), 0, 0)
     last = (samples[-3:], labels[-3:])  # of the last micro-batch: no more are on the device
     for kind, micro in (("micro", 3), ("joined", None)):
         probe = make_probe(model, kind, workers=2)
@@ -455,7 +455,7 @@ def test_gradients_of_parts_are_scaled_back():
     model = Quadratic(4, 2.0).double()
     samples, labels = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     (quadratic_loss(model, samples, labels) * 0.25).backward()
-    probe, turn = make_probe(model, "joined", workers=2), Round((0,), 0, 0)
+    probe, turn = make_probe(model, "joined", workers=2), Turn((0,), 0, 0)
     step = Step((Part(0, np.arange(3), 0.25),), 0.0)
     pushed = probe.measure(turn, step, False, samples, labels, quadratic_loss)
     assert (pushed["gradient_batch"], float(pushed["gradient_square"])) == (3, pytest.approx(4.0))
@@ -477,7 +477,7 @@ def test_extra_passes_stay_within_their_share(steps):
 
 def test_workers_take_turns():
     probe = make_probe(nn.Linear(1, 1), every=3, rounds=2)
-    turns = [[Round((worker,), e, r) for e in range(3) for r in range(2)] for worker in range(3)]
+    turns = [[Turn((worker,), e, r) for e in range(3) for r in range(2)] for worker in range(3)]
     due = [[probe.due(turn) for turn in own] for own in turns]
     assert np.sum(due, axis=0).tolist() == [1] * 6
     assert np.sum(due, axis=1).tolist() == [2] * 3

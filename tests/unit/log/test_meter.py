@@ -14,7 +14,7 @@ from dbsl.log.meter import MEASURED, StepMeter, gradient_square
 from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step
 from dbsl.plan.solve import TimeModel
-from dbsl.plan.types import Round, RoundReport, StepLine
+from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.run.session import Progress, make_reports
 
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None)
@@ -22,7 +22,8 @@ WORKERS, ROUNDS, STEPS, BATCH = 2, 3, 5, 4
 
 
 def make_meter(lines, every=3, tell=True):
-    meter = StepMeter(every, tell=lines.append if tell else None)
+    meter = StepMeter(every)
+    meter.tell = lines.append if tell else None
     stepper = SimpleNamespace(model=nn.Linear(2, 1, bias=False), on_gradients=None)
     meter.attach(range(WORKERS), stepper, CPU)
     return meter, stepper
@@ -33,7 +34,7 @@ def train(meter, stepper, todo, progress, until=math.inf):
     played = 0
     while todo:
         worker, round_ = todo[0]
-        meter.begin(Round((worker,), round_, 0), anew=not progress.steps)
+        meter.begin(Turn((worker,), round_, 0), anew=not progress.steps)
         for number in range(progress.steps, STEPS):
             if played == until:
                 return progress
@@ -104,7 +105,7 @@ def test_a_round_behind_one_that_is_begun_again_goes_on_from_what_that_came_to()
     again = []
     meter, stepper = make_meter(again)
     meter.load_state_dict(saved.state_dict())
-    meter.begin(Round((0,), 0, 0), anew=True)  # as the server has not had the first
+    meter.begin(Turn((0,), 0, 0), anew=True)  # as the server has not had the first
     meter.end({0: [10 * BATCH]}, {0: BATCH})  # whose weights were others: so is its loss
     train(meter, stepper, [(0, 1)], Progress())
     assert [(line.step, line.loss) for line in again] == [(3, (10 + 6 + 7 + 8) / 4)]
@@ -122,7 +123,7 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
     plan = plan_steps(8, (8,), [TimeModel(1e-3, 0.02)])
     for steps in (0, 2):
         (report,) = make_reports(
-            Round((0,), 0, 0),
+            Turn((0,), 0, 0),
             plan,
             steps,
             {0: 8},
@@ -207,7 +208,7 @@ class Operators(TorchDispatchMode):
 
 def test_steps_without_a_line_add_no_operator():
     meter, stepper = make_meter([], every=3)
-    meter.begin(Round((0,), 0, 0), anew=True)
+    meter.begin(Turn((0,), 0, 0), anew=True)
     stepper.model.weight.grad = torch.ones(1, 2)
     added = []
     for number in range(6):

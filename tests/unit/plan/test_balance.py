@@ -274,7 +274,7 @@ def test_a_planner_goes_on_from_its_state_as_if_nothing_had_been():
         for planner in (one, two):
             values = iter(noise[epoch])
             measure(planner, epoch, lambda values=values: next(values))
-    assert one.current == two.current
+    assert one.ledger.current == two.ledger.current
     assert [*one.estimates(8)] == [*two.estimates(8)]
     assert one.changes == two.changes >= 1
 

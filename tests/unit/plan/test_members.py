@@ -7,9 +7,9 @@ import pytest
 from dbsl.cluster import served as through_server
 from dbsl.cluster.protocol import Change
 from dbsl.cluster.served import ServedCluster
-from dbsl.cluster.wire import SharedPlans, encode_plan
+from dbsl.cluster.wire import SharedPlans, encode_segment
 from dbsl.extras.emulate import Emulation
-from dbsl.plan.types import Round, Segment, TimeModel
+from dbsl.plan.types import Segment, TimeModel, Turn
 from experiments.benchmarks.coverage.cases import Case, Stop
 from experiments.benchmarks.coverage.check import check
 from experiments.benchmarks.coverage.player import play
@@ -175,11 +175,13 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(mo
     saved = Segment(run.plans[8], left=left)
     run.planner.ledger.keep(0, [saved])  # as every process has read it from a checkpoint
     run.planner.leave_out([2])
-    now = Segment(run.planner.current[8])
+    now = Segment(run.planner.ledger.current[8])
     cluster = ServedCluster.__new__(ServedCluster)
     cluster._plans, cluster._pair = SharedPlans(run.planner), None
     cluster._waited_s = 0.0
     monkeypatch.setattr(through_server, "send", lambda tensor, pair: None)
-    monkeypatch.setattr(through_server, "receive", lambda rows, pair: rows.copy_(encode_plan(now)))
+    monkeypatch.setattr(
+        through_server, "receive", lambda rows, pair: rows.copy_(encode_segment(now))
+    )
     expected = saved if left else now
-    assert cluster.plan(Round((1,), 0, 0)).plan.workers == expected.plan.workers
+    assert cluster.segment(Turn((1,), 0, 0)).plan.workers == expected.plan.workers

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ from dbsl.tools.study.trials import (
     search_points,
     trial_parameters,
 )
-from tests.helpers import Forked, wait_until
+from tests.helpers import Forked, wait_until, write_shards
 
 TINY = {
     "--batch-sizes": "16,32",
@@ -456,6 +457,16 @@ def test_folder_of_another_study_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"goal_error must be 0.8 as in .*study.yaml, or output_d"):
         run_study(tmp_path, goal_error=0.7)
     assert len(trials_of(tmp_path)) == 1
+
+
+def test_a_study_reads_data_that_come_through_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    (tmp_path / "shards").mkdir()
+    given = {"dataset": write_shards(tmp_path / "shards"), "cache_gib": 1, "loader_workers": 0}
+    sizes = {"batch_sizes": 16, "optimizers": "sgd", "trials": 1, "eval_samples": 16}
+    run_study(tmp_path / "study", **given, **sizes)
+    assert "cache_gib: 1.0" in (tmp_path / "study/study.yaml").read_text()
+    assert [*(tmp_path / "hf_cache/dbsl/row-groups").glob("*.arrow")]
 
 
 def test_budget_is_the_smaller_of_steps_and_examples():

@@ -1,0 +1,178 @@
+"""Lines for people: training that diverges, workers that come and go, times and losses."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from dbsl.base.errors import EXIT_DIVERGED, one_line_errors
+from dbsl.base.words import short_loss
+from dbsl.log.lines import Divergence, MemberLog, missed_times, refusal, times_in_words
+from dbsl.log.rows import no_result
+from dbsl.plan.types import JoinedWorker, LostWorker, RoundReport
+from dbsl.run.evaluation import Evaluation
+from tests.helpers import run
+from train import Config
+
+
+def told(losses, evaluations=None, steps=8, classes=3, accuracy=0.33, **settings):
+    """Return the epochs after which something is said, with that.
+
+    Losses are those of training, by epoch, and so are the evaluations' unless they are given.
+    """
+    said = []
+    config = Config(**{"lr": 0.1, "epochs": 10, "warmup_epochs": 1.0, **settings})
+    divergence = Divergence(config, classes, lambda line: said.append((epoch + 1, line)))
+    for epoch, (loss, found) in enumerate(zip(losses, evaluations or losses, strict=True)):
+        evaluation = None if found is None else Evaluation(accuracy, found, 100, 16)
+        divergence.look(epoch, loss, evaluation, steps=steps, batch_size=16)
+    return dict(said)
+
+
+@pytest.mark.parametrize("loss", [74.0, 8.0])
+def test_a_training_loss_that_has_risen_far_is_said_once_with_what_to_lower(loss):
+    losses = [2.3, 3.0, 5.5, loss, loss]
+    assert told(losses, [None] * 5, optimizer="adamw") == {
+        4: f"warning: the training loss of epoch 4 is {loss:g}, and was 2.3 in the first epoch: "
+        "training diverges; lower lr (0.1 with adamw)"
+    }
+
+
+@pytest.mark.parametrize(
+    "losses", [[693.0, 7.7], [51.2, 60.0, 40.0], [-3.0, -50.0], [0.01, 0.9], [math.nan, 9.0]]
+)
+def test_a_training_loss_of_any_size_is_no_alarm_as_long_as_it_does_not_rise_far(losses):
+    """Distillation, penalties and sums over classes know nothing of the logarithm of classes."""
+    assert told(losses, [None] * len(losses), steps=100) == {}
+
+
+def test_a_run_that_learns_nothing_after_its_warm_up_is_told_the_setting_and_what_to_try():
+    """Losses of a ResNet-18 at lr 0.1 in batches of 16: far from diverging, and useless."""
+    assert told([1.124, 1.910, 1.468, 1.415, 1.5]) == {
+        4: "warning: the evaluation's cross-entropy is 1.42 after epoch 4, no better than guessing "
+        "among 3 classes (1.10): nothing is learnt with lr 0.1 (sgd, 16 samples a step); try "
+        "another, 0.01 first"
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "evaluations", "options", "epochs"),
+    [
+        ([1.124, 1.910, 1.468], None, {"steps": 16}, []),
+        ([1.124, 1.910, 1.468], None, {"steps": 100}, [2]),  # an epoch is enough
+        ([1.2], None, {"steps": 16, "epochs": 1}, [1]),  # the run is over, be it all warm-up
+        ([1.2] * 2, None, {"steps": 4, "epochs": 2}, []),  # too few steps to tell
+        ([1.124, 1.3, 0.7, 1.2, 1.1, 0.9], None, {}, []),
+        ([1.2] * 6, [None, None, None, None, 1.2, 1.2], {}, [5]),  # where it is evaluated
+        ([52.0] * 6, [0.9] * 6, {}, []),  # a training loss that is 50 times something
+        ([0.2] * 6, [1.2] * 6, {}, [4]),
+        ([0.001] * 6, [1.5] * 6, {"accuracy": 0.7}, []),  # confident, and wrong at times
+        ([9.0, 8.0, 7.0, 6.0, 5.0], [1.2] * 5, {}, []),  # it falls clearly
+        ([-9.0, -8.0, -10.0, -12.0, -14.0], [1.2] * 5, {}, []),
+        ([1.0] * 6, [0.0] * 6, {"classes": 1}, []),
+    ],
+)
+def test_only_the_evaluation_is_held_against_guessing(losses, evaluations, options, epochs):
+    assert [*told(losses, evaluations, **options)] == epochs
+
+
+@pytest.mark.parametrize(
+    ("fault", "precision", "settings", "said"),
+    [
+        (1, "no", {}, "worker 2 is refused: its loss is not finite; lower lr (0.1 with sgd)$"),
+        (1, "bf16", {}, "lower lr (0.1 with sgd) or try --mixed-precision no instead of bf16"),
+        (4, "bf16", {}, "worker 2 is refused: conv.bias is not finite, though its loss is; lower"),
+        (4, "no", {}, "(0.1 with sgd), or see whether all gradients of the loss are finite"),
+        (2, "fp16", {}, "a weight on its way to rank 0 is not finite, though its loss is; lower"),
+        (3, "no", {"sync": "step"}, "of all workers is refused: conv.weight is not finite"),
+        (3, "no", {"push": "gradients"}, "the gradient of conv.weight is not finite"),
+    ],
+)
+def test_each_refused_round_says_what_was_not_finite_and_what_to_try(
+    fault, precision, settings, said
+):
+    config = Config(lr=0.1, optimizer="sgd", workers=4, **settings)
+    report = RoundReport(2, 4, 1, 16, 8, 40, 5, 1.0, 2.3, 0.5, refused=True, fault=fault)
+    line = refusal(report, config, precision, ("conv.weight", "conv.bias"))
+    assert line.startswith("warning: round 2 of epoch 5 of ")
+    assert said in f"{line}$"
+
+
+@pytest.mark.parametrize(
+    ("workers", "lr", "reason"),
+    [
+        (4, 1e15, "the loss of the final evaluation is not finite"),
+        # The weights are the initial ones, whose loss is finite.
+        (2, 1e15, "every round of the last epoch was refused"),
+    ],
+)
+def test_a_diverged_run_ends_with_a_status_and_without_a_model_card(
+    tmp_path, capsys, workers, lr, reason
+):
+    settings = {"workers": workers, "lr": lr, "epochs": 1, "mixed_precision": "no"}
+    folder = tmp_path / "run"
+    for resume in (None, "auto")[: workers - 1]:  # finished, and no better for it
+        with pytest.raises(SystemExit) as ended, one_line_errors():
+            run(folder, **settings, warmup_epochs=0, resume=resume)
+        assert ended.value.code == EXIT_DIVERGED == 3
+        said = capsys.readouterr().err
+        assert f"error: {reason}" in said
+        assert "lower lr (1e+15 with sgd)" in said
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["final_loss"] is None) == (workers == 4)
+    assert summary.get("last_epoch_refused", False) == (workers == 2)
+    assert not (folder / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "classes", "diverged"),
+    [
+        *((0.01, 10, False), (74.0, 10, False), (2300.0, 10, False), (2310.0, 10, True)),
+        *((2310.0, 1000, False), (6e35, 1000, True)),
+    ],
+)
+def test_a_loss_a_thousand_times_that_of_guessing_is_no_result(loss, classes, diverged):
+    assert bool(no_result({"final_loss": loss, "classes": classes})) == diverged
+
+
+def test_workers_that_are_lost_and_join_between_two_looks_are_recorded_in_order():
+    events, said = [], []
+    members = MemberLog(lambda event, row: events.append(event), said.append)
+    loss, again = LostWorker(1, 1, 3, 7, "its process died"), JoinedWorker(1, 1, 5, 5)
+    members.hear(SimpleNamespace(membership=lambda: [loss, again, loss]))
+    assert events == ["lost", "joined", "lost"]
+    assert members.found == {"lost_workers": [1, 1], "joined_workers": [1], "lost_samples": 14}
+    assert ["was lost" in line for line in said] == [True, False, True]
+
+
+@pytest.mark.parametrize(("error", "said"), [(0.6, True), (-0.6, True), (0.4, False)])
+def test_times_are_warned_of_only_if_half_off_and_a_worker_alone_never(error, said):
+    values = {"time_s": 1 + error, "predicted_time_s": 1.0}
+    assert bool(missed_times({0: values, 1: {"time_s": 1.0, "predicted_time_s": 0.0}})) == said
+    assert missed_times({0: values}) is None
+
+
+@pytest.mark.parametrize(
+    ("times_s", "text"),
+    [
+        ([], ""),
+        ([0.0, 0.0], ""),
+        ([0.0123, 0.0234], "  workers 0.012-0.023 s"),
+        ([1.23, 1.24], "  workers 1.2 s"),
+        ([9.4, 1234.5], "  workers 9.4-1234 s"),
+    ],
+)
+def test_worker_times_have_two_digits_or_are_left_out(times_s, text):
+    assert times_in_words(times_s) == text
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        *((0.0012, "0.001"), (2.3026, "2.303"), (99.9994, "99.999"), (123.4, "123.4")),
+        *((12345.6, "12346"), (1e6, "1.0e06"), (6.04e35, "6.0e35"), (math.nan, "nan")),
+    ],
+)
+def test_a_loss_is_printed_in_six_characters(loss, text):
+    assert short_loss(loss) == text
