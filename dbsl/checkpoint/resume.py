@@ -51,8 +51,7 @@ from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, withou
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.types import Restart
-from dbsl.run.code import SUMS, Code, unlike
-from dbsl.run.folder import check_metrics
+from dbsl.run.folder import SUMS, Code, check_metrics, unlike
 from dbsl.run.training import Run
 
 _TIMES = with_role(RunConfig, Role.TIMES)

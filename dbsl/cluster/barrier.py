@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,8 +82,7 @@ class BarrierCluster(Cluster):
         True: they were refused.
         """
         (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        self._waited_s = 0.0
+        report = self._timed(report)
         self._meet(report.epoch, report.round, report)
         return report.refused
 

@@ -77,7 +77,7 @@ class JointCluster(Cluster):
         True: it was refused, and the weights are those of its start.
         """
         self._finish_round()
-        done = self._timed(reports) if self._times else self._gathered(*reports)
+        done = self._simulated(reports) if self._times else self._gathered(*reports)
         refused = any(report.refused for report in done)
         if refused:
             self.weights.load(self._start)
@@ -95,7 +95,7 @@ class JointCluster(Cluster):
         self._start, self._before = None, 0
         return refused
 
-    def _timed(self, reports: Sequence[RoundReport]) -> list[RoundReport]:
+    def _simulated(self, reports: Sequence[RoundReport]) -> list[RoundReport]:
         """Let simulated time pass, as long as the slowest worker's round takes."""
         times = [self._times(r.worker, r.epoch, r.round) for r in reports]
         slowest = max(map(sum, times))

@@ -24,7 +24,7 @@ from dbsl.config.settings import RunConfig
 from dbsl.data.images import ImageSource
 from dbsl.data.transforms import Transform
 from dbsl.model import EMA, set_training
-from dbsl.plan.sampler import Blocks
+from dbsl.plan.sampler import Order
 from dbsl.plan.types import EpochEnd
 from dbsl.run.evaluation import Evaluation
 from dbsl.run.session import Session
@@ -130,7 +130,7 @@ def statistics_batches(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
-    blocks: Blocks | None = None,
+    blocks: Order | None = None,
 ) -> list[np.ndarray]:
     """Return this rank's index batches of training images to measure batch norm's statistics on.
 

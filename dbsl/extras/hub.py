@@ -22,8 +22,7 @@ from dbsl.config.fields import Role
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import RunConfig
 from dbsl.log.rows import no_result, read_metrics
-from dbsl.run.code import code_in_words
-from dbsl.run.folder import RESULTS, settings_in
+from dbsl.run.folder import RESULTS, code_in_words, settings_in
 
 huggingface_hub, timm = lazy_import("huggingface_hub"), lazy_import("timm")
 

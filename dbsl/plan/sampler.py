@@ -1,6 +1,6 @@
 """Which samples each worker takes, step by step; over all workers an epoch covers each one once.
 
-Pure. An epoch is one seeded permutation, or one that `Blocks` draws. For rounds it is cut into
+Pure. An epoch is one seeded permutation, or one that an `Order` draws. For rounds it is cut into
 rounds, each round into the workers' parts and each part into batches; for joint steps into global
 batches, each into the workers' parts. Where a round or a step begins is known without the ones
 before it, so a sampler's state is three integers (seed, epoch, position), shares may change between
@@ -16,14 +16,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.config.settings import RunConfig
-from dbsl.plan.machines import bounded_split, split_batch
-from dbsl.plan.types import Segment, Turn
+from dbsl.plan.machines import split_batch
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
@@ -52,9 +51,16 @@ class Step:
     reweighted: bool = False  # a joint step whose parts may weigh otherwise than those before
 
 
+class Order(Protocol):
+    """Draws an epoch's order; hashed by identity."""
+
+    def order(self, rng: np.random.Generator) -> np.ndarray:
+        """Return a permutation of the samples, int64 [n]."""
+
+
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
 def _permutation(
-    samples: int, seed: int, epoch: int, repeats: int = 1, blocks: Blocks | None = None
+    samples: int, seed: int, epoch: int, repeats: int = 1, blocks: Order | None = None
 ) -> np.ndarray:
     rng = generator(seed, "shuffle", epoch)
     order = blocks.order(rng) if blocks else rng.permutation(samples)
@@ -96,7 +102,7 @@ class EpochSampler:
         least: int = 1,
         left: Sequence[tuple[int, int]] = (),
         repeats: int = 1,
-        blocks: Blocks | None = None,
+        blocks: Order | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         # A worker that was lost has none.
@@ -182,7 +188,7 @@ class StepSampler:
         drop_last: bool = False,
         least: int = 1,
         repeats: int = 1,
-        blocks: Blocks | None = None,
+        blocks: Order | None = None,
     ) -> None:
         self.samples, self._repeats, self._blocks = samples, repeats, blocks
         self.steps_per_epoch = steps_of_epoch(
@@ -296,148 +302,3 @@ def evaluation_batches(
     """Return this rank's index batches of an evaluation set; over all ranks each sample once."""
     first, last = samples * rank // world_size, samples * (rank + 1) // world_size
     return split_evenly(np.arange(first, last), batch_size) if last > first else []
-
-
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: a key of caches
-class Blocks:
-    """An epoch's order for data that lie in groups: few groups are open at a time.
-
-    All groups are shuffled and cut into blocks; then the samples of each block are shuffled. It is
-    a permutation of the samples like any other: shares, rounds and places in it mean what they
-    always do. What it lacks is that samples of one group stay within a block of each other.
-    """
-
-    sizes: np.ndarray  # samples of each group, at least 1, int64 [G]; numbers follow the groups
-    block: int  # samples that a block has, give or take a group
-
-    @property
-    def samples(self) -> int:
-        """Samples of all groups."""
-        return int(self.sizes.sum())
-
-    def order(self, rng: np.random.Generator) -> np.ndarray:
-        """Return the samples of an epoch in order, int64 [n]."""
-        groups, blocks = self._cut(rng)
-        sizes, first = self.sizes[groups], (np.cumsum(self.sizes) - self.sizes)[groups]
-        samples = np.arange(self.samples) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
-        return samples[np.lexsort((rng.random(len(samples)), np.repeat(blocks, sizes)))]
-
-    def pair_shares(self, labels: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
-        """Return how well blocks are mixed: what two samples that meet at random have in common.
-
-        ``group`` and ``class`` are shares in [0, 1] of the pairs within blocks that are of one
-        group, or class; ``group_of_all`` and ``class_of_all`` are of all pairs there are.
-        `labels` are the samples' classes, int64 [n].
-        """
-        groups, blocks = self._cut(rng)
-        block_of = np.empty_like(blocks)
-        block_of[groups] = blocks  # by group
-        block_of_samples, everything = np.repeat(block_of, self.sizes), np.zeros(self.samples, int)
-        group_of = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        return {
-            "group": _shared(group_of, block_of_samples),
-            "group_of_all": _shared(group_of, everything),
-            "class": _shared(labels, block_of_samples),
-            "class_of_all": _shared(labels, everything),
-        }
-
-    def largest(self, weights: np.ndarray) -> int:
-        """Return a bound on any block's weight, from the groups' `weights`, int64 [G]."""
-        heaviest = np.argsort(-weights / self.sizes, kind="stable")
-        # A block has this many samples at most: it may begin and end inside of a group's stretch.
-        most = -(-self.samples // self.count) + int(self.sizes.max())
-        taken = np.cumsum(self.sizes[heaviest]) < most
-        return int(weights[heaviest][: taken.sum() + 1].sum())
-
-    @property
-    def count(self) -> int:
-        """Blocks of an epoch."""
-        return max(1, round(self.samples / self.block))
-
-    @property
-    def smallest(self) -> int:
-        """Bound on the samples of any block of any epoch, at least 1."""
-        return max(1, self.samples // self.count - int(self.sizes.max()))
-
-    def _cut(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return the groups in the order of an epoch, and the block of each, ascending."""
-        groups = rng.permutation(len(self.sizes))
-        begins = np.cumsum(self.sizes[groups]) - self.sizes[groups]
-        return groups, begins * self.count // self.samples
-
-
-def _shared(values: np.ndarray, among: np.ndarray) -> float:
-    """Return the share of the pairs in equal `among` whose values are equal, too."""
-    _, sets = np.unique(among, return_counts=True)
-    _, equal = np.unique(among * (values.max() + 1) + values, return_counts=True)
-    pairs = (sets * (sets - 1)).sum()
-    return float((equal * (equal - 1)).sum() / pairs) if pairs else 0.0
-
-
-@dataclass(frozen=True)
-class TurnSampler:
-    """Whose samples a turn takes, in which batches, by the plan in force."""
-
-    config: RunConfig
-    samples: int  # of an epoch
-    rounds: int  # per epoch; where gradients are pushed, pushes
-    least: int  # samples of a worker in a shorter global batch, unless it has none
-    blocks: Blocks | None = None  # draws an epoch's order where data are read in groups
-
-    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
-        """Return the optimizer steps of a turn."""
-        config, plan = self.config, segment.plan
-        sizes = [worker.local_batch_size for worker in plan.workers]
-        if plan.global_batch_size is None:
-            (worker,) = turn.workers
-            return self.sampler(segment).steps(worker, turn.epoch, turn.round, sizes[worker])
-        sampler = StepSampler(
-            self.samples,
-            plan.global_batch_size,
-            seed=config.seed,
-            drop_last=config.drop_last,
-            least=self.least,
-            repeats=config.aug_repeats,
-            blocks=self.blocks,
-        )
-        count = sampler.steps_per_epoch
-        if config.push == "gradients":
-            first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
-        else:
-            first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
-        return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
-
-    def sampler(self, segment: Segment) -> EpochSampler:
-        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
-        shares = np.array([worker.samples for worker in segment.plan.workers])
-        rounds_left = self.rounds - segment.first_round
-        if segment.start or segment.first_round:  # an epoch's shares, scaled to what is left of it
-            left = self.samples - segment.start
-            there = np.flatnonzero(shares)  # a worker that was lost stays without
-            each = rounds_left * self.least
-            there = there[: max(1, left // each)]  # of few samples the first workers have enough
-            weights, shares = shares[there], np.zeros_like(shares)
-            shares[there] = bounded_split(
-                left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)
-            )
-        return EpochSampler(
-            shares,
-            rounds=rounds_left,
-            seed=self.config.seed,
-            first_round=segment.first_round,
-            start=segment.start,
-            least=self.least,
-            left=segment.left,
-            repeats=self.config.aug_repeats,
-            blocks=self.blocks,
-        )
-
-    def start_of(self, segment: Segment, round_: int) -> int:
-        """Return the samples of the epoch that rounds of a segment take before a round."""
-        if segment.plan.global_batch_size is not None:
-            return 0  # a joint step has the same samples with any plan
-        return self.sampler(segment).start_of(round_)
-
-    def count(self, segment: Segment, turn: Turn) -> int:
-        """Return the samples of a turn."""
-        return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from dbsl.base.errors import SettingError, one_of_several
-from dbsl.cluster.alive import Heartbeats
+from dbsl.cluster.alive import ControlGroup, Heartbeats
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.gradients import GradientServer
-from dbsl.cluster.joining import Door, RunningJob
 from dbsl.cluster.joint import JointCluster
+from dbsl.cluster.launch import Door, RunningJob
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.served import through_server
@@ -32,11 +31,11 @@ from dbsl.cluster.steps import (
     Stepper,
 )
 from dbsl.cluster.weights import FlatWeights, compile_in_place
-from dbsl.cluster.wire import CPU, SERVER_RANK, ControlGroup, pairs_with_server
+from dbsl.cluster.wire import CPU, SERVER_RANK
 from dbsl.config.settings import RunConfig, meets_at_server
 from dbsl.model import join_batch_norm, set_dropout
 from dbsl.optimizer import make_clip
-from dbsl.run.code import SUMS
+from dbsl.run.folder import SUMS
 from dbsl.run.training import Run, SimulatedTimes
 
 # Calls of each graph before training. CUDA graphs warm up in the first and are recorded in the
@@ -65,7 +64,8 @@ def connect(
     own = rank - config.dedicated_server
     workers = tuple(range(config.workers)) if alone else (own,) * (own >= 0)
     meets = not (alone or meets_at_server(config.sync))
-    control = _control(config, rank) if meets else None
+    timeout_s = config.worker_timeout
+    control = ControlGroup(timeout_s, Heartbeats(timeout_s)) if meets else None
     weights, server = FlatWeights(run.model), None
     if rank == SERVER_RANK and config.sync != "step":
         server = _server(run, weights, accelerator.device if alone or meets else CPU, merge)
@@ -93,7 +93,7 @@ def connect(
     if meets:
         common |= {"at_server": config.merge == "delta", "gathers": merge is not None}
         return BarrierCluster(weights, server, **common), stepper
-    common["timeout_s"] = timeout_s = config.worker_timeout
+    common["timeout_s"] = timeout_s
     if job is not None:
         common["admission"] = admission = job.enter(timeout_s)
         begins = admission.clock // run.rounds + 1
@@ -102,14 +102,6 @@ def connect(
         trained_by = asdict(config) | {SUMS: dict(sums)}
         common["door"] = Door(trained_by, dist.get_world_size(), timeout_s)
     return through_server(weights, server, **common), stepper
-
-
-def _control(config: RunConfig, rank: int) -> ControlGroup:
-    timeout_s = config.worker_timeout
-    # Gloo's exchanges fail when a peer dies, NCCL's wait for it on the device.
-    nccl = dist.get_backend() == "nccl"
-    pairs = pairs_with_server(timedelta(seconds=timeout_s)) if nccl else None
-    return ControlGroup(timeout_s, Heartbeats(rank, dist.get_world_size(), timeout_s, pairs))
 
 
 def _server(

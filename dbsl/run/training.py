@@ -17,8 +17,9 @@ from dbsl.data.augment import Mixing
 from dbsl.data.sources import Source, TrainingData
 from dbsl.loss import LossOf
 from dbsl.plan.follow import Planner
+from dbsl.plan.ledger import TurnSampler
 from dbsl.plan.machines import Workers
-from dbsl.plan.sampler import Part, Step, TurnSampler, evaluation_batch_size, micro_parts
+from dbsl.plan.sampler import Part, Step, evaluation_batch_size, micro_parts
 from dbsl.plan.stages import Stage, batch_scaling, stage_at
 from dbsl.plan.types import Plan, Segment, Turn
 

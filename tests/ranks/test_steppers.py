@@ -14,6 +14,7 @@ from timm.models import model_parameters
 from timm.utils import dispatch_clip_grad
 from torch import nn
 
+from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.gradients import GradientServer
 from dbsl.cluster.joint import JointCluster
@@ -28,11 +29,10 @@ from dbsl.cluster.steps import (
     take_step,
 )
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import ControlGroup
 from dbsl.optimizer import make_clip
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step, StepSampler, micro_parts
+from dbsl.plan.solve import plan_steps
 from dbsl.plan.types import EpochEnd, RoundReport, Segment, TimeModel, Turn
 
 CPU = torch.device("cpu")

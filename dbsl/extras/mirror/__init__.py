@@ -55,8 +55,7 @@ from dbsl.extras.mirror.bucket import (
     refusing,
     tried,
 )
-from dbsl.run.code import CODE
-from dbsl.run.folder import RESULTS, default_folder
+from dbsl.run.folder import CODE, RESULTS, default_folder
 from dbsl.run.session import Session
 
 OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself

@@ -12,10 +12,8 @@ from dbsl.checkpoint.disk import Found, MissingShardError
 from dbsl.checkpoint.restart import epochs_under_way, plan_restart, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.ledger import Ledger, Members
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import PlanRules, plan_dual_batch
+from dbsl.plan.ledger import Ledger, Members, TurnSampler
+from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, TimeModel
 from train import Config
 

@@ -13,8 +13,7 @@ from PIL import Image
 from dbsl.base.words import short_loss
 from dbsl.extras import pictures as plots
 from dbsl.log.rows import for_people, plan_row, read_metrics
-from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import default_milestones, make_stages
 from dbsl.plan.types import Plan, WorkerPlan
 
