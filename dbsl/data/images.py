@@ -32,7 +32,7 @@ from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
 from dbsl.data.sources import Batch, Source
 from dbsl.data.transforms import Transform, cut, to_device, upright
-from dbsl.plan.sampler import Blocks
+from dbsl.plan.sampler import Order
 
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ImageSource(Source):
     Images that cannot be decoded are missing from their batches.
     """
 
-    blocks: Blocks | None = None  # draws the order of an epoch; None: any is as good as another
+    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
 
     def __init__(self, labels: np.ndarray, device: torch.device, bad: BadRows) -> None:
         self.labels = labels  # int64 [N], on the host

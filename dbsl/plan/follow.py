@@ -20,8 +20,7 @@ from dbsl.base.errors import SettingError
 from dbsl.base.words import px
 from dbsl.config.complete import for_workers, from_workers
 from dbsl.config.settings import Balance, RunConfig, takes_joint_steps
-from dbsl.plan.joint_steps import balanced_steps, plan_steps, with_proportions
-from dbsl.plan.ledger import Ledger, Members
+from dbsl.plan.ledger import Ledger, Members, TurnSampler
 from dbsl.plan.machines import (
     SpeedEstimate,
     Workers,
@@ -31,8 +30,13 @@ from dbsl.plan.machines import (
     predicted_time_s,
     proportional_parts,
 )
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_with_fallback
+from dbsl.plan.solve import (
+    PlanRules,
+    plan_dual_batch,
+    plan_steps,
+    plan_with_fallback,
+    with_proportions,
+)
 from dbsl.plan.types import (
     Plan,
     Restart,
@@ -375,13 +379,7 @@ class PlanMaker:
         """Return the plan that a resolution starts with, on the planned time models."""
         models, everyone = self._known.models[resolution], range(self._config.workers)
         if takes_joint_steps(self._config):
-            return plan_steps(
-                self._samples,
-                self._first_sizes(resolution),
-                models,
-                drop_last=self._config.drop_last,
-                least=self.least,
-            )
+            return self._of_steps(self._first_sizes(resolution), models)
         plan, fell_back = self._rounds(resolution, models, everyone, self._known.measured)
         if fell_back:
             self._small[resolution] = [plan.small_batch_size] * self._config.workers
@@ -394,7 +392,9 @@ class PlanMaker:
         if takes_joint_steps(self._config):
             total = int(self._first_sizes(resolution).sum())
             limits = self._limits(resolution, total)[active]
-            plan = balanced_steps(self._samples, total, models[active], limits, self._rules)
+            lowest = self._rules.lowest(total, len(active))
+            sizes = balanced_sizes(total, models[active], limits, lowest)
+            plan = self._of_steps(sizes, models[active])
         else:
             plan, _ = self._rounds(resolution, models[active], active, measured=True)
         return self._of_all(plan, active)
@@ -428,6 +428,10 @@ class PlanMaker:
         """Return the setting that repeats the small batches where they were not solved for."""
         rows = list(self._small.values())
         return from_workers(rows) if any(row[0] for row in rows) else None
+
+    def _of_steps(self, sizes: np.ndarray, models: TimeModel) -> Plan:
+        drop_last = self._config.drop_last
+        return plan_steps(self._samples, sizes, models, drop_last=drop_last, least=self.least)
 
     def _of_all(self, plan: Plan, active: Sequence[int]) -> Plan:
         """Return a plan of the active workers as one of all."""

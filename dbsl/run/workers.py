@@ -219,8 +219,8 @@ def _profiled_name(config: RunConfig, model: nn.Module, data: TrainingData) -> s
         return " ".join([config.model, *more, *config.opt_kwargs])
     inputs, _ = data.example(1, config.resolutions[-1])
     sides = () if config.resolutions[-1] else inputs.shape[1:]
-    kind = str(inputs.dtype).removeprefix("torch.")
-    return "-".join([config.model, kind, *map(str, sides)])
+    kind = str(inputs.dtype).removeprefix("torch.")  # it is no precision of the steps
+    return "-".join([config.model, kind, "inputs", *map(str, sides)])
 
 
 def _reserve_bytes(

@@ -194,7 +194,7 @@ def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, 
     settings = {**COMMON, "slope": None, "intercept": None, "profile_seconds": 0.2, "epochs": 1}
     run(fork("tabular"), tmp_path / "run", {**settings, "lr_milestones": ()})
     printed = capsys.readouterr().out
-    assert "measuring steps of build_mlp-float32-13, 0.2 s at most" in printed
+    assert "measuring steps of build_mlp-float32-inputs-13, 0.2 s at most" in printed
     assert re.search(r"^a step with x samples takes", printed, re.MULTILINE)
 
 
@@ -398,8 +398,15 @@ def test_metrics_of_ones_own_are_in_the_epochs_line_and_in_the_summary(fork, tmp
 
 
 def test_a_metric_with_the_name_of_a_field_is_refused():
-    for name in ("accuracy", "ema_loss", "epoch"):
-        with pytest.raises(SettingError, match=f"more of Evaluation must have .* got '{name}'"):
+    has = {
+        "accuracy": "Evaluation itself",
+        "ema_loss": "Evaluation itself",
+        "epoch": "a round's row",
+    }
+    for name, owner in has.items():
+        with pytest.raises(
+            SettingError, match=f"more of Evaluation .* got '{name}', which {owner}"
+        ):
             Evaluation(0.5, 1.0, 10, 32, more={name: 0.25})
 
 
@@ -718,7 +725,7 @@ def dampened(model, config):
 @pytest.mark.parametrize(
     ("optimizer", "settings", "message"),
     [
-        (muon, {}, "lr must be given with the optimizer that muon builds"),
+        (muon, {}, "lr must be the rate that muon builds its main parameters with"),
         (
             muon,
             {"lr": 0.1, "opt_kwargs": ("eps=1",)},
@@ -945,8 +952,8 @@ def test_a_rule_gets_all_at_a_barrier_and_else_each_push_alone(
     [
         ({"sync": "step", "local_batch_sizes": (3, 3, 4, 6)}, "sync must not be step with a merge"),
         ({"push": "gradients", "local_batch_sizes": (3, 3, 4, 6)}, "push must not be gradients"),
-        ({"merge": "delta"}, "merge must be unset with a merge rule of one's own, got delta"),
-        ({"merge": "mean"}, "merge must be unset with a merge rule of one's own, got mean"),
+        ({"merge": "delta"}, "merge must be unset with a merge rule of your own, got delta"),
+        ({"merge": "mean"}, "merge must be unset with a merge rule of your own, got mean"),
     ],
 )
 def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
@@ -1026,6 +1033,6 @@ def test_processes_refuse_a_rule_whose_pushes_are_rounded(tmp_path):
     script = patched("median_merge", tmp_path / "fork")
     done = launch(script, 2, tmp_path / "run", {**TINY, "wire": "bf16"})
     assert done.returncode != 0
-    assert "wire must be float32 with a merge rule of one's own, got bf16" in done.stderr
+    assert "wire must be float32 with a merge rule of your own, got bf16" in done.stderr
     assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()

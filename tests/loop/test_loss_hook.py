@@ -246,7 +246,8 @@ def figures(**named):
 
 @pytest.mark.parametrize("name", ["loss", "epoch", "workers_wait_time_s", "event", "share"])
 def test_a_figure_with_the_name_of_a_field_is_refused_before_anything_is_written(tmp_path, name):
-    with pytest.raises(SettingError, match=rf"must have a name that no field has, got '{name}'"):
+    has = rf"must have a name of its own, got '{name}', which a .*row of metrics.jsonl has"
+    with pytest.raises(SettingError, match=has):
         run(tmp_path / "run", figures(**{name: 1.0}))
     assert not (tmp_path / "run").exists()
 
@@ -259,8 +260,9 @@ def test_figures_that_change_their_names_are_refused(tmp_path):
         loss = F.cross_entropy(model(inputs), labels)
         return loss, {"first": 1.0} | ({"late": 2.0} if len(calls) > 3 else {})
 
-    places = r"loss_function's first call.* open_session\(figures=\[\.\.\.\]\) names for the loop"
-    message = rf"work.add must get the figures first in every step .*{places}.* got first, late"
+    message = (
+        r"get in every step the figures first, got first, late: .* open_session\(figures=\[.*'late'"
+    )
     with pytest.raises(SettingError, match=message):
         run(tmp_path / "run", loss_function, **MODES["bsp"])
 
@@ -269,8 +271,8 @@ def test_figures_that_change_their_names_are_refused(tmp_path):
     ("names", "message"),
     [
         ("slope", "figures must be a list of names, got 'slope'"),
-        (["epoch"], "one of figures must have a name that no other has, got 'epoch'"),
-        (["like_the_loss"], "one of figures must have a name that no other has, got 'like_the_"),
+        (["epoch"], "figures must have a name of its own, got 'epoch', which a round's row of"),
+        (["like_the_loss"], "name of its own, got 'like_the_loss', which another figure has"),
     ],
 )
 def test_figures_of_the_loop_with_a_name_that_is_taken_are_refused(tmp_path, names, message):

@@ -11,7 +11,6 @@ from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.model import (
     StridedConv2d,
     build_model,
-    check_patches,
     check_sides,
     join_batch_norm,
     load_model,
@@ -197,10 +196,13 @@ def test_a_vision_transformer_takes_every_resolution_and_loads_back(tmp_path):
 
 def test_patches_must_divide_every_resolution():
     model = build_model("test_vit", 3, final_resolution=32)
-    check_patches(model, (24, 32))
+    data = SimpleNamespace(example=lambda n, side: (torch.zeros(n, 3, side, side), None))
+    data.num_classes = 3
+    check_sides("test_vit", model, data, (24, 32))
     with pytest.raises(ValueError, match=r"resolutions must be multiples of 4, .* got 26"):
-        check_patches(model, (26, 32))
-    check_patches(build_model("test_resnet", 3, final_resolution=32), (26, 32))
+        check_sides("test_vit", model, data, (26, 32))
+    resnet = build_model("test_resnet", 3, final_resolution=32)
+    check_sides("test_resnet", resnet, data, (26, 32))
     uneven = build_model("test_vit", 3, final_resolution=28, resolutions=(16, 28))
     assert uneven.patch_embed.patch_size == (2, 2)  # 3, an eighth, divides neither
     large = build_model("test_vit", 3, final_resolution=96)

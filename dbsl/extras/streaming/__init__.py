@@ -28,9 +28,9 @@ from dbsl.data.images import ImageLoader, Request
 from dbsl.data.sources import Batch
 from dbsl.data.tables import Splits
 from dbsl.data.transforms import Transform
+from dbsl.extras.streaming.blocks import Blocks
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import ShardedSplit, open_shards
-from dbsl.plan.sampler import Blocks
 from dbsl.run.session import Session
 
 datasets = lazy_import("datasets")

@@ -9,9 +9,8 @@ import pytest
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.config.settings import RunConfig
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import SpeedEstimate, Workers, predicted_time_s, proportional_parts
-from dbsl.plan.sampler import TurnSampler
 from dbsl.plan.types import RoundReport, StepLine, TimeModel
 
 SAMPLES = 6400
