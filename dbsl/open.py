@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError, join_the_others
-from dbsl.base.machine import threads_of_process
+from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
 from dbsl.checkpoint.resume import (
@@ -26,7 +26,7 @@ from dbsl.checkpoint.resume import (
     take_over_folder,
     without_effect,
 )
-from dbsl.cluster.joining import RunningJob, find_running_job
+from dbsl.cluster.launch import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
@@ -101,6 +101,7 @@ def open_session(
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
+    check_installed()
     stopwatch = Stopwatch()
     replaced = Replaced(data, model, optimizer, evaluate_also, figures or ())
     given = replaced.named(given)

@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-import psutil
-
 _THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by torchrun, accelerate
 _PATIENCE_S = 3.0  # for an answer of the hub, of any kind
+
+
+_LAZY: list[str] = []
 
 
 class _LazyModule(ModuleType):
@@ -29,11 +30,18 @@ def lazy_import(name: str) -> ModuleType:
     """Return what stands for a module, and imports it when one of its attributes is first read.
 
     Together timm, datasets and scipy take seconds to import. A wrong flag is refused, ``--help``
-    printed and a stopped run found finished before that.
+    printed and a stopped run found finished before that. The library for other loops does without
+    most of them; a run asks for all by `check_installed`.
     """
-    if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    _LAZY.append(name)
     return _LazyModule(name)
+
+
+def check_installed() -> None:
+    """Raise ``ModuleNotFoundError`` for a module that is missing, before a run needs it."""
+    for name in _LAZY:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:  # a parent would be imported
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 datasets, huggingface_hub = lazy_import("datasets"), lazy_import("huggingface_hub")
@@ -75,6 +83,8 @@ def _launcher_has_set_it() -> bool:
     """Whether ``OMP_NUM_THREADS`` is a launcher's: it was itself started without."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return False
+    import psutil  # the library for other loops does without
+
     try:
         return _THREADS not in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):

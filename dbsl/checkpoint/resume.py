@@ -191,7 +191,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
+_ROUND_ANEW = {"progress": None, "timer": {}}  # no steps taken, no time spent
 
 
 @dataclass(frozen=True)

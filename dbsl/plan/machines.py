@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
-from dbsl.base.machine import lazy_import
 from dbsl.plan.types import NoPlanError, Plan, TimeModel
-
-optimize = lazy_import("scipy.optimize")
 
 NOISE = 0.10  # standard deviation of a measured time, relative
 _PRIOR = 0.5  # relative uncertainty of a planned time model's coefficients
@@ -123,7 +120,16 @@ class Machines:
         lowest, highest = 1e-3, float(limits.max())
         if surplus(lowest) >= 0:
             return 0.0
-        return highest if surplus(highest) <= 0 else optimize.brentq(surplus, lowest, highest)
+        return highest if surplus(highest) <= 0 else _zero(surplus, lowest, highest)
+
+
+def _zero(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function that rises comes to 0, to the last bit: `low` if it is not below."""
+    if rising(low) >= 0:
+        return low
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return high
 
 
 def steps_in_shares(shares: np.ndarray, sizes: np.ndarray, rounds: int) -> np.ndarray:
@@ -299,14 +305,7 @@ def balanced_sizes(
     # Later by more than a rounding error: at `latest` each worker holds exactly its limit.
     latest = float((slopes * limits + intercepts).max()) * (1 + 1e-9)
     soonest = float((slopes * least + intercepts).min())
-    enough = held(soonest).sum() >= global_batch_size
-    time_s = (
-        soonest
-        if enough
-        else optimize.brentq(
-            lambda t: held(t).sum() - global_batch_size, soonest, latest, xtol=1e-12, rtol=1e-12
-        )
-    )
+    time_s = _zero(lambda t: held(t).sum() - global_batch_size, soonest, latest)
     sizes = np.maximum(np.floor(held(time_s) + 1e-6), least).astype(np.int64)
     # Samples that rounding left go to the worker that is done soonest with one more; samples that
     # it gave too many are taken from the slowest.

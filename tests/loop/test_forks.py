@@ -901,8 +901,8 @@ def test_a_rule_gets_all_at_a_barrier_and_else_each_push_alone(
     [
         ({"sync": "step", "local_batch_sizes": (3, 3, 4, 6)}, "sync must not be step with a merge"),
         ({"push": "gradients", "local_batch_sizes": (3, 3, 4, 6)}, "push must not be gradients"),
-        ({"merge": "delta"}, "merge must be unset with a merge rule of one's own, got delta"),
-        ({"merge": "mean"}, "merge must be unset with a merge rule of one's own, got mean"),
+        ({"merge": "delta"}, "merge must be unset with a merge rule of your own, got delta"),
+        ({"merge": "mean"}, "merge must be unset with a merge rule of your own, got mean"),
     ],
 )
 def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
@@ -976,6 +976,6 @@ def test_processes_refuse_a_rule_whose_pushes_are_rounded(tmp_path):
     script = patched("median_merge", tmp_path / "fork")
     done = launch(script, 2, tmp_path / "run", {**TINY, "wire": "bf16"})
     assert done.returncode != 0
-    assert "wire must be float32 with a merge rule of one's own, got bf16" in done.stderr
+    assert "wire must be float32 with a merge rule of your own, got bf16" in done.stderr
     assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()

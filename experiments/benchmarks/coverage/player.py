@@ -136,7 +136,7 @@ class _Player:
                 segment.plan,
                 Progress(steps=len(steps), samples=own, learning_rate=1.0),
                 {},
-                self._stepper.clock,
+                self._stepper.timer,
                 resolution=run.stage_at(turn.epoch).resolution,
             )
         )
