@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
-from dbsl.base.launcher import connect_store, remember, restarts
-from dbsl.base.machine import lower_priority
+from dbsl.base.machine import connect_store, lower_priority, remember, restarts
 from dbsl.checkpoint.disk import (
     MANIFEST,
     CheckpointError,
