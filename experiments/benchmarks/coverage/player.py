@@ -174,7 +174,6 @@ class _Player:
         else:
             self._restart(*resized)
         self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
-        self._run.planner.changes = 0
 
     @property
     def _workers(self) -> int:
