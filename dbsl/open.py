@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError, join_the_others
-from dbsl.base.machine import threads_of_process
+from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
 from dbsl.checkpoint.resume import (
@@ -101,6 +101,7 @@ def open_session(
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
+    check_installed()
     stopwatch = Stopwatch()
     replaced = Replaced(data, model, optimizer, evaluate_also, figures or ())
     given = replaced.named(given)

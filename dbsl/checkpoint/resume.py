@@ -55,7 +55,7 @@ from dbsl.run.folder import SUMS, Code, check_metrics, unlike
 from dbsl.run.training import Run
 
 _TIMES = with_role(RunConfig, Role.TIMES)
-_PER_WORKER = tuple(markers(RunConfig, PerWorker))
+_PER_WORKER = tuple(dict(markers(RunConfig, PerWorker)))
 
 
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -191,7 +191,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
+_ROUND_ANEW = {"progress": None, "timer": {}}  # no steps taken, no time spent
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError, reason_of
-from dbsl.base.launcher import STORE_PATIENCE, connect, connect_store, launcher_address, restarts
+from dbsl.base.machine import STORE_PATIENCE, connect, connect_store, launcher_address, restarts
 from dbsl.cluster.wire import SERVER_RANK, read_text, text_row
 
 # What one that asks to join hears: this, its clock and the last save's number; or why it may not.

@@ -60,8 +60,10 @@ class Order(Protocol):
 
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
 def _permutation(
-    samples: int, seed: int, epoch: int, repeats: int = 1, blocks: Order | None = None
+    samples: int, seed: int | None, epoch: int, repeats: int = 1, blocks: Order | None = None
 ) -> np.ndarray:
+    if seed is None:
+        return np.arange(samples)
     rng = generator(seed, "shuffle", epoch)
     order = blocks.order(rng) if blocks else rng.permutation(samples)
     if repeats > 1:  # the first images of the order, each so often in a row
@@ -174,9 +176,12 @@ class StepSampler:
     Args:
         samples: Training samples, at least B.
         global_batch_size: B, samples per step over all workers at most.
-        seed: As for `EpochSampler`, like `repeats` and `blocks`.
+        seed: As for `EpochSampler`, like `repeats` and `blocks`; None: samples keep their order.
         drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
         least: Samples that a part has at least, unless it is empty.
+        whole: Steps have B samples each but the last, as torch's `BatchSampler` cuts them. Where
+            the leftover is less than `whole` samples, the last two steps share what they have.
+        start: Samples of the epoch that are trained on already; with `whole` alone.
     """
 
     def __init__(
@@ -184,22 +189,34 @@ class StepSampler:
         samples: int,
         global_batch_size: int,
         *,
-        seed: int = 0,
+        seed: int | None = 0,
         drop_last: bool = False,
         least: int = 1,
         repeats: int = 1,
         blocks: Order | None = None,
+        whole: int = 0,
+        start: int = 0,
     ) -> None:
         self.samples, self._repeats, self._blocks = samples, repeats, blocks
-        self.steps_per_epoch = steps_of_epoch(
-            samples, global_batch_size, drop_last=drop_last, least=least
-        )
-        trained = self.steps_per_epoch * global_batch_size if drop_last else samples
-        # The larger steps come last, so that the weights of parts change once in an epoch.
-        self._size, larger = divmod(trained, self.steps_per_epoch)
-        self._first_larger = self.steps_per_epoch - larger
-        self._seed = seed
-        self._least = least
+        self._seed, self._least = seed, least
+        if whole:
+            self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)
+        else:
+            steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
+            trained = steps * global_batch_size if drop_last else samples
+            # The larger steps come last, so that the weights of parts change once in an epoch.
+            size, larger = divmod(trained, steps)
+            numbers = np.arange(steps + 1)
+            self._cuts = numbers * size + np.maximum(0, numbers - (steps - larger))
+        self.steps_per_epoch = len(self._cuts) - 1
+
+    def begin(self, number: int) -> int:
+        """Return how many samples of the epoch come before a step."""
+        return int(self._cuts[number])
+
+    def size(self, number: int) -> int:
+        """Return the samples of a step."""
+        return self.begin(number + 1) - self.begin(number)
 
     def step(
         self, epoch: int, number: int, sizes: Sequence[int], workers: Sequence[int] | None = None
@@ -208,7 +225,7 @@ class StepSampler:
 
         Parts of all workers are in proportion to `sizes`, which sum to B.
         """
-        begin, end = (k * self._size + max(0, k - self._first_larger) for k in (number, number + 1))
+        begin, end = self.begin(number), self.begin(number + 1)
         order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
         batch = order[begin:end]
         ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
@@ -220,7 +237,7 @@ class StepSampler:
             parts,
             number / self.steps_per_epoch,
             odd=any(a == b for a, b in itertools.pairwise(ends)),
-            reweighted=number == self._first_larger,
+            reweighted=number > 0 and self.size(number) != self.size(number - 1),
         )
 
     def steps(
@@ -228,6 +245,18 @@ class StepSampler:
     ) -> list[Step]:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
         return [self.step(epoch, number, sizes, workers) for number in range(first, last)]
+
+
+def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bool) -> np.ndarray:
+    """Return where steps of one size and a last one of at least `fewest` samples begin and end."""
+    cuts = np.arange(start, samples + 1, size)
+    rest = samples - int(cuts[-1])
+    if drop_last or not rest:
+        return cuts
+    if rest < fewest and len(cuts) > 1:
+        together = size + rest
+        cuts = cuts[:-1] if together < 2 * fewest else np.append(cuts[:-1], samples - together // 2)
+    return np.append(cuts, samples)
 
 
 @lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike

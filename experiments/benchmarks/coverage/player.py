@@ -144,7 +144,7 @@ class _Player:
                 segment.plan,
                 Progress(steps=len(steps), samples=own, learning_rate=1.0),
                 {},
-                self._stepper.clock,
+                self._stepper.timer,
                 resolution=run.stage_at(turn.epoch).resolution,
             )
         )
@@ -182,7 +182,6 @@ class _Player:
         else:
             self._restart(*resized)
         self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
-        self._run.planner.changes = 0
 
     @property
     def _workers(self) -> int:

@@ -29,7 +29,7 @@ def server_shard(clocks, active=None, **planner):
         "planner": Ledger({8: dual(2)}, lambda epoch: 8).state_dict() | planner,
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
-        "clock": {0: 0.3},
+        "timer": {0: 0.3},
     }
 
 
@@ -42,14 +42,14 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
             return server_shard([1, 1])
         if saved is None:
             raise MissingShardError("no shard")
-        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
+        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "timer": {1: 0.2}}
 
     monkeypatch.setattr(resume, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
     before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
     run = Bag(rounds=2, planner=Bag(members=Members(2)))
     state = resume._own_shard(found, before, 1, run)
-    assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
+    assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})
 
 
 def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):

@@ -89,14 +89,14 @@ def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
     planner = run.planner
     planner.leave_out([1, 2])
     know(planner, 0, 0, 0, lost=(1, 2))
-    before, without = planner.state_dict(), planner._maker.without
+    before, replan = planner.state_dict(), planner._maker.replan
 
-    def refuse(resolution, active):
+    def refuse(resolution, models, active):
         if len(active) == 2:
             raise ValueError("no such plan")
-        return without(resolution, active)
+        return replan(resolution, models, active)
 
-    monkeypatch.setattr(planner._maker, "without", refuse)
+    monkeypatch.setattr(planner._maker, "replan", refuse)
     with pytest.raises(ValueError, match="no such plan"):
         planner.join(2, 8)
     assert planner.state_dict() == before
