@@ -1,3 +1,47 @@
-"""Parts of a training loop in which every worker has its own batch size."""
+"""Every worker with its own batch size: a training script, and the parts of it for other loops."""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dbsl.base.errors import SettingError as SettingError
+    from dbsl.library.planning import BatchSplit as BatchSplit
+    from dbsl.library.planning import StepTimes as StepTimes
+    from dbsl.library.planning import measure_step as measure_step
+    from dbsl.library.planning import split_batch as split_batch
+    from dbsl.library.rounds import Rounds as Rounds
+    from dbsl.library.uneven import UnevenBatchSampler as UnevenBatchSampler
+    from dbsl.library.uneven import mean_scale as mean_scale
+    from dbsl.plan.solve import PlanRules as PlanRules
+    from dbsl.plan.solve import plan_dual_batch as plan_dual_batch
+    from dbsl.plan.types import Plan as Plan
+    from dbsl.plan.types import TimeModel as TimeModel
+
+_HOMES = {  # imported when they are first used: ``import dbsl`` alone costs nothing
+    "UnevenBatchSampler": "library.uneven",
+    "mean_scale": "library.uneven",
+    "Rounds": "library.rounds",
+    "measure_step": "library.planning",
+    "StepTimes": "library.planning",
+    "split_batch": "library.planning",
+    "BatchSplit": "library.planning",
+    "plan_dual_batch": "plan.solve",
+    "PlanRules": "plan.solve",
+    "Plan": "plan.types",
+    "TimeModel": "plan.types",
+    "SettingError": "base.errors",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dbsl' has no attribute {name!r}")
+    return getattr(import_module(f"dbsl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
+from types import MappingProxyType
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -48,10 +49,7 @@ def figure_names(
                 f"loss_function must return a mean loss, a tensor [], or (loss, figures), got {got}"
             )
         for name, value in figures.items():
-            if not isinstance(name, str) or name in RESERVED:
-                raise SettingError(
-                    f"a figure of loss_function must have a name that no field has, got {name!r}"
-                )
+            check_free(name, "a figure of loss_function")
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
                 raise SettingError(
                     f"figure {name!r} of loss_function must be a mean, a number or a tensor [], "
@@ -63,10 +61,17 @@ def figure_names(
         raise SettingError(f"figures must be a list of names, got {more!r}")
     names = [*figures]
     for name in more:
-        if not isinstance(name, str) or name in RESERVED.union(names):
-            raise SettingError(f"one of figures must have a name that no other has, got {name!r}")
+        check_free(name, "one of figures", dict.fromkeys(names, "another figure"))
         names.append(name)
     return tuple(names)
+
+
+def check_free(name: Any, whose: str, taken: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse a figure's name that is no text, or that rows or charts (or `taken`) have."""
+    holder = {**RESERVED, **taken}.get(name)
+    if holder or not isinstance(name, str):
+        why = f", which {holder} has" if holder else ""
+        raise SettingError(f"{whose} must have a name of its own, got {name!r}{why}")
 
 
 def _kind(value: Any) -> str:
@@ -96,11 +101,10 @@ def digest_of(loss_of: LossOf) -> str | None:
 def scalars(loss: Tensor, figures: Figures, names: tuple[str, ...]) -> Tensor:
     """Return the loss and the figures of these names on the device, [1 + F], without waiting."""
     if {*figures} != {*names}:
-        raise SettingError(
-            f"work.add must get the figures {', '.join(names) or 'none'} in every step (those of "
-            "loss_function's first call, and those that open_session(figures=[...]) names for the "
-            f"loop), got {', '.join(figures) or 'none'}"
-        )
+        must = f"in every step the figures {', '.join(names)}" if names else "no figures unnamed"
+        new = ", ".join(repr(name) for name in figures if name not in names)
+        way = f": pass open_session(figures=[{'..., ' * bool(names)}{new}])" if new else ""
+        raise SettingError(f"work.add must get {must}, got {', '.join(figures) or 'none'}{way}")
     values = [loss.detach()]
     for name in names:
         value = figures[name]
@@ -121,7 +125,7 @@ class BceKwargs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class BceConfig:
-    """Whether the loss is binary cross-entropy, and of what kind."""
+    """Binary cross-entropy's settings."""
 
     # --- binary cross-entropy
     # binary cross-entropy instead of cross-entropy: each class is a yes or no of its own

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,15 @@ def build_model(
     pixels, are that one where they are unset. `say` takes a line for each part of the weights that
     is not used; `settings` are more arguments of the model.
     """
-    if ":" not in name:
-        _check_name(name)
+    if ":" not in name and not timm.is_model(name):
+        close = timm.list_models(f"{name[:8]}*")[:5]
+        hint = f" (some names: {', '.join(close)})" if close else ""
+        raise SettingError(
+            f"model must be a name that timm.list_models() knows, got {name!r}{hint}"
+        )
     from_elsewhere = pretrained or ":" in name
     with torch.random.fork_rng(devices=[]), _reading_weights(name, pretrained):
-        small_stem = ":" in name and _has_small_stem(name)
+        small_stem = _has_small_stem(name)
         # The mark tells the classifier's dropout modules from all others.
         model = _create(
             name,
@@ -80,34 +85,19 @@ def build_model(
     if from_elsewhere:
         model.input_statistics = _statistics(model.pretrained_cfg, f"of {name}")
         before = model.pretrained_cfg["num_classes"]
-        _say_what_is_new(name, (before, num_classes), model.small_stem and not small_stem, say)
+        if before != num_classes:
+            say(f"the classifier is new: {num_classes} classes in the data, {before} in {name}")
+        if model.small_stem and not small_stem:
+            say(
+                f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
+                "weights for a 7x7 stem (resolutions above keep it)"
+            )
     for module in model.modules():
         if type(module) is nn.Conv2d and module.stride[1] > 1:
             module.__class__ = StridedConv2d
     model.head_dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p == _MARK]
     set_dropout(model, 0.0)
     return model
-
-
-def _say_what_is_new(
-    name: str, classes: tuple[int, int], stem: bool, say: Callable[[str], object]
-) -> None:
-    before, now = classes
-    if before != now:
-        say(f"the classifier is new: {now} classes in the data, {before} in {name}")
-    if stem:
-        say(
-            f"warning: the stem is new, for images of up to {SMALL_STEM_UP_TO} px: {name} has "
-            "weights for a 7x7 stem (resolutions above keep it)"
-        )
-
-
-def _check_name(name: str) -> None:
-    if timm.is_model(name):
-        return
-    close = timm.list_models(f"{name[:8]}*")[:5]
-    hint = f" (some names: {', '.join(close)})" if close else ""
-    raise SettingError(f"model must be a name that timm.list_models() knows, got {name!r}{hint}")
 
 
 def _create(
@@ -135,8 +125,11 @@ def _create(
         except Exception as error:
             if not settings or isinstance(error, OSError):  # weights that cannot be read
                 raise
-            if isinstance(error, TypeError):
-                _check_settings(name, settings)
+            if isinstance(error, TypeError):  # an argument that it does not have
+                with torch.device("meta"):
+                    plain = type(timm.create_model(name))
+                known = arguments(plain, timm.create_model, timm.models.build_model_with_cfg)
+                check_names("model_kwargs", settings, known)
             given = ", ".join(f"{key}={value}" for key, value in settings.items())
             raise SettingError(
                 f"model must take the settings that are given, got {name} with {given} "
@@ -144,15 +137,6 @@ def _create(
             ) from None
     model.created_with, model.settings = model_args, dict(settings)
     return model
-
-
-def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse the first argument that timm's model does not have, with the near ones."""
-    with torch.device("meta"):
-        plain = timm.create_model(name)
-    builder = timm.models.build_model_with_cfg
-    known = arguments(type(plain), timm.create_model, builder)
-    check_names("model_kwargs", settings, known)
 
 
 def _transformer_args(final_resolution: int, resolutions: Sequence[int]) -> dict[str, Any]:
@@ -240,7 +224,9 @@ def _statistics(pretrained_cfg: Mapping[str, Any], source: str) -> Statistics:
 
 def _has_small_stem(name: str) -> bool:
     """Whether weights are those of a ResNet whose stem `build_model` has replaced."""
-    source, _, place = name.partition(":")
+    source, elsewhere, place = name.partition(":")
+    if not elsewhere:
+        return False
     if source == "local-dir":
         file = Path(place).expanduser() / "config.json"
     else:
@@ -271,21 +257,19 @@ def _reading_weights(name: str, pretrained: bool) -> Iterator[None]:
             ) from None
 
 
-def check_patches(model: nn.Module, resolutions: Sequence[int]) -> None:
-    """Raise ``SettingError`` unless images of each resolution are whole patches of the model's."""
+def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
+    """Return the fewest samples that a model of timm's trains on; see `try_out`.
+
+    Images of each resolution must be whole patches of the model's, and fit into memory.
+    """
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if patch is None or not model.created_with:
-        return
-    for resolution in resolutions:
-        if any(resolution % side for side in patch):
+    takes_any = patch is None or not model.created_with
+    for side in () if takes_any else resolutions:
+        if any(side % of_patch for of_patch in patch):
             raise SettingError(
                 f"resolutions must be multiples of {max(patch)}, the side of the model's patches, "
-                f"got {resolution}"
+                f"got {side}"
             )
-
-
-def check_sides(name: str, model: nn.Module, data: TrainingData, resolutions: Sequence[int]) -> int:
-    """Return the fewest samples that a model of timm's trains on; see `try_out`."""
     least = 1
     for side in resolutions:
         try:
@@ -307,21 +291,23 @@ def try_out(model: nn.Module, inputs: torch.Tensor) -> tuple[int, Any]:
     They are 2 where batch norm sees one value of each: a ResNet's last maps are 1x1 pixel at 8 px,
     and the variance of a single value is no statistic.
     """
-    least = 1
+    least, training = 1, model.training
 
     def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         nonlocal least
         if inputs[0].numel() == inputs[0].shape[0] * inputs[0].shape[1]:
             least = 2
 
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
-    training = model.training
+    hooks = [norm.register_forward_pre_hook(look) for norm in _batch_norms(model)]
     found = model.eval()(inputs)
     model.train(training)
     for hook in hooks:
         hook.remove()
     return least, found
+
+
+def _batch_norms(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
 
 
 def check_scores(
@@ -351,8 +337,7 @@ def join_batch_norm(model: nn.Module) -> nn.Module:
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether the model normalises what it trains on by the batch: layers that are not frozen."""
-    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    return any(all(p.requires_grad for p in norm.parameters()) for norm in norms)
+    return any(all(p.requires_grad for p in norm.parameters()) for norm in _batch_norms(model))
 
 
 def set_training(model: nn.Module) -> None:
@@ -398,43 +383,37 @@ def save_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = copy_model_state(model) if state is None else state
-
-    def write_weights() -> None:
-        # Not with save_file, whose errors do not tell a full disk from others.
-        write_bytes(folder / f"{name}.safetensors", save(dict(state), metadata={"format": "pt"}))
-
-    def write_both(temporary: Path) -> None:
-        _write_timm_config(model, temporary, resolution, data)
-        write_weights()
-
+    weights = save(dict(state), metadata={"format": "pt"})
+    # Not with save_file, whose errors do not tell a full disk from others.
+    write_weights = partial(write_bytes, folder / f"{name}.safetensors", weights)
     if model.created_with is None:
         write_weights()
-    else:
-        write_with(folder / "config.json", write_both)
+        return
+    size = (3, resolution, resolution)
+    preprocessing = {
+        "input_size": size,
+        "test_input_size": size,
+        "interpolation": data.interpolation,
+        "mean": data.mean,
+        "std": data.std,
+        "crop_pct": data.crop_pct,
+        "test_crop_pct": data.crop_pct,
+        "crop_mode": "center",
+        "tag": "",
+        **({} if model.named_weights else dict.fromkeys(_OF_PUBLISHED_WEIGHTS)),
+    }
+    config = {
+        "label_names": list(data.class_names),
+        "small_stem": model.small_stem,
+        "pretrained_cfg": preprocessing,
+    }
+    args = {"drop_rate": 0.0, **model.created_with, **model.settings}
 
+    def write_both(temporary: Path) -> None:
+        timm.models._hub.save_config_for_hf(model, temporary, model_config=config, model_args=args)
+        write_weights()
 
-def _write_timm_config(model: nn.Module, path: Path, resolution: int, data: Data) -> None:
-    timm.models._hub.save_config_for_hf(
-        model,
-        path,
-        model_config={
-            "label_names": list(data.class_names),
-            "small_stem": model.small_stem,
-            "pretrained_cfg": {
-                "input_size": (3, resolution, resolution),
-                "test_input_size": (3, resolution, resolution),
-                "interpolation": data.interpolation,
-                "mean": data.mean,
-                "std": data.std,
-                "crop_pct": data.crop_pct,
-                "test_crop_pct": data.crop_pct,
-                "crop_mode": "center",
-                "tag": "",
-                **({} if model.named_weights else dict.fromkeys(_OF_PUBLISHED_WEIGHTS)),
-            },
-        },
-        model_args={"drop_rate": 0.0, **model.created_with, **model.settings},
-    )
+    write_with(folder / "config.json", write_both)
 
 
 def load_model(folder: str | Path, *, ema: bool = False, best: bool = False) -> nn.Module:
@@ -462,7 +441,7 @@ def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module
     `name` is ``local-dir:FOLDER``, ``hf-hub:USER/NAME``, or timm's with `pretrained`.
     """
     with _reading_weights(name, pretrained):
-        small_stem = ":" in name and _has_small_stem(name)
+        small_stem = _has_small_stem(name)
         model = timm.create_model(name, pretrained=not small_stem)
         if small_stem:
             _shrink_stem(model)
@@ -470,7 +449,7 @@ def load_timm_weights(name: str, *, pretrained: bool = False) -> tuple[nn.Module
     found = timm.data.resolve_data_config(
         pretrained_cfg=model.pretrained_cfg, model=model, use_test_size=True
     )
-    model.created_with = True  # what `check_patches` asks for
+    model.created_with = True  # what `check_sides` asks for
     statistics = Statistics(tuple(found["mean"]), tuple(found["std"]), f"of {name}")
     return model, statistics, found["input_size"][-1]
 

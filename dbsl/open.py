@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from dbsl.base.errors import NothingLeft, RunFinished, SettingError, SyncError, join_the_others
-from dbsl.base.machine import threads_of_process
+from dbsl.base.machine import check_installed, threads_of_process
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import MODEL_FILE, Found, newest, reading_checkpoint
 from dbsl.checkpoint.resume import (
@@ -27,7 +26,7 @@ from dbsl.checkpoint.resume import (
     take_over_folder,
     without_effect,
 )
-from dbsl.cluster.joining import RunningJob, find_running_job
+from dbsl.cluster.launch import RunningJob, find_running_job
 from dbsl.cluster.merges import MergeRule
 from dbsl.config.complete import found_by, with_resolved
 from dbsl.config.fields import sources
@@ -47,17 +46,19 @@ from dbsl.log.meter import StepMeter
 from dbsl.loss import LossFunction
 from dbsl.optimizer import check_optimizer, default_learning_rate
 from dbsl.run.accelerator import common_threads, start_accelerator, start_joining_accelerator
-from dbsl.run.code import Code, changed_since, check_alike, read_code
 from dbsl.run.connect import connect
-from dbsl.run.evaluation import EvaluationSession, prepare_evaluation
-from dbsl.run.folder import RunFolder, default_folder
-from dbsl.run.prepare import prepare
-from dbsl.run.replaced import OptimizerBuilder, Replaced
+from dbsl.run.evaluation import EvaluationSession
+from dbsl.run.folder import Code, RunFolder, changed_since, check_alike, default_folder, read_code
+from dbsl.run.prepare import (
+    ModelOrBuilder,
+    OptimizerBuilder,
+    Replaced,
+    prepare,
+    prepare_evaluation,
+)
 from dbsl.run.session import Session
 from dbsl.run.stopping import Stopping, Stopwatch, deadline_of
 from dbsl.run.training import ConfigT, Run
-
-ModelOrBuilder = nn.Module | Callable[[], nn.Module]
 
 
 @contextmanager
@@ -100,6 +101,7 @@ def open_session(
         The run; None if nothing is to be trained: it is finished, or the plan alone was asked for.
         With `eval_only` the weights and the images to evaluate; nothing is written.
     """
+    check_installed()
     stopwatch = Stopwatch()
     replaced = Replaced(data, model, optimizer, evaluate_also, figures or ())
     given = replaced.named(given)
@@ -160,14 +162,15 @@ class _Opening:
 
 def _complete(given: RunConfig, replaced: Replaced) -> RunConfig:
     """Return the settings with what a run has found out, where it still holds."""
-    if replaced.optimizer is None:
+    own = replaced.optimizer is not None
+    if not own:
         in_parts = steps_in_parts(given)
         check_optimizer(given.optimizer, given.optimizer_settings, in_parts=in_parts)
     config = with_resolved(given)
-    if replaced.optimizer is not None and config.lr is None:
+    if own and config.lr is None:
         raise SettingError(
-            f"lr must be given with the optimizer that {config.optimizer} builds, whose rates "
-            "follow it, got unset"
+            f"lr must be the rate that {config.optimizer} builds its main parameters with (the "
+            "schedule moves it, and each group keeps its proportion to it), got unset"
         )
     config = replace(
         config,
@@ -216,10 +219,9 @@ def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[
         if config.resume is None:
             raise SettingError("resume must be auto to join a running job, got unset")
         folder = run_folder_of(config.resume, config.output_dir)
-        precision = job.settings["mixed_precision"]
-        accelerator = start_joining_accelerator(job.rank, job.processes, precision)
-        threads = job.settings["cpu_threads"]
-        config = replace(config, mixed_precision=precision, cpu_threads=threads)
+        found_out = {name: job.settings[name] for name in ("mixed_precision", "cpu_threads")}
+        config = replace(config, **found_out)
+        accelerator = start_joining_accelerator(job.rank, job.processes, config.mixed_precision)
         check_joining(job.settings, config, but=sources(type(config)), code=opening.code)
         run = opening.prepare(config, accelerator)
         check_joining(job.settings, run.config)
@@ -244,21 +246,27 @@ def _joining(config: RunConfig, job: RunningJob, opening: _Opening) -> Iterator[
 @contextmanager
 def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterator[Session | None]:
     """Meet the other processes and train, unless the run is finished or only to be planned."""
-    accelerator = opening.meet(config)
+    accelerator, extras = opening.meet(config), opening.extras
     # What was left open is settled: auto, and the threads, of which unlike nodes have their own.
     found_out = {"mixed_precision": accelerator.mixed_precision}
     config = replace(config, **found_out, cpu_threads=common_threads(accelerator))
-    config = opening.extras.first(Extra.config, config, accelerator) or config
+    config = extras.first(Extra.config, config, accelerator) or config
     found = find_checkpoint(config, accelerator)
-    if found and is_finished(found, config):
-        _leave_finished(found, config, given, accelerator, opening.extras)
+    if found and is_finished(found, config):  # what could not be done at its end is done now
+        folder = found.run_folder
+        if changes := without_effect(folder, given):
+            accelerator.print(f"warning: without effect on a finished run: {changes}")
+        accelerator.print(f"{folder} is finished: nothing to resume")
+        extras.each(Extra.check, config, accelerator)
+        extras.each(Extra.open, config, folder, found, accelerator)
+        _end(config, folder, accelerator, extras)
         yield None
         return
     if found is None:
         check_effects(config, accelerator.num_processes)
     before, config = config, adapt_to_processes(config, found, accelerator.num_processes, given)
     given = _given_now(given, before, config)
-    opening.extras.each(Extra.check, config, accelerator)
+    extras.each(Extra.check, config, accelerator)
     if config.plan_only:
         print_run(opening.prepare(config, accelerator), None, accelerator)
         accelerator.end_training()
@@ -266,7 +274,7 @@ def _launched(config: RunConfig, given: RunConfig, opening: _Opening) -> Iterato
         return
     with _in_folder(config, given, found, accelerator, opening) as session:
         yield session
-    _end(session.run.config, session.folder, accelerator, opening.extras)
+    _end(session.config, session.folder, accelerator, extras)
 
 
 def _given_now(given: RunConfig, before: RunConfig, now: RunConfig) -> RunConfig:
@@ -300,12 +308,10 @@ def _in_folder(
                 if files := changed_since(folder.path, opening.code):
                     accelerator.print(f"warning: code has changed since the run began: {files}")
                 take_over_folder(found, run, accelerator)
-            folder.write_settings(given, resolved, run.plans)
-            folder.write_code(opening.code)
+            folder.write_settings(given, resolved, run.plans, opening.code)
             with reading_checkpoint(resumed and resumed.folder):
-                session.log = start_log(
-                    session, resumed and resumed.log, resumed and resumed.restart
-                )
+                parts = (resumed.log, resumed.restart) if resumed else ()
+                session.log = start_log(session, *parts)
             with run.extras, session.log:
                 with _running(session):
                     yield session
@@ -322,22 +328,6 @@ def _running(session: Session) -> Iterator[None]:
             yield
         session.checkpointer.finish()
         session.cluster.close()
-
-
-def _leave_finished(
-    found: Found,
-    config: RunConfig,
-    given: RunConfig,
-    accelerator: Accelerator,
-    extras: Extras,
-) -> None:
-    """Say that a run is finished, and do what could not be done at its end."""
-    if changes := without_effect(found.run_folder, given):
-        accelerator.print(f"warning: without effect on a finished run: {changes}")
-    accelerator.print(f"{found.run_folder} is finished: nothing to resume")
-    extras.each(Extra.check, config, accelerator)
-    extras.each(Extra.open, config, found.run_folder, found, accelerator)
-    _end(config, found.run_folder, accelerator, extras)
 
 
 def _end(config: RunConfig, folder: Path, accelerator: Accelerator, extras: Extras) -> None:

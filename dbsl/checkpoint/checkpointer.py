@@ -357,7 +357,7 @@ class Checkpointer:
         state = {
             "model": {"weights": weights.vector if counts else None, "counters": weights.counters},
             "stepper": self._stepper.state_dict(),
-            "clock": self._stepper.clock.state_dict() if progress else {},
+            "timer": self._stepper.timer.state_dict() if progress else {},
             "scaler": scaler.state_dict() if scaler else None,
             "progress": progress and progress.state_dict(),
             "random": _random_state(self._accelerator.device) if progress else None,
@@ -415,7 +415,7 @@ class Checkpointer:
         """Go on with the same workers in as many processes."""
         self._cluster.load_state_dict(state["cluster"])
         self._stepper.load_state_dict(state["stepper"])
-        self._stepper.clock.load_state_dict(state["clock"])
+        self._stepper.timer.load_state_dict(state["timer"])
         self._run.planner.load_state_dict(state["planner"])
         if state["progress"] is not None:
             device = self._cluster.weights.vector.device

@@ -45,14 +45,13 @@ from dbsl.config.settings import CHECKPOINTS, RunConfig, meets_at_server, withou
 from dbsl.model import BEST
 from dbsl.optimizer import optimizer_class
 from dbsl.plan.types import Restart
-from dbsl.run.code import SUMS, Code, unlike
-from dbsl.run.folder import check_metrics
+from dbsl.run.folder import SUMS, Code, check_metrics, unlike
 from dbsl.run.training import Run
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not what they were: before, now
 _TIMES = with_role(RunConfig, Role.TIMES)
-_PER_WORKER = tuple(markers(RunConfig, PerWorker))
-_ROUND_ANEW = {"progress": None, "clock": {}}  # no steps taken, no time spent
+_PER_WORKER = tuple(dict(markers(RunConfig, PerWorker)))
+_ROUND_ANEW = {"progress": None, "timer": {}}  # no steps taken, no time spent
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,13 +47,11 @@ class BarrierCluster(Cluster):
         **common: Any,
     ) -> None:
         super().__init__(weights, server, outgoing=outgoing, **common)
-        self._averages = outgoing is None
-        self._at_server = at_server
-        self._gathers = gathers
+        self._averages, self._at_server, self._gathers = outgoing is None, at_server, gathers
         self._has_global = False
         dtype = wire or self.outgoing.dtype
         summed = self.outgoing[:0] if gathers else self.outgoing
-        self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's part, then all ranks'
+        self._sum = torch.empty_like(summed, dtype=dtype)  # this rank's share, then all ranks'
         # What the workers' changes count from; only where changes are what travels.
         changes = self._averages and dtype != self.outgoing.dtype
         self._pulled = weights.vector.clone() if changes else None
@@ -85,8 +82,7 @@ class BarrierCluster(Cluster):
         True: they were refused.
         """
         (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        self._waited_s = 0.0
+        report = self._timed(report)
         self._meet(report.epoch, report.round, report)
         return report.refused
 
@@ -131,58 +127,61 @@ class BarrierCluster(Cluster):
         """Merge what all workers push; `report` is None on a dedicated server."""
         began = time.perf_counter()
         total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
-        if not self._gathers:
+        if self._gathers:
+            pushed = self._gathered()
+        else:
             self._weigh(report, total)
             self.control.enter()
             dist.all_reduce(self._sum)
         reports = self.control.gather_reports(report, self._figures)
         self._refused += sum(r.refused for r in reports)
-        if self._gathers:
-            self._gather(reports)
-        else:
+        if not self._gathers:
             self._take(reports, total)
+        elif self.server is not None:
+            for each in reports:
+                self.server.pull(each.worker)  # all began with these weights
+            # A dedicated server comes first.
+            for weights, each in zip(pushed[-len(reports) :], reports, strict=True):
+                self.server.push(weights, each)
         if self.server is not None:
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
         self._waited_s += time.perf_counter() - began
 
-    def _weigh(self, report: RoundReport | None, total: float) -> None:
-        """Write this rank's part of the weighted sum."""
-        summed = self._sum
-        if report is None or report.refused:
-            summed.zero_()  # zero times what is not finite would not be
-        elif not self._averages:
-            summed.copy_(self.outgoing)
-        elif self._pulled is None:
-            torch.mul(self.outgoing, report.merge_weight / total, out=summed)
-        else:
-            change = self.outgoing - self._pulled
-            summed.copy_(change.mul_(report.merge_weight / total))
-
-    def _take(self, reports: Sequence[RoundReport], total: float) -> None:
-        """Take the sum of all ranks, in which refused parts are zeros."""
-        summed = self._sum
-        taken = [r.merge_weight for r in reports if not r.refused]
-        if self._averages and len(taken) < len(reports) and taken:
-            summed.mul_(total / sum(taken))
-        if self._averages and taken and self._pulled is not None:
-            summed = self._pulled.add_(summed)
-        self._has_global = self._averages and bool(taken) and not self._at_server
-        if self._has_global:
-            self.weights.load(summed)
-        if self.server is not None:
-            joined = summed.to(self.outgoing.dtype)
-            self.server.push_joined(joined if taken else None, reports)
-
-    def _gather(self, reports: Sequence[RoundReport]) -> None:
-        """Give every worker's weights to the server."""
+    def _gathered(self) -> list[Tensor] | None:
+        """Return every rank's weights on the server's."""
         ranks = range(dist.get_world_size())
         pushed = None if self.server is None else [torch.empty_like(self.outgoing) for _ in ranks]
         self.control.enter()
         dist.gather(self.outgoing, pushed, dst=SERVER_RANK)
         self._has_global = False
+        return pushed
+
+    def _weigh(self, report: RoundReport | None, total: float) -> None:
+        """Write this rank's share of the weighted sum."""
+        if report is None or report.refused:
+            self._sum.zero_()  # zero times what is not finite would not be
+        elif not self._averages:
+            self._sum.copy_(self.outgoing)
+        elif self._pulled is None:
+            torch.mul(self.outgoing, report.merge_weight / total, out=self._sum)
+        else:
+            change = self.outgoing - self._pulled
+            self._sum.copy_(change.mul_(report.merge_weight / total))
+
+    def _take(self, reports: Sequence[RoundReport], total: float) -> None:
+        """Take the sum of all ranks, to which refused work has added nothing."""
+        summed = self._sum
+        taken = [r.merge_weight for r in reports if not r.refused]
+        if self._averages and taken:
+            if len(taken) < len(reports):
+                summed.mul_(total / sum(taken))
+            if self._pulled is not None:
+                summed = self._pulled.add_(summed)
+        self._has_global = self._averages and bool(taken) and not self._at_server
+        if self._has_global:
+            self.weights.load(summed)
         if self.server is not None:
-            workers = pushed[len(pushed) - len(reports) :]  # a dedicated server comes first
-            self.server.push_each(workers, reports)
+            self.server.push_joined(summed.to(self.outgoing.dtype) if taken else None, reports)
 
     @torch.no_grad()
     def _receive(self) -> None:

@@ -1,27 +1,44 @@
-"""What a launch of several processes shares: the launcher's store, and the process group.
+"""How a process meets the others of its launch: as all start, or later, while they train.
 
-The store, at MASTER_ADDR, outlives the processes that torchrun and accelerate restart. No port is
-opened here.
+They meet at the launcher's store, at MASTER_ADDR, which outlives the processes that torchrun and
+accelerate restart. No port is opened here. Every wait ends.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
-from dbsl.base.errors import SettingError, SyncError, reason_of
-from dbsl.base.launcher import STORE_PATIENCE, connect, launcher_address, restarts
+from dbsl.base.errors import NothingLeft, SettingError, SyncError, reason_of
+from dbsl.base.machine import STORE_PATIENCE, connect, connect_store, launcher_address, restarts
+from dbsl.cluster.wire import SERVER_RANK, read_text, text_row
+
+NOTHING_LEFT = "nothing is left to do"
 
 _LOOK_S = 0.1  # between looks at who has come
 _QUIET_S = 30.0  # that processes wait for each other without a word
+_PAIR_S = 60.0  # that two processes may come to their connection apart
+_GRACE_S = 30.0  # that rank 0 may answer late
+_SLOW_S = 20.0  # that a process which is launched tries to reach the store
+_AGAIN_S = 1.0  # after which rank 0 does, if it was cut off
+_OVER = "over"
+_COME = "come"
+
+# --- as all start
 
 
 def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
@@ -37,9 +54,6 @@ def join_processes(timeout_s: float, *, cpu: bool) -> dist.Store | None:
     Returns:
         The store at which they have met, to be kept until there is a group; None: there is no
         launcher.
-
-    Raises:
-        SyncError: If not all have come in time.
     """
     _bind_to_launcher()
     met = _meet(timeout_s)
@@ -150,7 +164,7 @@ def _bind_to_launcher() -> None:
     address = os.environ.get("MASTER_ADDR")
     if not address or "GLOO_SOCKET_IFNAME" in os.environ or not sys.platform.startswith("linux"):
         return
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         interface = _interface_to(address)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -164,3 +178,182 @@ def _interface_to(address: str) -> str | None:
         own = probe.getsockname()[0]
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, found in interfaces for a in found if a.address == own), None)
+
+
+# --- while the others train
+
+
+class Admission(NamedTuple):
+    """What a process that joins begins with."""
+
+    pair: dist.ProcessGroup  # with rank 0
+    clock: int  # rounds behind it
+    sequence: int  # number of the last save
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that this process was launched into, while the others train.
+
+    A process group of torch.distributed is of fixed size: the process has none, but a gloo
+    connection with rank 0, as the other workers have.
+    """
+
+    rank: int
+    processes: int  # of the job, as it was launched
+    settings: Mapping[str, Any]  # complete, with what else `Door` was given
+
+    def enter(self, timeout_s: float) -> Admission:
+        """Ask to be taken in, and wait for the answer, or raise `NothingLeft` or `SyncError`.
+
+        Rank 0 counts a worker as lost, such as the one before, after `timeout_s` of silence.
+        """
+        patience_s = 2 * timeout_s + _GRACE_S
+        try:
+            if (store := _join_store()) is None:
+                raise SyncError("there is no launcher's store to ask at")
+            number = store.add(f"asked/{self.rank}", 1)
+            pair = _connect(store, self.rank, number, 1, patience_s)
+            row = text_row("")
+            pair.recv([row], 0, 0).wait(timedelta(seconds=_GRACE_S))
+        except RuntimeError as error:
+            said = reason_of(error)
+        else:
+            said = read_text(row)
+            come, *numbers = said.split()
+            if come == _COME:
+                return Admission(pair, *map(int, numbers))
+        if said.startswith(NOTHING_LEFT):
+            raise NothingLeft(f"rank {self.rank} joins no more: {said}")
+        raise SyncError(f"rank 0 has not taken rank {self.rank} in: {said}")
+
+
+def welcome(clock: int, sequence: int) -> str:
+    """Return what a process that is taken in hears first; one that is refused hears why."""
+    return f"{_COME} {clock} {sequence}"
+
+
+def find_running_job() -> RunningJob | None:
+    """Return the job that this process was launched into; None: it starts with the others."""
+    rank, processes = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    if rank == SERVER_RANK or (settings := _settings_of_job()) is None:
+        return None
+    if settings == _OVER:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise SyncError(f"the job at {where} is over, and takes rank {rank} in no more")
+    return RunningJob(rank, processes, json.loads(settings))
+
+
+def _settings_of_job() -> str | None:
+    """Return what a `Door` has left in the store; a connection may be slow, or fail at first."""
+    deadline, told = time.monotonic() + _SLOW_S, False
+    while True:
+        try:
+            store = _join_store(at_once=True)
+            return store.get("open").decode() if store and store.check(["open"]) else None
+        except ConnectionRefusedError:  # nobody listens there: the store is still to come
+            return None
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > deadline:
+                return None
+            if not told:
+                _tell(f"the launcher's store does not answer ({reason_of(error)}): trying again")
+        told = True
+        time.sleep(_LOOK_S)
+
+
+class Door:
+    """Rank 0's part: hears who asks to join, and takes them in one by one or refuses.
+
+    Args:
+        settings: The complete settings that the job trains with, in plain values.
+        processes: Of the job.
+        timeout_s: Silence after which a worker counts as lost.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], processes: int, timeout_s: float) -> None:
+        self._settings = json.dumps(settings)
+        self._processes, self._timeout_s = processes, timeout_s
+        self._closed = threading.Event()
+        self._asked: dict[tuple[int, int], float] = {}  # by rank and number of its question: when
+        self._answered: set[tuple[int, int]] = set()
+
+    def open(
+        self,
+        is_served: Callable[[int], bool],
+        admit: Callable[[int, dist.ProcessGroup], None],
+    ) -> None:
+        """Begin to listen, where there is a launcher's store.
+
+        Args:
+            is_served: Whether a rank's worker is there, and has something left to do.
+            admit: Takes a rank's worker in, or raises `SettingError` with the reason.
+        """
+        self._is_served, self._admit = is_served, admit
+        if store := _join_store():
+            store.set("open", self._settings)
+            _start("door", self._listen, store)
+
+    def close(self) -> None:
+        """Take nobody in any more."""
+        self._closed.set()
+
+    def _listen(self, store: dist.Store) -> None:
+        """Answer those who ask (runs in a thread)."""
+        cut_off = False
+        while not self._closed.wait(_AGAIN_S if cut_off else _LOOK_S):
+            try:
+                if cut_off:
+                    store = _join_store(at_once=True)
+                for rank in range(1, self._processes):
+                    self._look_after(rank, store.add(f"asked/{rank}", 0))
+            except (OSError, RuntimeError) as error:
+                if not cut_off:
+                    tqdm.write(
+                        f"warning: the launcher's store does not answer ({reason_of(error)}); "
+                        "until it does, no process that is launched again can join"
+                    )
+                cut_off = True
+                continue
+            if cut_off:
+                tqdm.write("the launcher's store answers again")
+            cut_off = False
+        with suppress(RuntimeError):  # the store is gone, and with it the launcher
+            store.set("open", _OVER)
+
+    def _look_after(self, rank: int, number: int) -> None:
+        """Answer a rank's last question, if it is time to."""
+        question = rank, number
+        if number == 0 or question in self._answered:
+            return
+        late = time.monotonic() - self._asked.setdefault(question, time.monotonic())
+        if self._is_served(rank) and late < 2 * self._timeout_s:
+            return  # perhaps it has died, and it is not noticed yet
+        self._answered.add(question)
+        _start(f"let-in-{rank}", self._let_in, rank, number)
+
+    def _let_in(self, rank: int, number: int) -> None:
+        """Connect with a process and take it in; if it has died meanwhile, forget it."""
+        with suppress(RuntimeError):
+            pair = _connect(_join_store(), rank, number, 0, _PAIR_S)
+            try:
+                self._admit(rank, pair)
+            except SettingError as reason:
+                pair.send([text_row(str(reason))], 1, 0).wait(timedelta(seconds=_GRACE_S))
+
+
+def _start(name: str, run: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=run, args=arguments, name=name, daemon=True).start()
+
+
+def _join_store(*, at_once: bool = False) -> dist.Store | None:
+    """Return another connection with the launcher's store, for this launch's attempt."""
+    return connect_store(f"join/{restarts()}", at_once=at_once)
+
+
+def _connect(
+    store: dist.Store, rank: int, number: int, side: int, patience_s: float
+) -> dist.ProcessGroup:
+    """Return a connection of rank 0, side 0, with a process, side 1; both call it."""
+    prefix = dist.PrefixStore(f"pair/{rank}/{number}", store)
+    return dist.ProcessGroupGloo(prefix, side, 2, timedelta(seconds=patience_s))

@@ -5,18 +5,22 @@ Workers come and go: the server's clocks and the planner's shares change togethe
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
+from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.cluster.wire import NOTHING_ANNOUNCED, ControlGroup, SharedPlans
+from dbsl.cluster.wire import NOTHING_ANNOUNCED, SERVER_RANK, decode_segment, encode_segment
 from dbsl.plan.follow import Planner
 from dbsl.plan.types import (
     Action,
@@ -93,8 +97,7 @@ class Cluster(ABC):
     def __enter__(self) -> Cluster:
         self._exits = ExitStack()
         if self.control is not None:
-            self._exits.callback(self.control.heartbeats.close)
-            self._exits.enter_context(self.control.heartbeats.naming_the_missing())
+            self._exits.enter_context(self.control.heartbeats.watching())
         return self
 
     @property
@@ -120,6 +123,18 @@ class Cluster(ABC):
     @abstractmethod
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Hand over what a round came to; True: it was refused, being not finite."""
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time in here as waited."""
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
+
+    def _timed(self, report: RoundReport) -> RoundReport:
+        """Return a real worker's report with its times; what it waits from now on is the next's."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return replace(report, compute_time_s=report.time_s, wait_time_s=waited_s)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -197,6 +212,41 @@ class Cluster(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release what the cluster holds; its turns are over."""
+
+
+class SharedPlans:
+    """The server rank's plans on every rank, for those who meet in each round.
+
+    A plan that follows the machines is decided in one place: two kinds of CPU may round alike
+    measurements to unlike plans. `control` is None where this process's planner decides.
+    """
+
+    def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
+        self.planner, self._control = planner, control
+        self._place: tuple[int, int] | None = None
+        self._current: Segment | None = None
+
+    def at(self, epoch: int, round_: int) -> Segment:
+        """Return the plan in force (a collective where it may change; all ranks ask in order)."""
+        planner = self.planner
+        if (
+            self._control is None
+            or planner.balance == "none"
+            or planner.ledger.left_by_others(epoch)
+        ):
+            return planner.at(epoch, round_)
+        if self._place != (epoch, round_):
+            if self._current is None or planner.is_boundary(epoch, round_):
+                decides = dist.get_rank() == SERVER_RANK
+                like = (
+                    planner.at(epoch, round_)
+                    if decides
+                    else Segment(planner.ledger.current_at(epoch))
+                )
+                rows = self._control.share(encode_segment(like))
+                self._current = decode_segment(rows, like.plan)
+            self._place = epoch, round_
+        return self._current
 
 
 class Change(NamedTuple):

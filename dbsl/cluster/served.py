@@ -7,10 +7,8 @@ long as it takes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +18,10 @@ from torch import Tensor
 
 from dbsl.base.errors import RunFinished, SyncError
 from dbsl.cluster.alive import Pulse
-from dbsl.cluster.joining import Admission, Door, why_left_out
+from dbsl.cluster.launch import Admission, Door
 from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
-from dbsl.cluster.serving import ServingCluster
+from dbsl.cluster.serving import STOP, ServingCluster
 from dbsl.cluster.weights import FlatWeights
 from dbsl.cluster.wire import (
     SERVER_RANK,
@@ -31,17 +29,16 @@ from dbsl.cluster.wire import (
     Kind,
     Transfer,
     decode_segment,
-    message,
+    hear,
     pairs_with_server,
-    read_answer,
     receive,
     report_rows,
     segment_room,
     send,
+    tell,
 )
 from dbsl.plan.types import RoundReport, Segment, Turn
 
-_GRACE_S = 5.0
 _START_S = 60.0  # that processes may come to their start apart, at least
 
 
@@ -62,7 +59,7 @@ def through_server(
     they are: its worker is dropped, and the others share its samples.
 
     Args:
-        weights: As for `Cluster`.
+        weights: As for `Cluster`, like all that is not named here.
         server: On rank 0 the server (its weights in host memory), elsewhere None.
         timeout_s: Longest silence of a worker before it counts as lost, while it computes, too; of
             the server 5 s more.
@@ -73,27 +70,25 @@ def through_server(
         admission: Of a process that joins: then this is no collective.
         **common: The rest of what a `Cluster` takes.
     """
-    if admission is None:
-        pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
-    else:
-        pairs = {SERVER_RANK: admission.pair}
     narrow = wire if wire != weights.vector.dtype else None
     # Weights lose less as their change, which both sides then count from what was pulled.
-    common |= {"outgoing": outgoing, "narrow": narrow, "timeout_s": timeout_s}
-    common["sends_changes"] = narrow is not None and outgoing is None
+    sends_changes = narrow is not None and outgoing is None
+    common |= {"outgoing": outgoing, "timeout_s": timeout_s}
+    common |= {"narrow": narrow, "sends_changes": sends_changes}
+    if admission is not None:
+        cluster = ServedCluster(weights, pair=admission.pair, **common)
+        cluster.begin_at(admission.clock, admission.sequence)
+        return cluster
+    pairs = pairs_with_server(timedelta(seconds=max(timeout_s, _START_S)))
     if server is not None:
         return ServingCluster(weights, server, pairs=pairs, door=door, **common)
-    pair = pairs[SERVER_RANK]
-    cluster = ServedCluster(weights, pair=pair, **common)
-    if admission is not None:
-        cluster.begin_at(admission.clock, admission.sequence, admission.number)
-    return cluster
+    return ServedCluster(weights, pair=pairs[SERVER_RANK], **common)
 
 
 class ServedCluster(Cluster):
     """A worker's process: it asks rank 0 for plans and weights, and pushes to it.
 
-    Args: see `through_server` and `ServingCluster`; `pair` is the connection with rank 0.
+    `pair` is the connection with rank 0; for the rest see `through_server` and `ServingCluster`.
     """
 
     def __init__(
@@ -110,11 +105,16 @@ class ServedCluster(Cluster):
         self._pair = pair
         self._pulled = torch.empty_like(weights.vector) if sends_changes else None
         self._can_change = False  # this round began with `_pulled`
-        self._number = 0  # the question's with which this process has joined
-        # Later than the server would: where the network is at fault, that says who was lost.
-        self._pulse = Pulse(SERVER_RANK, pair, timeout_s + _GRACE_S, asks=True)
+        self._asks_to_stop = False
+        self._timeout_s = timeout_s
+        says = lambda: STOP if self._asks_to_stop else ""  # noqa: E731
+        self._pulse = Pulse(SERVER_RANK, pair, timeout_s, asks=True, says=says)
         self._whole = Transfer(weights.vector, pair)
         self._narrow = Transfer(weights.vector, pair, narrow)
+
+    def begin_at(self, clock: int, sequence: int) -> None:
+        """Begin with so many rounds behind this worker; the save of this number is over."""
+        self._clock, self._announced = clock, (sequence, -1)
 
     def turns(self) -> Iterator[Turn]:
         """Yield this worker's rounds in order."""
@@ -131,34 +131,33 @@ class ServedCluster(Cluster):
         if planner.ledger.left_by_others(turn.epoch):
             return planner.at(turn.epoch, turn.round)
         like = planner.ledger.current_at(turn.epoch)
-        began, rows = time.perf_counter(), segment_room(len(like.workers))
-        with self._exchange():
-            send(message(Kind.PLAN), self._pair)
+        rows = segment_room(len(like.workers))
+        with self._waiting(), self._exchange():
+            tell(self._pair, Kind.PLAN)
             receive(rows, self._pair)
-        self._waited_s += time.perf_counter() - began
         return decode_segment(rows, like)
 
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
-        began = time.perf_counter()
-        with self._exchange():
-            stop, self._announced = self._ask(Kind.PULL)
-            if not stop:
+        with self._waiting(), self._exchange():
+            ending = self._ask(Kind.PULL)
+            if ending == Ending.GOES_ON:
                 self._whole.receive(self.weights.vector, copy=self._pulled)
                 self._can_change = self._pulled is not None
-        if stop:
-            self._end(stop)
-        self._waited_s += time.perf_counter() - began
+        if ending == Ending.FINISHED:
+            self.finish()
+            raise RunFinished
+        if ending == Ending.STOPPED:
+            self._interrupted = True
+            self.on_stop()
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        began = time.perf_counter()
-        with self._exchange():
+        report = self._timed(*reports)
+        with self._waiting(), self._exchange():
             # It is on its way while the next round is prepared, and there before the pull ends.
             kind, rows = Kind.PUSH_CHANGE if self._can_change else Kind.PUSH, report_rows(report)
-            send(message(kind, len(rows)), self._pair)
+            tell(self._pair, kind, len(rows))
             send(rows, self._pair)
             if self._can_change:
                 self._narrow.send(self.outgoing, minus=self._pulled)
@@ -166,15 +165,7 @@ class ServedCluster(Cluster):
                 self._narrow.send(self.outgoing)
             else:  # where changes are sent: a run was resumed inside this round
                 self._whole.send(self.outgoing)
-        self._waited_s = time.perf_counter() - began
         return report.refused
-
-    def begin_at(self, clock: int, sequence: int, number: int) -> None:
-        """Begin with so many rounds behind this worker; the save of this number is over.
-
-        `number` is that of the question with which it has joined.
-        """
-        self._clock, self._announced, self._number = clock, (sequence, -1), number
 
     def announce(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Return the save that rank 0 has announced."""
@@ -183,18 +174,20 @@ class ServedCluster(Cluster):
     def leave(self, sequence: int) -> int:
         """Stop being served; return the number of the save to take part in."""
         with self._exchange():
-            return self._ask(Kind.LEAVE)[1][0]
+            self._ask(Kind.LEAVE)
+        return self._announced[0]
 
     def interrupt(self) -> None:
         """Stop after this step, and have rank 0 stop the run: this process may wait for others."""
         super().interrupt()
-        self._pulse.ask_to_stop()
+        self._asks_to_stop = True
 
     def close(self) -> None:
         """Tell the server that this worker is done."""
-        self._pulse.close()
+        self._pulse.end()
+        self._pulse.wait(self._timeout_s)
         with self._exchange():
-            send(message(Kind.DONE), self._pair)
+            tell(self._pair, Kind.DONE)
             self._sent()
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,32 +204,20 @@ class ServedCluster(Cluster):
         try:
             yield
         except RuntimeError as error:
-            reason = self._pulse.reason(error)
-            if why := why_left_out(self._number):  # a process that was stopped sees no more itself
-                said = (
-                    f"rank {SERVER_RANK} has left this process out: {why}; launch it again to join"
-                )
-            elif self._pulse.is_refused:
-                said = reason
+            reason, rank_0 = self._pulse.reason(error), f"rank {SERVER_RANK}"
+            if self._pulse.left_out:
+                said = f"{rank_0} has left this process out: {reason}; launch it again to join"
             else:
-                said = f"the server (rank {SERVER_RANK}) was lost: {reason}"
+                said = f"the server ({rank_0}) was lost: {reason}"
             raise SyncError(said) from error
 
-    def _ask(self, kind: int) -> tuple[Ending, tuple[int, int]]:
-        """Send a question; return whether the run ends, and the save to take part in."""
-        answer = message(Ending.GOES_ON)
-        send(message(kind), self._pair)
-        receive(answer, self._pair)
+    def _ask(self, kind: Kind) -> Ending:
+        """Ask rank 0, which also tells of the save to take part in; return whether the run ends."""
+        tell(self._pair, kind)
+        ending, sequence, epoch = hear(self._pair, Ending)
+        self._announced = sequence, epoch
         self._sent()
-        return read_answer(answer)
-
-    def _end(self, how: Ending) -> None:
-        """Leave the run, which rank 0 has stopped or finished."""
-        if how == Ending.FINISHED:
-            self.finish()
-            raise RunFinished
-        self._interrupted = True
-        self.on_stop()
+        return ending
 
     def _sent(self) -> None:
         """Wait until the last push has left this process."""

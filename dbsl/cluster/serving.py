@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
 from dbsl.cluster.alive import Pulse
-from dbsl.cluster.joining import NOTHING_LEFT, Door, greeting
+from dbsl.cluster.launch import NOTHING_LEFT, Door, welcome
 from dbsl.cluster.protocol import Cluster, join_worker, lose_worker
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
@@ -30,12 +30,13 @@ from dbsl.cluster.wire import (
     Transfer,
     check_report,
     encode_segment,
-    message,
-    read_question,
+    hear,
     read_report,
     receive,
     report_room,
     send,
+    tell,
+    text_row,
 )
 from dbsl.plan.types import (
     BAD_WEIGHTS,
@@ -47,6 +48,7 @@ from dbsl.plan.types import (
     Turn,
 )
 
+STOP = "stop"  # what a worker's pulse says where the run is to stop
 _LOOK_S = 0.5  # after which rank 0, where it only serves, looks whether a save is due
 _STOP_PATIENCE_S = 20.0  # launchers kill what has not ended 30 s after they asked it to
 
@@ -115,7 +117,7 @@ class ServingCluster(Cluster):
         for thread in self._threads:  # not before a resumed run's state is here
             thread.start()
         if self._door is not None:
-            self._door.open(self)
+            self._door.open(self.is_served, self.admit)
         while self.workers and self._clock < self._rounds:
             yield Turn(self.workers, *divmod(self._clock, self._rounds_per_epoch))
             self._clock += 1
@@ -143,30 +145,23 @@ class ServingCluster(Cluster):
 
     def segment(self, turn: Turn) -> Segment:
         """Return the plan in force in a turn, waiting while the worker is too far ahead."""
-        (worker,) = turn.workers
-        began = time.perf_counter()
-        plan = self._begin(worker)
-        self._waited_s += time.perf_counter() - began
-        return plan
+        with self._waiting():
+            return self._begin(*turn.workers)
 
     def pull(self, turn: Turn) -> None:
         """Bring the global weights into the model, waiting while the worker is too far ahead."""
-        (worker,) = turn.workers
-        began = time.perf_counter()
-        weights = self._pull(worker)
-        if weights is None:
-            self.on_stop()
-        else:  # a copy to a GPU takes its time, and others need not wait for it
-            self.weights.load(weights)
-        self._waited_s += time.perf_counter() - began
+        with self._waiting():
+            weights = self._pull(*turn.workers)
+            if weights is None:
+                self.on_stop()
+            else:  # a copy to a GPU takes its time, and others need not wait for it
+                self.weights.load(weights)
 
     def push(self, reports: Sequence[RoundReport]) -> bool:
         """Give the worker's weights, or gradients, to the server; True: they were refused."""
-        (report,) = reports
-        report = replace(report, compute_time_s=report.time_s, wait_time_s=self._waited_s)
-        began = time.perf_counter()
-        self._merge(self._pushed.copy_(self.outgoing), report)
-        self._waited_s = time.perf_counter() - began
+        report = self._timed(*reports)
+        with self._waiting():
+            self._merge(self._pushed.copy_(self.outgoing), report)
         return report.refused
 
     # --- what any worker asks of the server
@@ -176,8 +171,7 @@ class ServingCluster(Cluster):
         with self._changed:
             if self._may_begin(worker, pulse):
                 self.server.members.begin(worker)
-            place = divmod(self.server.clocks[worker], self._rounds_per_epoch)
-            return self._plans.planner.at(*place)
+            return self._plans.planner.at(*self._place(worker))
 
     def _pull(self, worker: int, pulse: Pulse | None = None) -> Tensor | None:
         """Return the weights for a worker's next round when it may begin; None: the run stops."""
@@ -203,18 +197,28 @@ class ServingCluster(Cluster):
             finally:
                 self._changed.notify_all()
 
+    def _place(self, worker: int) -> tuple[int, int]:
+        """Return the epoch and the round that a worker is in."""
+        return divmod(self.server.clocks[worker], self._rounds_per_epoch)
+
     def _wait_for(self, predicate: Callable[[], object], limit_s: float | None = None) -> None:
         # Every worker comes to the end of its round, or is lost.
         self._changed.wait_for(lambda: self._failure or predicate(), limit_s)
         self._raise_failure()
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def interrupt(self) -> None:
+        """End this process's waits: the run is to stop."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
 
     # --- workers of other processes
 
@@ -222,11 +226,14 @@ class ServingCluster(Cluster):
         return rank - (not self.workers)
 
     def _thread_for(
-        self, rank: int, pair: dist.ProcessGroup, first: Tensor | None = None
+        self, rank: int, pair: dist.ProcessGroup, first: str | None = None
     ) -> threading.Thread:
-        """Return what serves a rank; `first` is what it is told before it asks."""
+        """Return what serves a rank; `first` is what it hears before it asks."""
         pulse = Pulse(
-            rank, pair, self._timeout_s, asks=False, on_lost=self._wake, on_stop=self.interrupt
+            *(rank, pair, self._timeout_s),
+            asks=False,
+            hears=lambda word: self.interrupt() if word == STOP else None,
+            on_lost=self._wake,
         )
         self._heard[rank] = self._announced[0]  # one that joins takes no part in what was before
         arguments = (rank, pair, pulse, first)
@@ -234,14 +241,12 @@ class ServingCluster(Cluster):
             target=self._serve, args=arguments, name=f"serve-{rank}", daemon=True
         )
 
-    def _serve(
-        self, rank: int, pair: dist.ProcessGroup, pulse: Pulse, first: Tensor | None
-    ) -> None:
+    def _serve(self, rank: int, pair: dist.ProcessGroup, pulse: Pulse, first: str | None) -> None:
         """Answer one rank's messages until it is done (runs in a thread)."""
         worker = self._worker_of(rank)
         try:
             if first is not None:
-                send(first, pair)
+                send(text_row(first), pair)
             buffer = torch.empty_like(self.weights.vector, device=CPU)
             whole, narrow = (Transfer(buffer, pair, d) for d in (None, self._narrow_dtype))
             pulled = torch.empty_like(buffer) if self._sends_changes else None
@@ -254,18 +259,13 @@ class ServingCluster(Cluster):
                 del self._heard[rank]
                 for ranks in self._saving.values():
                     ranks.discard(rank)
-                left_out = self._lose(rank, worker, reason) and self._door is not None
-                number = self._door.number_of(rank) if left_out else 0
+                left_out = self._lose(rank, worker, reason)
                 self._changed.notify_all()
-            pulse.give_up()
-            if left_out:
-                self._door.leave_word(rank, number, reason)
+            pulse.end(reason if left_out else "")  # it may still be there
 
     def _converse(self, peer: _Peer) -> None:
-        head = message(Kind.DONE)
         while True:
-            receive(head, peer.pair)
-            kind, number = read_question(head)
+            kind, number, _ = hear(peer.pair, Kind)
             if kind == Kind.DONE:
                 return
             if kind == Kind.LEAVE:
@@ -286,18 +286,20 @@ class ServingCluster(Cluster):
                 self._changed.notify_all()
                 self._wait_for(lambda: self._stopping)
             announced = self._tell(peer.rank)
-        send(message(Ending.STOPPED, *announced), peer.pair)
+        tell(peer.pair, Ending.STOPPED, *announced)
 
     def _answer_pull(self, peer: _Peer) -> None:
         with self._changed:
             weights = self._pull(peer.worker, peer.pulse)
             announced = self._tell(peer.rank)
-        ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
-        send(message(Ending.GOES_ON if weights is not None else ending, *announced), peer.pair)
-        if weights is not None:
-            peer.whole.send(weights, copy=peer.pulled)
-            peer.whole.wait()
-            peer.has_pulled = peer.pulled is not None
+        if weights is None:
+            ending = Ending.FINISHED if self.finished_early else Ending.STOPPED
+            tell(peer.pair, ending, *announced)
+            return
+        tell(peer.pair, Ending.GOES_ON, *announced)
+        peer.whole.send(weights, copy=peer.pulled)
+        peer.whole.wait()
+        peer.has_pulled = peer.pulled is not None
 
     def _take_push(self, peer: _Peer, rows: int, *, is_change: bool) -> None:
         room = report_room(rows, self._figures)
@@ -310,9 +312,7 @@ class ServingCluster(Cluster):
         else:
             transfer = peer.whole if self._sends_changes else peer.narrow
             finite = transfer.receive(peer.buffer, check=True)
-        with self._changed:
-            place = divmod(self.server.clocks[peer.worker], self._rounds_per_epoch)
-        check_report(report, peer.worker, *place)
+        check_report(report, peer.worker, *self._place(peer.worker))
         if not (finite or report.refused):
             report = replace(report, refused=True, fault=BAD_WEIGHTS)
         self._merge(peer.buffer, report)
@@ -349,6 +349,8 @@ class ServingCluster(Cluster):
         with self._changed:
             if self._stopping or self._interrupted or self._failure:
                 raise SettingError("the job is stopping")
+            if self.is_served(rank):
+                raise SettingError(f"another process is heard as rank {rank}")
             if worker in self.server.active:
                 raise SettingError(f"{NOTHING_LEFT}: worker {worker} has done all its rounds")
             clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
@@ -356,7 +358,7 @@ class ServingCluster(Cluster):
                 raise SettingError(f"{NOTHING_LEFT}: others have begun the last epoch")
             epoch = clock // self._rounds_per_epoch
             self._membership.append(JoinedWorker(rank, worker, clock, epoch))
-            thread = self._thread_for(rank, pair, greeting(clock, self._announced[0]))
+            thread = self._thread_for(rank, pair, welcome(clock, self._announced[0]))
             self._threads.append(thread)
             thread.start()
 
@@ -412,23 +414,13 @@ class ServingCluster(Cluster):
 
     # --- the end
 
-    def interrupt(self) -> None:
-        """End this process's waits: the run is to stop."""
-        with self._changed:
-            self._interrupted = True
-            self._changed.notify_all()
-
     def leave(self, sequence: int) -> int:
         """Stop serving; return the number of the save to take part in, which is `sequence`.
 
         The others have until a time to leave as well: they do when they have heard of it, after a
         step or where they pull.
         """
-        self._close_door()
-        with self._changed:
-            self._stopping = self._interrupted = True
-            self._announced = (sequence, -1)
-            self._changed.notify_all()
+        self._stop_serving((sequence, -1))
         patience = time.monotonic() + min(self._timeout_s, _STOP_PATIENCE_S)
         for thread in self._threads:
             if thread.ident is not None:
@@ -437,15 +429,20 @@ class ServingCluster(Cluster):
 
     def finish(self) -> None:
         """See `Cluster.finish`: wait until every worker has heard of it, where it comes to pull."""
-        self._close_door()
-        with self._changed:
-            self._stopping = self._interrupted = self.finished_early = True
-            self._changed.notify_all()
+        self.finished_early = True
+        self._stop_serving(self._announced)
         for thread in self._threads:
             thread.join()  # it ends: silent workers are given up
         super().finish()
         self._interrupted = False
         self.server.finished.clear()
+
+    def _stop_serving(self, announced: tuple[int, int]) -> None:
+        self._close_door()
+        with self._changed:
+            self._stopping = self._interrupted = True
+            self._announced = announced
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Wait for the serving threads."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from enum import IntEnum
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dbsl.base.errors import SettingError
-from dbsl.plan.follow import Planner
 from dbsl.plan.types import Plan, RoundReport, Segment, StepLine, WorkerPlan
 
 SERVER_RANK = 0
@@ -33,41 +32,65 @@ _MOST = 2**53  # up to which float64 has all whole numbers
 
 
 class Kind(IntEnum):
-    """What a message asks of the server."""
+    """What a message asks of the server, and what then follows."""
 
     DONE = 0
-    PUSH = 1  # weights or gradients; its number: rows of the report, which come first
+    PUSH = 1  # weights or gradients: as many rows of a report as its number says, and a vector
     PUSH_CHANGE = 2  # the weights' change since the pull; likewise
-    PULL = 3
-    PLAN = 4  # of the worker's next round
-    LEAVE = 5
+    PULL = 3  # is answered; where the run goes on, a vector comes
+    PLAN = 4  # of the worker's next round, which comes
+    LEAVE = 5  # is answered
 
 
 class Ending(IntEnum):
-    """What the server answers: whether the run goes on, and which save to take part in."""
+    """What the server answers, with number and epoch of the save to take part in."""
 
     GOES_ON = 0
     STOPPED = 1  # to be gone on with: workers save and stop
     FINISHED = 2  # before its last epoch
 
 
-def message(what: int, *numbers: int) -> Tensor:
+KindT = TypeVar("KindT", Kind, Ending)
+
+
+def message(what: Kind | Ending, *numbers: int) -> Tensor:
     """Return a question or an answer, with up to two numbers, float64 [3]."""
     return torch.tensor([what, *numbers, 0, 0][:3], dtype=torch.float64)
 
 
-def read_question(head: Tensor) -> tuple[Kind, int]:
-    """Return a question's kind and its number."""
-    kind, number, _ = head.tolist()
-    if kind not in tuple(Kind):
-        raise SettingError(f"message must be of a known kind, got {kind:g}")
-    return Kind(int(kind)), _whole("message", number)
+def read_message(head: Tensor, kinds: type[KindT]) -> tuple[KindT, int, int]:
+    """Return what a message says, which must be of these kinds, and its numbers."""
+    what, *numbers = head.tolist()
+    if what not in tuple(kinds):
+        raise SettingError(f"message must be of a known kind, got {what:g}")
+    _whole("message", *numbers)
+    return kinds(int(what)), *map(int, numbers)
 
 
-def read_answer(head: Tensor) -> tuple[Ending, tuple[int, int]]:
-    """Return whether the run goes on, and number and epoch of the latest save."""
-    ending, sequence, epoch = map(int, head.tolist())
-    return Ending(ending), (sequence, epoch)
+def tell(pair: dist.ProcessGroup, what: Kind | Ending, *numbers: int) -> None:
+    """Send a question, or an answer, over a group of two."""
+    send(message(what, *numbers), pair)
+
+
+def hear(pair: dist.ProcessGroup, kinds: type[KindT]) -> tuple[KindT, int, int]:
+    """Receive a message of these kinds, and return it and its numbers."""
+    head = torch.empty(3, dtype=torch.float64)
+    receive(head, pair)
+    return read_message(head, kinds)
+
+
+_TEXT = 500  # bytes
+
+
+def text_row(text: str) -> Tensor:
+    """Return a text as uint8 [500], cut where it is longer."""
+    content = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
+    return torch.tensor(list(content), dtype=torch.uint8)
+
+
+def read_text(row: Tensor) -> str:
+    """Return the text that `text_row` was given."""
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _whole(what: str, *values: float) -> int:
@@ -81,7 +104,7 @@ def _whole(what: str, *values: float) -> int:
 
 _APART = ("lines", "figures")
 _NUMBERS = [field for field in fields(RoundReport) if field.name not in _APART]
-_LOGGED = [field.name for field in _NUMBERS].index("logged")
+LOGGED = [field.name for field in _NUMBERS].index("logged")
 _LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
 _WHOLE = 4  # of these, from the first on, are whole
 _MOST_ROWS = 1 << 20
@@ -379,109 +402,3 @@ def pairs_with_server(timeout: timedelta) -> dict[int, dist.ProcessGroup]:
     }
     own = dist.get_rank()
     return pairs if own == SERVER_RANK else {SERVER_RANK: pairs[own]}
-
-
-class Entered(Protocol):
-    """What is told of every exchange that this process enters: `dbsl.cluster.alive.Heartbeats`."""
-
-    def enter(self) -> None:
-        """Note that an exchange with the others begins."""
-
-
-class ControlGroup:
-    """Integers that all processes agree on, beside the weights' own process group.
-
-    Args:
-        timeout_s: Longest wait for a process.
-        heartbeats: Is told of every exchange that this process enters.
-    """
-
-    def __init__(self, timeout_s: float, heartbeats: Entered | None = None) -> None:
-        self.heartbeats = heartbeats
-        # In host memory: asking must not wait for what a device has queued.
-        timeout = timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._writers = dist.new_group(backend="gloo", timeout=timeout)
-
-    def enter(self) -> None:
-        """Note that this process begins an exchange with all others."""
-        if self.heartbeats is not None:
-            self.heartbeats.enter()
-
-    def highest(self, *values: int) -> list[int]:
-        """Return the highest of each of all processes' values (a collective)."""
-        self.enter()
-        numbers = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
-        return numbers.tolist()
-
-    def gather_reports(
-        self, report: RoundReport | None, figures: Sequence[str] = ()
-    ) -> list[RoundReport]:
-        """Return all processes' reports, by rank, of those that have one (a collective)."""
-        mine = report_room(1, figures) if report is None else report_rows(report)
-        self.enter()
-        firsts = _gathered(mine[:1], self._group)
-        lines = max(int(first[0, _LOGGED]) for first in firsts)
-        tables = firsts
-        if lines > 0:
-            room = report_room(lines, figures)
-            room[: len(mine) - 1] = mine[1:]
-            self.enter()
-            behind = _gathered(room, self._group)
-            tables = [torch.cat(pair) for pair in zip(firsts, behind, strict=True)]
-        return [read_report(table, figures) for table in tables if table[0, 0] >= 0]
-
-    def share_plan(self, rows: Tensor) -> None:
-        """Give all processes the server's rows of a plan (a collective)."""
-        self.enter()
-        dist.broadcast(rows, src=SERVER_RANK, group=self._group)
-
-    def gather_rows(self, row: Tensor) -> list[Tensor]:
-        """Return the rows of all processes (a collective of their writer threads)."""
-        return _gathered(row, self._writers)
-
-
-def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor, group=group)
-    return found
-
-
-class SharedPlans:
-    """The server rank's plans on every rank, for those who meet in each round.
-
-    A plan that follows the machines is decided in one place: two kinds of CPU may round alike
-    measurements to unlike plans.
-
-    Args:
-        planner: Decides in the server rank's process.
-        control: Of processes that meet; None: this one's planner decides.
-    """
-
-    def __init__(self, planner: Planner, control: ControlGroup | None = None) -> None:
-        self.planner = planner
-        self._control = control
-        self._last: tuple[tuple[int, int] | None, Segment | None] = (None, None)
-
-    def at(self, epoch: int, round_: int) -> Segment:
-        """Return the plan in force (a collective where it may change; all ranks ask in order)."""
-        alike = self.planner.balance == "none" or self.planner.ledger.left_by_others(epoch)
-        if alike or self._control is None:
-            return self.planner.at(epoch, round_)
-        place, current = self._last
-        if place != (epoch, round_):
-            if current is None or self.planner.is_boundary(epoch, round_):
-                current = self._shared(self._control, epoch, round_)
-            self._last = (epoch, round_), current
-        return current
-
-    def _shared(self, control: ControlGroup, epoch: int, round_: int) -> Segment:
-        if dist.get_rank() == SERVER_RANK:
-            current = self.planner.at(epoch, round_)
-            control.share_plan(encode_segment(current))
-            return current
-        like = self.planner.ledger.current_at(epoch)
-        rows = segment_room(len(like.workers))
-        control.share_plan(rows)
-        return decode_segment(rows, like)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -28,7 +28,7 @@ from dbsl.data.images import (
 )
 from dbsl.data.sources import Batch, image_batch
 from dbsl.data.tables import listed, open_labelled
-from dbsl.data.transforms import EVAL_CROP, Transform
+from dbsl.data.transforms import EVAL_CROP, Means, Transform
 from dbsl.plan.solve import largest_remainder
 from dbsl.plan.stages import default_resolutions
 
@@ -40,14 +40,15 @@ _CHUNK = 1024  # images decoded or summed at a time
 STORE_BYTES = 2 * 2**30  # most bytes of decoded pixels that are kept
 _PROBES = 64  # images per split whose size is looked at before any are decoded
 
-RGB = tuple[float, float, float]
+# The first so many images of a split that are at hand, or why one cannot be decoded.
+Look = Callable[[ImageSplit, int], Iterable[Image.Image | str]]
 
 
 class Statistics(NamedTuple):
     """Means and deviations of the channels of images in [0, 1], and in words whose they are."""
 
-    mean: RGB
-    std: RGB
+    mean: Means
+    std: Means
     source: str
 
     def unless_given(self, config: ImageConfig) -> Statistics:
@@ -87,12 +88,12 @@ class Data:
         return len(self.class_names)
 
     @property
-    def mean(self) -> RGB:
+    def mean(self) -> Means:
         """Channel means."""
         return self.statistics.mean
 
     @property
-    def std(self) -> RGB:
+    def std(self) -> Means:
         """Channel standard deviations."""
         return self.statistics.std
 
@@ -141,22 +142,19 @@ def load_data(config: ImageConfig, seed: int = 0, device: torch.device | str = "
     """Open a dataset and make its training and evaluation samples readable by number.
 
     Images that are squares of one size up to 64 px are decoded at once and kept on the device; the
-    decoded pixels are cached in `datasets.config.HF_DATASETS_CACHE`. Others are
-    decoded by loader processes as they are needed. The seed is that of subsets and of what is held
-    out.
+    decoded pixels are cached in `datasets.config.HF_DATASETS_CACHE`. Others are decoded by loader
+    processes as they are needed. The seed is that of subsets and of what is held out.
     """
     device = torch.device(device)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     streams = Extras.of(config).first(Extra.data, config)
-    open_ = streams.open if streams else open_labelled
-    train, evaluation, class_names = open_(config.dataset, config.image_column, config.label_column)
+    train, evaluation, class_names = (streams.open if streams else open_labelled)(config)
     train, evaluation, eval_split = _cut(train, evaluation, config, seed)
     if unmet := {class_names[label] for label in np.setdiff1d(train.labels, evaluation.labels)}:
         logger.warning("classes without an evaluation image: %s", listed(unmet))
     splits = (train, evaluation)
-    look = streams.first_images if streams else _spaced_images
-    side = _common_side(look(split, _PROBES) for split in splits)
+    side = _common_side(splits, streams.first_images if streams else _spaced_images)
     decoded = None if streams else _decode_splits(splits, side, config.max_bad_images)
     workers = config.loader_workers
     workers = min(8, cores_of_process()) if workers is None else workers
@@ -208,8 +206,16 @@ def _cut(
     if config.holdout is not None:
         evaluation, eval_split = None, f"{config.holdout:.3g} of train, held out"
     if evaluation is None:
+        if len(train) < 2:
+            raise SettingError(
+                f"dataset must have 2 images or more to hold some out, got {len(train)}"
+            )
         share = 0.2 if config.holdout is None else config.holdout
-        train, evaluation = _hold_out(train, share, generator(seed, "evaluation split"))
+        size = min(math.ceil(round(share * len(train), 6)), len(train) - 1)
+        rng = generator(seed, "evaluation split")
+        held_out = stratified_subset(train.labels, size, rng)
+        evaluation = train.select(held_out)
+        train = train.select(np.delete(np.arange(len(train)), held_out))
 
     def subset(split: ImageSplit, kind: str) -> ImageSplit:
         size = getattr(config, f"{kind}_samples")
@@ -223,30 +229,16 @@ def _cut(
     return subset(train, "train"), subset(evaluation, "eval"), eval_split
 
 
-def _hold_out(
-    train: ImageSplit, share: float, rng: np.random.Generator
-) -> tuple[ImageSplit, ImageSplit]:
-    """Cut a stratified share, rounded up, off train; return both."""
-    if len(train) < 2:
-        raise SettingError(f"dataset must have 2 images or more to hold some out, got {len(train)}")
-    size = min(math.ceil(round(share * len(train), 6)), len(train) - 1)
-    held_out = stratified_subset(train.labels, size, rng)
-    return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)
-
-
 def _spaced_images(split: ImageSplit, most: int) -> Iterator[Image.Image | str]:
     """Yield images of a split, evenly spaced, or why one cannot be decoded."""
     return split.decode(np.unique(np.linspace(0, len(split) - 1, most).astype(np.int64)))
 
 
-def _common_side(splits: Iterable[Iterable[Image.Image | str]]) -> int | None:
+def _common_side(splits: Iterable[ImageSplit], look: Look) -> int | None:
     """Return the side that images of the splits have in common, if they are squares."""
-    sizes = set()
-    for images in splits:
-        sizes.update(image.size for image in images if not isinstance(image, str))
-    if len(sizes) != 1:
-        return None
-    ((width, height),) = sizes
+    seen = (image for split in splits for image in look(split, _PROBES))
+    sizes = {image.size for image in seen if not isinstance(image, str)}
+    width, height = sizes.pop() if len(sizes) == 1 else (None, 0)
     return width if width == height else None
 
 
@@ -254,9 +246,8 @@ def _decode_splits(
     splits: Sequence[ImageSplit], side: int | None, max_bad: int
 ) -> list[Decoded] | None:
     """Return each split's pixels, uint8 [N, S, S, 3], or None if they are not for a store."""
-    if side is None or side > _STORE_UP_TO:
-        return None
-    if sum(len(split) for split in splits) * side * side * 3 > STORE_BYTES:
+    count = sum(map(len, splits))
+    if side is None or side > _STORE_UP_TO or count * side * side * 3 > STORE_BYTES:
         return None
     found = []
     for split in splits:

@@ -32,7 +32,7 @@ from dbsl.base.errors import SettingError, words_of
 from dbsl.base.machine import lazy_import
 from dbsl.data.sources import Batch, Source
 from dbsl.data.transforms import Transform, cut, to_device, upright
-from dbsl.plan.sampler import Blocks
+from dbsl.plan.sampler import Order
 
 datasets = lazy_import("datasets")
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ImageSource(Source):
     Images that cannot be decoded are missing from their batches.
     """
 
-    blocks: Blocks | None = None  # draws the order of an epoch; None: any is as good as another
+    blocks: Order | None = None  # draws the order of an epoch; None: any is as good as another
 
     def __init__(self, labels: np.ndarray, device: torch.device, bad: BadRows) -> None:
         self.labels = labels  # int64 [N], on the host
@@ -154,7 +154,7 @@ class ImageLoader(ImageSource):
             self._received(number)
             samples = wanted[decoded.numpy()]
             if errors:
-                self._note_bad(errors)
+                note_bad(self.bad, errors, self._max_bad, self._split)
             if errors and not len(samples):
                 raise SettingError(
                     f"a batch must have an image that can be decoded, got {len(wanted)} bad"
@@ -170,24 +170,21 @@ class ImageLoader(ImageSource):
     def _received(self, number: int) -> None:
         """Take note that a batch of the latest call has been decoded."""
 
-    def _note_bad(self, errors: BadRows) -> None:
-        for row, reason in errors.items():
-            if row not in self.bad:
-                self.bad[row] = reason
-                logger.warning("left out: %s", self._split.describe_bad(row, reason))
-        check_bad(self.bad, self._max_bad, self._split)
 
-
-def check_bad(bad: BadRows, most: int, split: ImageSplit) -> None:
-    """Raise ``SettingError`` if more images of a split are bad than may be."""
-    if len(bad) > most:
-        row, reason = next(reversed(bad.items()))
-        rows = ", ".join(map(str, sorted(bad)[:20])) + (", ..." if len(bad) > 20 else "")
+def note_bad(known: dict[int, str], found: BadRows, most: int, split: ImageSplit) -> None:
+    """Add images of a split that cannot be decoded to those known; refuse more than `most`."""
+    new = {row: reason for row, reason in found.items() if row not in known}
+    known |= new
+    if len(known) > most:
+        row, reason = next(reversed(known.items()))
+        rows = ", ".join(map(str, sorted(known)[:20])) + (", ..." if len(known) > 20 else "")
         raise SettingError(
             f"max_bad_images must be at least the images that cannot be decoded, got {most} and "
-            f"{len(bad)} such in split {split.name!r} so far (rows {rows}; "
+            f"{len(known)} such in split {split.name!r} so far (rows {rows}; "
             f"{split.describe_bad(row, reason)})"
         )
+    for row, reason in new.items():
+        logger.warning("left out: %s", split.describe_bad(row, reason))
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,10 +303,8 @@ def decode_cached(split: ImageSplit, side: int, max_bad: int) -> Decoded | None:
     if not bad:
         _write_cache(cache, pixels)
         return pixels, everything, {}
-    rows = {int(split.rows[sample]): reason for sample, reason in bad.items()}
-    check_bad(rows, max_bad, split)
-    for row, reason in rows.items():
-        logger.warning("left out: %s", split.describe_bad(row, reason))
+    rows: dict[int, str] = {}
+    note_bad(rows, {int(split.rows[sample]): bad[sample] for sample in bad}, max_bad, split)
     good = np.delete(everything, list(bad))
     return pixels[good], good, rows
 

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,29 @@ from PIL import Image
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.images import ImageSplit
 
 datasets, parquet = lazy_import("datasets"), lazy_import("pyarrow.parquet")
 logger = logging.getLogger(__name__)
 
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
-_LABEL_COLUMNS = ("labels", "target", "class")  # names to try once there is no "label"
+_LABEL_COLUMNS = ("label", "labels", "target", "class")  # all but the first: without ClassLabel
 _LABEL_TYPES = ("int", "uint", "string", "large_string", "bool")
 _COLUMNS = "file_name,label"  # the first line of a metadata.csv
+Splits = tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]  # train, evaluation, class names
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]*\w)?")  # a name or user/name; all else is a path
 
 
-def open_labelled(
-    dataset: str, image_column: str | None, label_column: str | None
-) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]:
+def open_labelled(config: ImageConfig) -> Splits:
     """Return train, the evaluation split if one has labels, and the names of the classes."""
+    dataset = config.dataset
     tables = _open_tables(dataset)
     train_name = next(iter(tables)) if len(tables) == 1 else "train"
     if train_name not in tables:
         raise SettingError(f"dataset must have a split 'train' or only one, got {list(tables)}")
-    if _is_image_folder(dataset, tables):
-        tables = _read_class_folders(dataset, tables, train_name)
-    image_column, label_column = choose_columns(
-        dataset, tables[train_name].features, image_column, label_column
-    )
+    tables = _with_class_folders(dataset, tables, train_name)
+    image_column, label_column = choose_columns(config, tables[train_name].features)
 
     def split(name: str, labels: np.ndarray) -> ImageSplit:
         table = tables[name].select_columns([image_column])
@@ -51,18 +49,38 @@ def open_labelled(
     return label_splits(dataset, tables, train_name, label_column, split)
 
 
-def choose_columns(
-    dataset: str, features: datasets.Features, image_column: str | None, label_column: str | None
-) -> tuple[str, str]:
+def choose_columns(config: ImageConfig, features: datasets.Features) -> tuple[str, str]:
     """Return the columns of the images and of the labels."""
-    if not any(map(_is_image, features.values())):
+    image_column, label_column = config.image_column, config.label_column
+    columns = ", ".join(f"{name!r} ({_kind(feature)})" for name, feature in features.items())
+    images = [name for name, feature in features.items() if _is_image(feature)]
+    if not images:
         raise SettingError(
-            f"dataset must have a column of images, got columns {_columns(features)}"
-            f"{_hint_on_tables(dataset)}"
+            f"dataset must have a column of images, got columns {columns}"
+            f"{_hint_on_tables(config.dataset)}"
         )
-    return _choose_image_column(features, image_column), _choose_label_column(
-        features, label_column
-    )
+    if image_column is None and len(images) == 1:
+        image_column = images[0]
+    if image_column not in images:
+        raise SettingError(f"image_column must be one of {images}, got {image_column!r}")
+    sizes = {}  # classes of each column that may hold labels; 0: not known from its type
+    for name, feature in features.items():
+        if isinstance(feature, datasets.ClassLabel):
+            sizes[name] = feature.num_classes
+        elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
+            sizes[name] = 0
+    if not sizes:
+        raise SettingError(
+            f"dataset must have a column of labels, whole numbers or text, got columns {columns}"
+        )
+    if label_column is None and any(sizes.values()) and "label" not in sizes:
+        label_column = max(sizes, key=sizes.get)
+    if label_column is None:
+        label_column = next((name for name in _LABEL_COLUMNS if name in sizes), None)
+    if label_column not in sizes:
+        kind = f" of {_kind(features[label_column])}" if label_column in features else ""
+        raise SettingError(f"label_column must be one of {[*sizes]}, got {label_column!r}{kind}")
+    return image_column, label_column
 
 
 def label_splits(
@@ -71,7 +89,7 @@ def label_splits(
     train_name: str,
     label_column: str,
     split: Callable[[str, np.ndarray], ImageSplit],
-) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...]]:
+) -> Splits:
     """Return what `open_labelled` does, of tables of which the label column is read.
 
     `split` makes a split of its name and the class of each row, int64 [N].
@@ -122,21 +140,21 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
     if dataset == "digits":
         return {"train": _digits()}
     path = Path(dataset).expanduser()
-    kind = "file" if path.suffix == ".parquet" else "folder"
+    is_file = path.suffix == ".parquet"
     try:
-        if not path.exists() and (kind == "file" or not HUB_ID.fullmatch(dataset)):
-            raise FileNotFoundError(f"the {kind} does not exist")
-        if kind == "folder" and path.is_file():  # `datasets` would take it for a hub id
+        if not path.exists() and (is_file or not HUB_ID.fullmatch(dataset)):
+            raise FileNotFoundError(f"the {'file' if is_file else 'folder'} does not exist")
+        if path.is_file() and not is_file:  # `datasets` would take it for a hub id
             raise SettingError("it is a file whose name does not end in .parquet")
-        if kind == "file":
-            found = _read_local(datasets.load_dataset_builder("parquet", data_files=str(path)))
+        if not path.exists():
+            found = _load_from_hub(dataset)
         elif any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
             _check_saved(path)
             found = datasets.load_from_disk(path)
-        elif path.exists():
-            found = _read_local(datasets.load_dataset_builder(str(path)))
+        elif is_file:
+            found = _read_local("parquet", data_files=str(path))
         else:
-            found = _load_from_hub(dataset)
+            found = _read_local(str(path))
         if isinstance(found, datasets.Dataset):
             found = {"train": found}
         tables = {name: table.with_format(None) for name, table in found.items() if len(table)}
@@ -151,26 +169,32 @@ def _open_tables(dataset: str) -> dict[str, datasets.Dataset]:
     return tables
 
 
-def _read_local(builder: datasets.DatasetBuilder) -> dict[str, datasets.Dataset]:
+def _read_local(path: str, **more: str) -> dict[str, datasets.Dataset]:
     """Return the splits that have rows, each with the classes that its parquet files name.
 
     `datasets` would take those of the first split for all: in another order, their names change.
     """
+    builder = datasets.load_dataset_builder(path, **more)
     files = {name: list(found) for name, found in builder.config.data_files.items()}
     columns = {name: same_classes(_read_columns(found)) for name, found in files.items()}
-    if builder.name == "imagefolder":
+    endings = tuple(builder.EXTENSIONS) if builder.name == "imagefolder" else ()
+    if endings:
         _check_metadata(Path(file) for found in files.values() for file in found)
     builder.download_and_prepare()
-    rows = {name: split.num_examples for name, split in builder.info.splits.items()}
-    if builder.name == "imagefolder":
-        _warn_of_rows(files, rows, builder.EXTENSIONS)
     tables = {}
-    for name in filter(rows.get, rows):
-        table = builder.as_dataset(name)
+    for name, split in builder.info.splits.items():
+        count, images = split.num_examples, sum(f.lower().endswith(endings) for f in files[name])
+        if images > count:  # `datasets` leaves them out
+            logger.warning(
+                f"images of split {str(name)!r} without a row in a metadata.csv are left out: "
+                f"{images - count} of {images}"
+            )
+        if not count:
+            continue
+        tables[name] = table = builder.as_dataset(name)
         for column, feature in columns[name].items():
             if hasattr(feature, "names") and hasattr(table.features.get(column), "names"):
                 table.info.features[column] = feature
-        tables[name] = table
     return tables
 
 
@@ -238,47 +262,10 @@ def _digits() -> datasets.Dataset:
     )
 
 
-def _choose_image_column(features: datasets.Features, chosen: str | None) -> str:
-    images = [name for name, feature in features.items() if _is_image(feature)]
-    if chosen is None and len(images) == 1:
-        return images[0]
-    if chosen not in images:
-        raise SettingError(f"image_column must be one of {images}, got {chosen!r}")
-    return chosen
-
-
-def _choose_label_column(features: datasets.Features, chosen: str | None) -> str:
-    sizes = {}  # classes of each column that may hold labels; 0: not known from its type
-    for name, feature in features.items():
-        if isinstance(feature, datasets.ClassLabel):
-            sizes[name] = feature.num_classes
-        elif isinstance(feature, datasets.Value) and feature.dtype.startswith(_LABEL_TYPES):
-            sizes[name] = 0
-    if not sizes:
-        raise SettingError(
-            f"dataset must have a column of labels, whole numbers or text, got columns "
-            f"{_columns(features)}"
-        )
-    if chosen is None and "label" in sizes:
-        return "label"
-    if chosen is None and any(sizes.values()):
-        return max(sizes, key=sizes.get)
-    if chosen is None:
-        chosen = next((name for name in _LABEL_COLUMNS if name in sizes), None)
-    if chosen not in sizes:
-        kind = f" of {_kind(features[chosen])}" if chosen in features else ""
-        raise SettingError(f"label_column must be one of {list(sizes)}, got {chosen!r}{kind}")
-    return chosen
-
-
 def _is_image(feature: Any) -> bool:
     """Whether a column has images: said by `datasets`, or as it stores them."""
     stored = isinstance(feature, dict) and {*feature} == {"bytes", "path"}
     return stored or isinstance(feature, datasets.Image)
-
-
-def _columns(features: datasets.Features) -> str:
-    return ", ".join(f"{name!r} ({_kind(feature)})" for name, feature in features.items())
 
 
 def _kind(feature: Any) -> str:
@@ -313,33 +300,31 @@ def _encode_labels(values: np.ndarray, classes: np.ndarray, split: str) -> np.nd
 # --- a local folder of image files: the classes that its folders name, and what it lacks
 
 
-def _is_image_folder(dataset: str, tables: Mapping[str, datasets.Dataset]) -> bool:
-    """Whether the splits are image files of a folder, whose class folders would be their labels."""
-    return Path(dataset).expanduser().is_dir() and all(
-        set(table.features) <= {"image", "label"}
-        and isinstance(table.features.get("label"), datasets.ClassLabel | None)
-        and _files(table.select([0]))
-        for table in tables.values()
-    )
-
-
-def _read_class_folders(
+def _with_class_folders(
     dataset: str, tables: dict[str, datasets.Dataset], train: str
 ) -> dict[str, datasets.Dataset]:
-    """Return the splits of a folder of images; some splits may have no class folders.
+    """Return the splits, those of a folder of image files with their class folders as labels.
 
     `datasets` gives no split a label where one lies less deep than the others, as the unlabelled
     ``test/`` of a competition does. The splits as deep as `train` are then read by themselves.
     """
     path = Path(dataset).expanduser()
-    depth = {name: len(_files(table.select([0]))[0].parts) for name, table in tables.items()}
-    labelled = [name for name in tables if depth[name] == depth[train]]
+    first = {}  # file of each split
+    for name, table in tables.items() if path.is_dir() else ():
+        class_label = isinstance(table.features.get("label"), datasets.ClassLabel | None)
+        files = class_label and set(table.features) <= {"image", "label"} and _files(table, 1)
+        if not files:
+            return tables
+        first[name] = files[0]
+    labelled = [name for name in first if len(first[name].parts) == len(first[train].parts)]
+    if not labelled:
+        return tables
     if "label" not in tables[train].features and len(labelled) < len(tables):
         patterns = datasets.data_files.get_data_patterns(str(path))
         found = datasets.load_dataset(str(path), data_files={n: patterns[n] for n in labelled})
         tables = tables | {name: table.with_format(None) for name, table in found.items()}
     if "label" not in tables[train].features or None in tables[train].unique("label"):
-        folders = sorted({file.parent for file in _files(tables[train])})
+        folders = sorted({file.parent for file in _files(tables[train], None)})
         raise SettingError(
             "dataset must have a folder of images for each of two classes or more, or a "
             f"metadata.csv beside the images, with the columns {_COLUMNS}; got training images in "
@@ -347,7 +332,7 @@ def _read_class_folders(
             f"{_hint_on_tables(dataset)}"
         )
     for name in labelled:
-        folder = _files(tables[name].select([0]))[0].parent.parent
+        folder = first[name].parent.parent
         labels = tables[name].features["label"]
         used = {labels.int2str(label) for label in tables[name].unique("label")}
         there = {entry.name for entry in folder.iterdir() if entry.is_dir()}
@@ -368,21 +353,6 @@ def _check_metadata(files: Iterable[Path]) -> None:
             raise SettingError(
                 f"{file} must begin with the line {_COLUMNS} and name a file in each row, such as "
                 f"1.jpg,cat; got {','.join(map(str, row))} and {','.join(map(str, row.values()))}"
-            )
-
-
-def _warn_of_rows(
-    files: Mapping[str, Iterable[str]], rows: Mapping[str, int], endings: Sequence[str]
-) -> None:
-    """Warn of images that no metadata.csv names: `datasets` leaves them out of a split's rows."""
-    for split, count in rows.items():
-        images = sum(file.lower().endswith(tuple(endings)) for file in files[split])
-        if images > count:
-            logger.warning(
-                "images of split %r without a row in a metadata.csv are left out: %d of %d",
-                str(split),
-                images - count,
-                images,
             )
 
 
@@ -410,11 +380,10 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _files(table: datasets.Dataset) -> list[Path]:
-    """Return the files of a table of images; none, where it has the images themselves."""
+def _files(table: datasets.Dataset, most: int | None) -> list[Path]:
+    """Return the first files of a table of images; none, where it has the images themselves."""
     if "image" not in table.features:
         return []
     rows = table.select_columns(["image"]).cast_column("image", datasets.Image(decode=False))
-    return [
-        Path(row["path"]) for row in rows[:]["image"] if row and row["path"] and not row["bytes"]
-    ]
+    images = [row for row in rows[:most]["image"] if row and row["path"] and not row["bytes"]]
+    return [Path(row["path"]) for row in images]

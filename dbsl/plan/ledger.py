@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.types import Plan, Ranges, Segment, plan_from_plain
+import numpy as np
+
+from dbsl.config.settings import RunConfig
+from dbsl.plan.machines import bounded_split
+from dbsl.plan.sampler import EpochSampler, Order, Step, StepSampler
+from dbsl.plan.types import Plan, Ranges, Segment, Turn, plan_from_plain
 
 
 class Members:
@@ -74,6 +78,75 @@ class Members:
         """Take back what `state_dict` returned."""
         self.clocks, self.inside = list(state["clocks"]), set(state["inside"])
         self.active, self.newcomers = set(state["active"]), set(state["newcomers"])
+
+
+@dataclass(frozen=True)
+class TurnSampler:
+    """Whose samples a turn takes, in which batches, by the plan in force."""
+
+    config: RunConfig
+    samples: int  # of an epoch
+    rounds: int  # per epoch; where gradients are pushed, pushes
+    least: int  # samples of a worker in a shorter global batch, unless it has none
+    blocks: Order | None = None  # draws an epoch's order where data are read in groups
+
+    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
+        """Return the optimizer steps of a turn."""
+        config, plan = self.config, segment.plan
+        sizes = [worker.local_batch_size for worker in plan.workers]
+        if plan.global_batch_size is None:
+            (worker,) = turn.workers
+            return self.sampler(segment).steps(worker, turn.epoch, turn.round, sizes[worker])
+        sampler = StepSampler(
+            self.samples,
+            plan.global_batch_size,
+            seed=config.seed,
+            drop_last=config.drop_last,
+            least=self.least,
+            repeats=config.aug_repeats,
+            blocks=self.blocks,
+        )
+        count = sampler.steps_per_epoch
+        if config.push == "gradients":
+            first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
+        else:
+            first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
+        return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
+
+    def sampler(self, segment: Segment) -> EpochSampler:
+        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
+        shares = np.array([worker.samples for worker in segment.plan.workers])
+        rounds_left = self.rounds - segment.first_round
+        if segment.start or segment.first_round:  # an epoch's shares, scaled to what is left of it
+            left = self.samples - segment.start
+            there = np.flatnonzero(shares)  # a worker that was lost stays without
+            each = rounds_left * self.least
+            there = there[: max(1, left // each)]  # of few samples the first workers have enough
+            weights, shares = shares[there], np.zeros_like(shares)
+            shares[there] = bounded_split(
+                left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)
+            )
+        return EpochSampler(
+            shares,
+            rounds=rounds_left,
+            seed=self.config.seed,
+            first_round=segment.first_round,
+            start=segment.start,
+            least=self.least,
+            left=segment.left,
+            repeats=self.config.aug_repeats,
+            blocks=self.blocks,
+        )
+
+    def start_of(self, segment: Segment, round_: int) -> int:
+        """Return the samples of the epoch that rounds of a segment take before a round."""
+        if segment.plan.global_batch_size is not None:
+            return 0  # a joint step has the same samples with any plan
+        return self.sampler(segment).start_of(round_)
+
+    def count(self, segment: Segment, turn: Turn) -> int:
+        """Return the samples of a turn."""
+        return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)
 
 
 class RoundAhead(NamedTuple):

@@ -1,6 +1,6 @@
 """Which samples each worker takes, step by step; over all workers an epoch covers each one once.
 
-Pure. An epoch is one seeded permutation, or one that `Blocks` draws. For rounds it is cut into
+Pure. An epoch is one seeded permutation, or one that an `Order` draws. For rounds it is cut into
 rounds, each round into the workers' parts and each part into batches; for joint steps into global
 batches, each into the workers' parts. Where a round or a step begins is known without the ones
 before it, so a sampler's state is three integers (seed, epoch, position), shares may change between
@@ -16,14 +16,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.seeds import generator
-from dbsl.config.settings import RunConfig
-from dbsl.plan.machines import bounded_split, split_batch
-from dbsl.plan.types import Segment, Turn
+from dbsl.plan.machines import split_batch
 
 _EVALUATED = 256  # samples at once, where many are not faster
 
@@ -52,10 +51,19 @@ class Step:
     reweighted: bool = False  # a joint step whose parts may weigh otherwise than those before
 
 
+class Order(Protocol):
+    """Draws an epoch's order; hashed by identity."""
+
+    def order(self, rng: np.random.Generator) -> np.ndarray:
+        """Return a permutation of the samples, int64 [n]."""
+
+
 @lru_cache(maxsize=2)  # asynchronous workers may be one epoch apart; int64, 8 bytes a sample
 def _permutation(
-    samples: int, seed: int, epoch: int, repeats: int = 1, blocks: Blocks | None = None
+    samples: int, seed: int | None, epoch: int, repeats: int = 1, blocks: Order | None = None
 ) -> np.ndarray:
+    if seed is None:
+        return np.arange(samples)
     rng = generator(seed, "shuffle", epoch)
     order = blocks.order(rng) if blocks else rng.permutation(samples)
     if repeats > 1:  # the first images of the order, each so often in a row
@@ -96,7 +104,7 @@ class EpochSampler:
         least: int = 1,
         left: Sequence[tuple[int, int]] = (),
         repeats: int = 1,
-        blocks: Blocks | None = None,
+        blocks: Order | None = None,
     ) -> None:
         self._shares = np.asarray(shares, dtype=np.int64)
         # A worker that was lost has none.
@@ -168,9 +176,12 @@ class StepSampler:
     Args:
         samples: Training samples, at least B.
         global_batch_size: B, samples per step over all workers at most.
-        seed: As for `EpochSampler`, like `repeats` and `blocks`.
+        seed: As for `EpochSampler`, like `repeats` and `blocks`; None: samples keep their order.
         drop_last: Steps have B samples each, and the leftover of an epoch is not trained on.
         least: Samples that a part has at least, unless it is empty.
+        whole: Steps have B samples each but the last, as torch's `BatchSampler` cuts them. Where
+            the leftover is less than `whole` samples, the last two steps share what they have.
+        start: Samples of the epoch that are trained on already; with `whole` alone.
     """
 
     def __init__(
@@ -178,22 +189,34 @@ class StepSampler:
         samples: int,
         global_batch_size: int,
         *,
-        seed: int = 0,
+        seed: int | None = 0,
         drop_last: bool = False,
         least: int = 1,
         repeats: int = 1,
-        blocks: Blocks | None = None,
+        blocks: Order | None = None,
+        whole: int = 0,
+        start: int = 0,
     ) -> None:
         self.samples, self._repeats, self._blocks = samples, repeats, blocks
-        self.steps_per_epoch = steps_of_epoch(
-            samples, global_batch_size, drop_last=drop_last, least=least
-        )
-        trained = self.steps_per_epoch * global_batch_size if drop_last else samples
-        # The larger steps come last, so that the weights of parts change once in an epoch.
-        self._size, larger = divmod(trained, self.steps_per_epoch)
-        self._first_larger = self.steps_per_epoch - larger
-        self._seed = seed
-        self._least = least
+        self._seed, self._least = seed, least
+        if whole:
+            self._cuts = _whole_steps(samples, global_batch_size, whole, start, drop_last)
+        else:
+            steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
+            trained = steps * global_batch_size if drop_last else samples
+            # The larger steps come last, so that the weights of parts change once in an epoch.
+            size, larger = divmod(trained, steps)
+            numbers = np.arange(steps + 1)
+            self._cuts = numbers * size + np.maximum(0, numbers - (steps - larger))
+        self.steps_per_epoch = len(self._cuts) - 1
+
+    def begin(self, number: int) -> int:
+        """Return how many samples of the epoch come before a step."""
+        return int(self._cuts[number])
+
+    def size(self, number: int) -> int:
+        """Return the samples of a step."""
+        return self.begin(number + 1) - self.begin(number)
 
     def step(
         self, epoch: int, number: int, sizes: Sequence[int], workers: Sequence[int] | None = None
@@ -202,7 +225,7 @@ class StepSampler:
 
         Parts of all workers are in proportion to `sizes`, which sum to B.
         """
-        begin, end = (k * self._size + max(0, k - self._first_larger) for k in (number, number + 1))
+        begin, end = self.begin(number), self.begin(number + 1)
         order = _permutation(self.samples, self._seed, epoch, self._repeats, self._blocks)
         batch = order[begin:end]
         ends = _ends_of_parts(len(batch), tuple(sizes), self._least)
@@ -214,7 +237,7 @@ class StepSampler:
             parts,
             number / self.steps_per_epoch,
             odd=any(a == b for a, b in itertools.pairwise(ends)),
-            reweighted=number == self._first_larger,
+            reweighted=number > 0 and self.size(number) != self.size(number - 1),
         )
 
     def steps(
@@ -222,6 +245,18 @@ class StepSampler:
     ) -> list[Step]:
         """Return these workers' parts of the steps from `first` up to `last`, exclusive."""
         return [self.step(epoch, number, sizes, workers) for number in range(first, last)]
+
+
+def _whole_steps(samples: int, size: int, fewest: int, start: int, drop_last: bool) -> np.ndarray:
+    """Return where steps of one size and a last one of at least `fewest` samples begin and end."""
+    cuts = np.arange(start, samples + 1, size)
+    rest = samples - int(cuts[-1])
+    if drop_last or not rest:
+        return cuts
+    if rest < fewest and len(cuts) > 1:
+        together = size + rest
+        cuts = cuts[:-1] if together < 2 * fewest else np.append(cuts[:-1], samples - together // 2)
+    return np.append(cuts, samples)
 
 
 @lru_cache(maxsize=64)  # an epoch's steps have two sizes, and each is split alike
@@ -296,148 +331,3 @@ def evaluation_batches(
     """Return this rank's index batches of an evaluation set; over all ranks each sample once."""
     first, last = samples * rank // world_size, samples * (rank + 1) // world_size
     return split_evenly(np.arange(first, last), batch_size) if last > first else []
-
-
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: a key of caches
-class Blocks:
-    """An epoch's order for data that lie in groups: few groups are open at a time.
-
-    All groups are shuffled and cut into blocks; then the samples of each block are shuffled. It is
-    a permutation of the samples like any other: shares, rounds and places in it mean what they
-    always do. What it lacks is that samples of one group stay within a block of each other.
-    """
-
-    sizes: np.ndarray  # samples of each group, at least 1, int64 [G]; numbers follow the groups
-    block: int  # samples that a block has, give or take a group
-
-    @property
-    def samples(self) -> int:
-        """Samples of all groups."""
-        return int(self.sizes.sum())
-
-    def order(self, rng: np.random.Generator) -> np.ndarray:
-        """Return the samples of an epoch in order, int64 [n]."""
-        groups, blocks = self._cut(rng)
-        sizes, first = self.sizes[groups], (np.cumsum(self.sizes) - self.sizes)[groups]
-        samples = np.arange(self.samples) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
-        return samples[np.lexsort((rng.random(len(samples)), np.repeat(blocks, sizes)))]
-
-    def pair_shares(self, labels: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
-        """Return how well blocks are mixed: what two samples that meet at random have in common.
-
-        ``group`` and ``class`` are shares in [0, 1] of the pairs within blocks that are of one
-        group, or class; ``group_of_all`` and ``class_of_all`` are of all pairs there are.
-        `labels` are the samples' classes, int64 [n].
-        """
-        groups, blocks = self._cut(rng)
-        block_of = np.empty_like(blocks)
-        block_of[groups] = blocks  # by group
-        block_of_samples, everything = np.repeat(block_of, self.sizes), np.zeros(self.samples, int)
-        group_of = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        return {
-            "group": _shared(group_of, block_of_samples),
-            "group_of_all": _shared(group_of, everything),
-            "class": _shared(labels, block_of_samples),
-            "class_of_all": _shared(labels, everything),
-        }
-
-    def largest(self, weights: np.ndarray) -> int:
-        """Return a bound on any block's weight, from the groups' `weights`, int64 [G]."""
-        heaviest = np.argsort(-weights / self.sizes, kind="stable")
-        # A block has this many samples at most: it may begin and end inside of a group's stretch.
-        most = -(-self.samples // self.count) + int(self.sizes.max())
-        taken = np.cumsum(self.sizes[heaviest]) < most
-        return int(weights[heaviest][: taken.sum() + 1].sum())
-
-    @property
-    def count(self) -> int:
-        """Blocks of an epoch."""
-        return max(1, round(self.samples / self.block))
-
-    @property
-    def smallest(self) -> int:
-        """Bound on the samples of any block of any epoch, at least 1."""
-        return max(1, self.samples // self.count - int(self.sizes.max()))
-
-    def _cut(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return the groups in the order of an epoch, and the block of each, ascending."""
-        groups = rng.permutation(len(self.sizes))
-        begins = np.cumsum(self.sizes[groups]) - self.sizes[groups]
-        return groups, begins * self.count // self.samples
-
-
-def _shared(values: np.ndarray, among: np.ndarray) -> float:
-    """Return the share of the pairs in equal `among` whose values are equal, too."""
-    _, sets = np.unique(among, return_counts=True)
-    _, equal = np.unique(among * (values.max() + 1) + values, return_counts=True)
-    pairs = (sets * (sets - 1)).sum()
-    return float((equal * (equal - 1)).sum() / pairs) if pairs else 0.0
-
-
-@dataclass(frozen=True)
-class TurnSampler:
-    """Whose samples a turn takes, in which batches, by the plan in force."""
-
-    config: RunConfig
-    samples: int  # of an epoch
-    rounds: int  # per epoch; where gradients are pushed, pushes
-    least: int  # samples of a worker in a shorter global batch, unless it has none
-    blocks: Blocks | None = None  # draws an epoch's order where data are read in groups
-
-    def steps(self, segment: Segment, turn: Turn) -> list[Step]:
-        """Return the optimizer steps of a turn."""
-        config, plan = self.config, segment.plan
-        sizes = [worker.local_batch_size for worker in plan.workers]
-        if plan.global_batch_size is None:
-            (worker,) = turn.workers
-            return self.sampler(segment).steps(worker, turn.epoch, turn.round, sizes[worker])
-        sampler = StepSampler(
-            self.samples,
-            plan.global_batch_size,
-            seed=config.seed,
-            drop_last=config.drop_last,
-            least=self.least,
-            repeats=config.aug_repeats,
-            blocks=self.blocks,
-        )
-        count = sampler.steps_per_epoch
-        if config.push == "gradients":
-            first, last = (config.push_every * r for r in (turn.round, turn.round + 1))
-        else:
-            first, last = (count * r // self.rounds for r in (turn.round, turn.round + 1))
-        return sampler.steps(turn.workers, turn.epoch, first, min(last, count), sizes)
-
-    def sampler(self, segment: Segment) -> EpochSampler:
-        """Return the sampler of a plan of rounds, from the round on in which it came into force."""
-        shares = np.array([worker.samples for worker in segment.plan.workers])
-        rounds_left = self.rounds - segment.first_round
-        if segment.start or segment.first_round:  # an epoch's shares, scaled to what is left of it
-            left = self.samples - segment.start
-            there = np.flatnonzero(shares)  # a worker that was lost stays without
-            each = rounds_left * self.least
-            there = there[: max(1, left // each)]  # of few samples the first workers have enough
-            weights, shares = shares[there], np.zeros_like(shares)
-            shares[there] = bounded_split(
-                left, weights, np.full(len(there), min(each, left)), np.full(len(there), left)
-            )
-        return EpochSampler(
-            shares,
-            rounds=rounds_left,
-            seed=self.config.seed,
-            first_round=segment.first_round,
-            start=segment.start,
-            least=self.least,
-            left=segment.left,
-            repeats=self.config.aug_repeats,
-            blocks=self.blocks,
-        )
-
-    def start_of(self, segment: Segment, round_: int) -> int:
-        """Return the samples of the epoch that rounds of a segment take before a round."""
-        if segment.plan.global_batch_size is not None:
-            return 0  # a joint step has the same samples with any plan
-        return self.sampler(segment).start_of(round_)
-
-    def count(self, segment: Segment, turn: Turn) -> int:
-        """Return the samples of a turn."""
-        return sum(len(part.indices) for step in self.steps(segment, turn) for part in step.parts)

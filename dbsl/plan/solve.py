@@ -1,9 +1,11 @@
-r"""Who trains on how much, in which batches: dual-batch plans from a model of step time.
+r"""Who trains on how much, in which batches: plans from a model of step time.
 
-Pure functions. The formulas are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
+Pure functions. Dual-batch plans are those of Lu, Liu, Hong and Wu, "Dual Batch Size Learning"
 (COMPSAC 2022, doi 10.1109/COMPSAC54236.2022.00110) and of its journal version (arXiv 2509.26092);
 equation numbers below are theirs. Unequal workers are planned by the same balance. The small
-workers come first. From the shell::
+workers come first. In joint steps a worker's weight is its part of the global batch, b_i/B, so that
+the weighted gradients sum to that of the joined batch (Ye, Zhou, Shi, Sun, Lv, arXiv 2007.11831).
+From the shell::
 
     python -m dbsl.plan --samples 50000 --workers 4 --small-workers 3 --time-ratio 1.05 \
         --large-batch-size 500 --slope 0.00056607 --intercept 0.014041204118283607
@@ -14,14 +16,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.config.complete import says_unlike
 from dbsl.config.settings import Rounding, UpdateFactor
-from dbsl.plan.machines import Machines, bounded_split, largest_remainder, steps_in_shares
+from dbsl.plan.machines import (
+    Machines,
+    bounded_split,
+    largest_remainder,
+    split_batch,
+    steps_in_shares,
+)
+from dbsl.plan.sampler import steps_of_epoch
 from dbsl.plan.types import NoPlanError, Plan, TimeModel, WorkerPlan
 
 DEFAULT_TIME_RATIO = 1.05
@@ -56,250 +65,9 @@ class PlanRules:
         """Return a size as an integer, rounded as the rules say."""
         return int(value) if self.rounding == "truncate" else round_half_up(value)
 
-
-@dataclass(frozen=True)
-class _SmallBatch:
-    """The small batch that is looked for: by a time ratio, or by a share of the samples."""
-
-    machines: Machines
-    samples: int  # training samples per epoch
-    small_workers: int  # at least 1
-    rules: PlanRules
-
-    def wanted_ratio(self) -> float:
-        """Return k as given, or as the share of small batches implies it, within its bounds."""
-        machines = self.machines
-        model, small_share = machines.model, self.rules.small_share
-        fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
-        if (fixed <= 0).all():
-            eighth = max(self.rules.min_batch_size, int(machines.limits[0]) // 8)
-            raise NoPlanError(
-                "intercept must be above 0 s for a small batch to exist, got "
-                f"{model.intercept[0]:g}{self._nearest(eighth)}"
-            )
-        speeds = machines.speeds(machines.limits)
-        large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
-        if small_share is not None:
-            if large_part == 0:
-                raise SettingError("small_share must leave some workers large, got only small ones")
-            if not 0 < small_share < 1 - large_part:
-                raise SettingError(
-                    f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers "
-                    f"would take in large batches), got {small_share:g}"
-                )
-            return (1 - small_share) / large_part
-        ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
-        if not (math.isfinite(ratio) and ratio > 1):
-            raise SettingError(f"time_ratio must be above 1, got {ratio}")
-        if ratio * large_part >= 1:
-            raise SettingError(
-                f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
-                f"all samples), got {ratio}{self._nearest(self.rules.min_batch_size)}"
-            )
-        return ratio
-
-    def solve(self, ratio: float, notes: list[str]) -> tuple[int, tuple[int, int] | None]:
-        """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves.
-
-        `notes` takes what is to be said of them.
-        """
-        machines, least = self.machines, self.rules.min_batch_size
-        batch, published = self._exact(ratio)
-        if batch < least:
-            model = machines.model[0]
-            bound = (
-                f"the solved small batch must be at least min_batch_size={least}, "
-                f"got {batch} (time_ratio {ratio:g}, slope {model.slope:g}, intercept "
-                f"{model.intercept:g})"
-            )
-            if not self.rules.clamp:
-                raise NoPlanError(bound)
-            batch, published = least, None
-            notes.append(f"{bound}; taken as {batch}, samples moved to finish together")
-        largest = int(machines.limits[: self.small_workers].max())
-        if batch > NEARLY_LARGE * largest:
-            notes.append(_nearly_large(machines.model[0], batch, largest))
-        return batch, published
-
-    def _exact(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
-        """Return `solve`'s result without bounds.
-
-        B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
-        step's time, the line and the floor, bound it from below: the larger bound holds.
-        """
-        machines, samples, to_integer = self.machines, self.samples, self.rules.to_integer
-        workers, small_workers = len(machines.limits), self.small_workers
-        if not machines.equal:
-            time_s = ratio * machines.balanced_time(samples, machines.limits)
-            large_speeds = machines.speeds(machines.limits)[small_workers:]
-            rest = samples - time_s * float(large_speeds.sum())
-            return to_integer(machines.common_batch(small_workers, time_s, rest)), None
-        model, limit = machines.model[0], int(machines.limits[0])
-        large = to_integer(ratio * samples / workers)
-        rest = samples - large * (workers - small_workers)
-        if rest < small_workers:
-            raise SettingError(
-                f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
-                f"{self._nearest(self.rules.min_batch_size)}"
-            )
-        small = to_integer(rest / small_workers)
-        time_s = ratio * model.sample_time(limit) * samples / workers
-        sample_time = time_s / small  # small workers'
-        exact = model.intercept / (sample_time - model.slope)
-        if model.floor and sample_time > model.slope:
-            exact = max(exact, model.floor / sample_time)
-        # Whole samples may use up a ratio close to 1: then both batches are equally large.
-        batch = to_integer(exact) if 0 < exact <= limit else limit
-        return batch, (large, small)
-
-    def _nearest(self, batch: int) -> str:
-        """Return what a plan with this small batch would be, for the end of an error."""
-        machines, samples = self.machines, self.samples
-        sizes = machines.limits.copy()
-        sizes[: self.small_workers] = np.minimum(batch, sizes[: self.small_workers])
-        try:
-            all_large_s = machines.balanced_time(samples, machines.limits)
-            ratio = machines.balanced_time(samples, sizes) / all_large_s
-        except NoPlanError:
-            return ""
-        return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
-
-
-def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
-    """Return the note on a solved small batch that is nearly the large one."""
-    if model.floor > model.time(batch, 1) * (1 - 1e-9):
-        below = (model.floor - model.intercept) / model.slope
-        why = f"a step of fewer than {below:.0f} samples takes no less time"
-    else:
-        worth = model.intercept / model.slope
-        why = f"a step costs {worth:.0f} samples' time before its first"
-    return (
-        f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since {why}: dual "
-        "batch gains next to nothing here. --compile lowers that cost; a larger "
-        "--large-batch-size or --time-ratio makes the small batch smaller; more "
-        "--rounds-per-epoch merge more often instead"
-    )
-
-
-def _published_shares(large_samples: int, workers: int, small: int, total: int) -> np.ndarray:
-    """Return shares, int64 [n]: d_L for every large worker, the rest spread over the small ones."""
-    rest = total - large_samples * (workers - small)
-    shares = np.full(workers, large_samples, dtype=np.int64)
-    shares[:small] = largest_remainder(np.ones(small), rest)
-    return shares
-
-
-def _end_together(machines: Machines, shares: np.ndarray, sizes: np.ndarray, rounds: int) -> bool:
-    """Whether all workers end within the time of the longest step a round."""
-    times = machines.times(shares, sizes, rounds)
-    return bool(times.max() - times.min() <= rounds * float(machines.model.time(sizes).max()))
-
-
-def _fit_rounds(
-    machines: Machines,
-    samples: int,
-    shares: np.ndarray,
-    sizes: np.ndarray,
-    rules: PlanRules,
-    notes: list[str],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Lower batch sizes that exceed a round of their worker's share; shares follow.
-
-    A worker so slow that its round would have fewer than `rules.least` samples gets that many.
-    """
-    rounds = rules.rounds
-    lowered = np.zeros(len(sizes), dtype=bool)
-    for _ in range(32):
-        over = sizes > shares // rounds
-        if not over.any():
-            break
-        lowered |= over
-        sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
-        shares = largest_remainder(machines.speeds(sizes), samples)
-    lowest = rounds * rules.least
-    slow = np.flatnonzero(shares < lowest)
-    if len(slow) and lowest * len(shares) <= samples:
-        shares = bounded_split(
-            samples,
-            machines.speeds(sizes),
-            np.full(len(shares), lowest),
-            np.full(len(shares), samples),
-        )
-        sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
-        notes.append(
-            f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
-            f"{lowest} samples that each takes at least (worker {slow[0]})"
-        )
-    if shares.min() < rounds or (sizes > shares // rounds).any():
-        slowest = int(shares.argmin())
-        raise SettingError(
-            f"samples must leave each worker at least one per round ({rounds} a worker and epoch), "
-            f"got {samples} over {len(shares)} workers, {shares[slowest]} for worker {slowest}"
-        )
-    if lowered.any():
-        first = int(lowered.argmax())
-        notes.append(
-            f"batches of {lowered.sum()} workers lowered to their samples of a round (worker "
-            f"{first}: {sizes[first]})"
-        )
-    return shares, sizes
-
-
-def _batch_sizes(
-    limits: np.ndarray, small_workers: int, batch: int | None, notes: list[str]
-) -> np.ndarray:
-    """Return every worker's batch size, small ones held to their limits."""
-    sizes = limits.copy()
-    if small_workers:
-        highest = int(limits[:small_workers].max())
-        if not 1 <= batch <= highest:
-            raise SettingError(
-                f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
-            )
-        sizes[:small_workers] = np.minimum(batch, sizes[:small_workers])
-        held = int((limits[:small_workers] < batch).sum())
-        if held:
-            notes.append(
-                f"{held} of {small_workers} small workers hold fewer than {batch} samples and take "
-                "what they hold"
-            )
-    return sizes
-
-
-def _check_fits(
-    large: int, small: int | None, shares: np.ndarray, small_workers: int, rounds: int, given: bool
-) -> None:
-    """Refuse batches above what an equal worker has in a round; a solved one is then no plan."""
-    checks = []
-    if small_workers < len(shares):
-        checks.append(("large_batch_size", large, shares[-1], SettingError))
-    if small_workers:
-        kind = SettingError if given else NoPlanError
-        checks.append(("small_batch_size", small, shares[small_workers - 1], kind))
-    for name, batch, share, kind in checks:
-        limit = int(share) // rounds
-        if batch > limit:
-            raise kind(
-                f"{name} must be at most {limit}, the samples of such a worker in a round, "
-                f"got {batch}"
-            )
-
-
-def update_factor(small_samples: float, large_samples: float, rule: UpdateFactor) -> float:
-    """Return f, the weight of a small worker's update: d_S/d_L, its square root, or 1."""
-    if rule == "none":
-        return 1.0
-    ratio = small_samples / large_samples
-    return math.sqrt(ratio) if rule == "sqrt" else ratio
-
-
-def merge_weights(shares: np.ndarray, rule: UpdateFactor) -> np.ndarray:
-    """Return the weight of each worker's update by its share of the samples, float64 [n].
-
-    The largest share has weight 1; d_S/d_L, for shares of any size.
-    """
-    parts = shares / shares.max()
-    return {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones(len(shares))}[rule]
+    def lowest(self, global_batch_size: int, workers: int) -> int:
+        """Return the least samples of a joint step that a worker gets where shares move."""
+        return max(self.least, min(self.min_batch_size, global_batch_size // workers))
 
 
 _ANY = PlanRules()
@@ -336,113 +104,309 @@ def plan_dual_batch(
         rules: What is aimed at, and bounds.
     """
     machines = Machines.of(workers, large_batch_size, time_model)
-    _check_settings(samples, workers, small_workers, rules)
-    notes: list[str] = []
-    batch, published, ratio = rules.small_batch_size, None, 1.0
-    if small_workers and batch is None:
-        task = _SmallBatch(machines, samples, small_workers, rules)
-        ratio = task.wanted_ratio()
-        batch, published = task.solve(ratio, notes)
-    sizes = _batch_sizes(machines.limits, small_workers, batch, notes)
-    shares = largest_remainder(machines.speeds(sizes), samples)
-    if published:
-        exact = _published_shares(published[0], workers, small_workers, samples)
-        if _end_together(machines, exact, sizes, rules.rounds):
-            shares = exact
-        else:  # rounding a B_S of a few samples has moved the times
-            notes.append(f"small batch rounded to {batch}, samples moved to finish together")
-            published = None
-    if machines.equal:
-        given = rules.small_batch_size is not None
-        _check_fits(int(machines.limits[0]), batch, shares, small_workers, rules.rounds, given)
-    shares, sizes = _fit_rounds(machines, samples, shares, sizes, rules, notes)
-    time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, machines.limits))
-    plan = _plan(machines, shares, sizes, small_workers, published, rules)
-    return replace(
-        plan,
-        time_ratio=float(ratio) if published else time_s / all_large_s,
-        small_batch_size=batch if small_workers else None,
-        notes=tuple(notes),
-    )
+    return _DualBatch(machines, samples, small_workers, rules).plan()
 
 
-def _plan(
-    machines: Machines,
-    shares: np.ndarray,
-    sizes: np.ndarray,
-    small_workers: int,
-    published: tuple[int, int] | None,
-    rules: PlanRules,
-) -> Plan:
-    """Return the plan of these shares and batch sizes; where workers are equal, the papers' terms.
+@dataclass(frozen=True)
+class _DualBatch:
+    """An epoch to be planned, and what is to be said of its plan."""
 
-    Where workers differ, no one value holds for all of them.
-    """
-    samples, rounds = int(shares.sum()), rules.rounds
-    small = np.arange(len(sizes)) < small_workers
-    weights, terms = merge_weights(shares, rules.factor), {}
-    if machines.equal:
-        time_s = machines.balanced_time(samples, sizes)
+    machines: Machines
+    samples: int
+    small_workers: int
+    rules: PlanRules
+    notes: list[str] = field(default_factory=list)  # bounds that were met, and what was done
+
+    def __post_init__(self) -> None:
+        workers, rules = len(self.machines.limits), self.rules
+        if self.samples < workers:
+            raise SettingError(
+                f"samples must be at least the number of workers ({workers}), got {self.samples}"
+            )
+        if not 0 <= self.small_workers <= workers:
+            raise SettingError(
+                f"small_workers must be in [0, workers={workers}], got {self.small_workers}"
+            )
+        if rules.rounds < 1:
+            raise SettingError(f"rounds_per_epoch must be at least 1, got {rules.rounds}")
+        goals = ("time_ratio", "small_batch_size", "small_share")
+        given = [name for name in goals if getattr(rules, name) is not None]
+        if len(given) > 1:
+            raise SettingError(
+                "time_ratio, small_batch_size and small_share must not be given together: the "
+                f"others follow from one, got {' and '.join(given)}"
+            )
+
+    def plan(self) -> Plan:
+        machines, samples, rules, rounds = (
+            self.machines,
+            self.samples,
+            self.rules,
+            self.rules.rounds,
+        )
+        limits = machines.limits
+        batch, published, ratio = rules.small_batch_size, None, 1.0
+        if self.small_workers and batch is None:
+            ratio = self._wanted_ratio()
+            batch, published = self._small_batch(ratio)
+        sizes = self._batch_sizes(batch)
+        shares = largest_remainder(machines.speeds(sizes), samples)
+        if published:
+            exact = self._published_shares(published[0])
+            times = machines.times(exact, sizes, rounds)
+            if times.max() - times.min() <= rounds * machines.model.time(sizes).max():
+                shares = exact
+            else:  # rounding a B_S of a few samples has moved the times
+                note = f"small batch rounded to {batch}, samples moved to finish together"
+                self.notes.append(note)
+                published = None
+        if machines.equal:
+            self._check_fits(batch, shares)
+        shares, sizes = self._fit_rounds(shares, sizes)
+        weights, terms = merge_weights(shares / shares.max(), rules.factor), {}
+        if machines.equal:
+            weights, terms = self._published_terms(sizes, published)
+        time_s, all_large_s = (machines.balanced_time(samples, s) for s in (sizes, limits))
+        steps, speeds = steps_in_shares(shares, sizes, rounds), machines.speeds(sizes)
+        times = machines.model.time(shares, steps)
+        fastest, alike = machines.speeds(limits), np.ones(len(sizes))
+        return Plan(
+            samples=samples,
+            time_ratio=float(ratio) if published else time_s / all_large_s,
+            all_large_time_s=machines.epoch_time(samples, rounds, fastest, limits),
+            # As a launcher plans that knows a single batch size.
+            equal_batch_time_s=machines.epoch_time(samples, rounds, alike, limits.min()),
+            workers=_rows(sizes, shares, steps, weights, times, shares / speeds, self._is_small),
+            notes=tuple(self.notes),
+            small_batch_size=batch if self.small_workers else None,
+            **terms,
+        )
+
+    @property
+    def _is_small(self) -> np.ndarray:
+        return np.arange(len(self.machines.limits)) < self.small_workers
+
+    def _wanted_ratio(self) -> float:
+        """Return k as given, or as the share of small batches implies it, within its bounds."""
+        machines, small_share = self.machines, self.rules.small_share
+        model = machines.model
+        fixed = np.maximum(model.intercept, model.floor)[: self.small_workers]
+        if (fixed <= 0).all():
+            eighth = max(self.rules.min_batch_size, int(machines.limits[0]) // 8)
+            raise NoPlanError(
+                "intercept must be above 0 s for a small batch to exist, got "
+                f"{model.intercept[0]:g}{self._nearest(eighth)}"
+            )
+        speeds = machines.speeds(machines.limits)
+        large_part = float(speeds[self.small_workers :].sum() / speeds.sum())
+        if small_share is not None:
+            if large_part == 0:
+                raise SettingError("small_share must leave some workers large, got only small ones")
+            if not 0 < small_share < 1 - large_part:
+                raise SettingError(
+                    f"small_share must be in (0, {1 - large_part:.4g}) (what the small workers "
+                    f"would take in large batches), got {small_share:g}"
+                )
+            return (1 - small_share) / large_part
+        ratio = DEFAULT_TIME_RATIO if self.rules.time_ratio is None else self.rules.time_ratio
+        if not (math.isfinite(ratio) and ratio > 1):
+            raise SettingError(f"time_ratio must be above 1, got {ratio}")
+        if ratio * large_part >= 1:
+            raise SettingError(
+                f"time_ratio must be below {1 / large_part:.4g} (beyond it the large workers take "
+                f"all samples), got {ratio}{self._nearest(self.rules.min_batch_size)}"
+            )
+        return ratio
+
+    def _small_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
+        """Return B_S; for equal workers also the whole d_L, and the d_S that it leaves."""
+        machines, least = self.machines, self.rules.min_batch_size
+        model = machines.model[0]
+        batch, published = self._exact_batch(ratio)
+        if batch < least:
+            bound = (
+                f"the solved small batch must be at least min_batch_size={least}, "
+                f"got {batch} (time_ratio {ratio:g}, slope {model.slope:g}, intercept "
+                f"{model.intercept:g})"
+            )
+            if not self.rules.clamp:
+                raise NoPlanError(bound)
+            batch, published = least, None
+            self.notes.append(f"{bound}; taken as {batch}, samples moved to finish together")
+        largest = int(machines.limits[: self.small_workers].max())
+        if batch > NEARLY_LARGE * largest:
+            self.notes.append(_nearly_large(model, batch, largest))
+        return batch, published
+
+    def _exact_batch(self, ratio: float) -> tuple[int, tuple[int, int] | None]:
+        """Return `_small_batch`'s result without bounds.
+
+        B_S follows from the exact time and the whole d_S, and is rounded once. Both pieces of a
+        step's time, the line and the floor, bound it from below: the larger bound holds.
+        """
+        machines, samples, to_integer = self.machines, self.samples, self.rules.to_integer
+        workers, small_workers = len(machines.limits), self.small_workers
+        if not machines.equal:
+            time_s = ratio * machines.balanced_time(samples, machines.limits)
+            large_speeds = machines.speeds(machines.limits)[small_workers:]
+            rest = samples - time_s * float(large_speeds.sum())
+            return to_integer(machines.common_batch(small_workers, time_s, rest)), None
+        model, limit = machines.model[0], int(machines.limits[0])
+        large = to_integer(ratio * samples / workers)
+        rest = samples - large * (workers - small_workers)
+        if rest < small_workers:
+            raise SettingError(
+                f"time_ratio must leave every small worker a sample of {samples}, got {ratio:g}"
+                f"{self._nearest(self.rules.min_batch_size)}"
+            )
+        small = to_integer(rest / small_workers)
+        time_s = ratio * model.sample_time(limit) * samples / workers
+        sample_time = time_s / small  # small workers'
+        exact = model.intercept / (sample_time - model.slope)
+        if model.floor and sample_time > model.slope:
+            exact = max(exact, model.floor / sample_time)
+        # Whole samples may use up a ratio close to 1: then both batches are equally large.
+        batch = to_integer(exact) if 0 < exact <= limit else limit
+        return batch, (large, small)
+
+    def _nearest(self, batch: int) -> str:
+        """Return what a plan with this small batch would be, for the end of an error."""
+        machines, samples = self.machines, self.samples
+        sizes = np.where(self._is_small, np.minimum(batch, machines.limits), machines.limits)
+        try:
+            all_large_s = machines.balanced_time(samples, machines.limits)
+            ratio = machines.balanced_time(samples, sizes) / all_large_s
+        except NoPlanError:
+            return ""
+        return f"; the nearest plan has small_batch_size {batch} and time ratio {ratio:.4g}"
+
+    def _batch_sizes(self, batch: int | None) -> np.ndarray:
+        """Return every worker's batch size, small ones held to their limits."""
+        limits, small = self.machines.limits, self.small_workers
+        if not small:
+            return limits.copy()
+        highest = int(limits[:small].max())
+        if not 1 <= batch <= highest:
+            raise SettingError(
+                f"small_batch_size must be in [1, large_batch_size={highest}], got {batch}"
+            )
+        if held := int((limits[:small] < batch).sum()):
+            self.notes.append(
+                f"{held} of {small} small workers hold fewer than {batch} samples and take what "
+                "they hold"
+            )
+        return np.where(self._is_small, np.minimum(batch, limits), limits)
+
+    def _published_shares(self, large_samples: int) -> np.ndarray:
+        """Return shares, int64 [n]: d_L for each large worker, the rest over the small ones."""
+        small, shares = self.small_workers, np.full(len(self.machines.limits), large_samples)
+        rest = self.samples - large_samples * (len(shares) - small)
+        shares[:small] = largest_remainder(np.ones(small), rest)
+        return shares
+
+    def _published_terms(
+        self, sizes: np.ndarray, published: tuple[int, int] | None
+    ) -> tuple[np.ndarray, dict[str, int | float | None]]:
+        """Return equal workers' merge weights, and the papers' terms; others have none."""
+        machines, rules = self.machines, self.rules
+        time_s = machines.balanced_time(self.samples, sizes)
         large_samples, small_samples = published or (
             rules.to_integer(time_s * float(machines.speeds(s)[0]))
             for s in (machines.limits, sizes)
         )
         factor = None
-        if small_workers:
-            factor = update_factor(small_samples, large_samples, rules.factor)
-        weights = np.where(small, factor or 1.0, 1.0)
+        if self.small_workers:
+            factor = float(merge_weights(np.float64(small_samples / large_samples), rules.factor))
         terms = {
             "large_batch_size": int(machines.limits[0]),
             "large_samples": large_samples,
-            "small_samples": small_samples if small_workers else None,
+            "small_samples": small_samples if self.small_workers else None,
             "update_factor": factor,
         }
-    simplified = shares / machines.speeds(sizes)
-    return Plan(
-        samples=samples,
-        time_ratio=1.0,
-        all_large_time_s=machines.all_large_time(samples, rounds),
-        equal_batch_time_s=machines.equal_batch_time(samples, rounds),
-        workers=plans_of_rounds(machines, shares, sizes, weights, simplified, small, rounds),
-        **terms,
+        return np.where(self._is_small, factor or 1.0, 1.0), terms
+
+    def _check_fits(self, batch: int | None, shares: np.ndarray) -> None:
+        """Refuse batches above what a worker has in a round; a solved one is then no plan."""
+        small, rounds = self.small_workers, self.rules.rounds
+        solved = NoPlanError if self.rules.small_batch_size is None else SettingError
+        for name, size, of_kind, error in (
+            ("large_batch_size", self.machines.limits[0], shares[small:], SettingError),
+            ("small_batch_size", batch, shares[:small], solved),
+        ):
+            if len(of_kind) and size > (limit := int(of_kind[-1]) // rounds):
+                raise error(
+                    f"{name} must be at most {limit}, the samples of such a worker in a round, "
+                    f"got {size}"
+                )
+
+    def _fit_rounds(self, shares: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lower batch sizes that exceed a round of their worker's share; shares follow.
+
+        A worker so slow that its round would have fewer than `rules.least` samples gets that many.
+        """
+        machines, samples, rounds = self.machines, self.samples, self.rules.rounds
+        lowered = np.zeros(len(sizes), dtype=bool)
+        for _ in range(32):
+            over = sizes > shares // rounds
+            if not over.any():
+                break
+            lowered |= over
+            sizes = np.where(over, np.maximum(shares // rounds, 1), sizes)
+            shares = largest_remainder(machines.speeds(sizes), samples)
+        lowest = rounds * self.rules.least
+        slow = np.flatnonzero(shares < lowest)
+        if len(slow) and lowest * len(shares) <= samples:
+            bounds = np.full_like(shares, lowest), np.full_like(shares, samples)
+            shares = bounded_split(samples, machines.speeds(sizes), *bounds)
+            sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
+            self.notes.append(
+                f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
+                f"{lowest} samples that each takes at least (worker {slow[0]})"
+            )
+        if shares.min() < rounds or (sizes > shares // rounds).any():
+            slowest = int(shares.argmin())
+            raise SettingError(
+                f"samples must leave each worker at least one per round ({rounds} a worker and "
+                f"epoch), got {samples} over {len(shares)} workers, {shares[slowest]} for worker "
+                f"{slowest}"
+            )
+        if lowered.any():
+            first = int(lowered.argmax())
+            self.notes.append(
+                f"batches of {lowered.sum()} workers lowered to their samples of a round (worker "
+                f"{first}: {sizes[first]})"
+            )
+        return shares, sizes
+
+
+def _nearly_large(model: TimeModel, batch: int, largest: int) -> str:
+    """Return the note on a solved small batch that is nearly the large one."""
+    if model.floor > model.time(batch, 1) * (1 - 1e-9):
+        below = (model.floor - model.intercept) / model.slope
+        why = f"a step of fewer than {below:.0f} samples takes no less time"
+    else:
+        worth = model.intercept / model.slope
+        why = f"a step costs {worth:.0f} samples' time before its first"
+    return (
+        f"the small batch, {batch}, is {batch / largest:.0%} of the large one, since {why}: dual "
+        "batch gains next to nothing here. --compile lowers that cost; a larger "
+        "--large-batch-size or --time-ratio makes the small batch smaller; more "
+        "--rounds-per-epoch merge more often instead"
     )
 
 
-def count_workers(
-    processes: int,
-    *,
-    workers: int | None = None,
-    small_ratio: float = 0.0,
-    small_workers: int | None = None,
-    local_batch_sizes: Sequence[int] | None = None,
-    dedicated_server: bool = False,
-) -> tuple[int, int]:
-    """Return the number of workers and of small workers among them.
+def merge_weights(parts: np.ndarray, rule: UpdateFactor) -> np.ndarray:
+    """Return the weights of updates, f, float64 [n]: d_S/d_L, its square root, or 1.
 
-    One process holds all workers; of several, each is one, but for a dedicated server. Unless told
-    otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
-    samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
-
-    Raises:
-        SettingError: If a count does not match the processes or the other count.
+    `parts` are the workers' samples over those of the largest share, in (0, 1].
     """
-    if processes == 1:
-        if dedicated_server:
-            raise SettingError("dedicated_server must have at least 2 processes, got 1")
-        unlike = says_unlike(small_ratio, small_workers, local_batch_sizes)
-        total = workers if workers is not None else 4 if unlike else 1
-    else:
-        total = processes - dedicated_server
-        if workers not in (None, total):
-            what = "processes less the dedicated server" if dedicated_server else "processes"
-            raise SettingError(f"workers must equal the number of {what} ({total}), got {workers}")
-    if small_workers is None:
-        small_workers = max(1, round_half_up(small_ratio * total)) if small_ratio > 0 else 0
-    if small_workers > total:
-        raise SettingError(
-            f"small_workers must be at most the workers ({total}), got {small_workers}"
-        )
-    return total, small_workers
+    return {"data": parts, "sqrt": np.sqrt(parts), "none": np.ones_like(parts)}[rule]
+
+
+def _rows(*columns: np.ndarray) -> tuple[WorkerPlan, ...]:
+    """Return the workers' plans from the columns of their fields, each [n]."""
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return tuple(itertools.starmap(WorkerPlan, rows))
 
 
 def plan_with_fallback(
@@ -473,40 +437,134 @@ def plan_with_fallback(
         )
 
 
-def _check_settings(samples: int, workers: int, small_workers: int, rules: PlanRules) -> None:
-    if samples < workers:
+def plan_steps(
+    samples: int,
+    sizes: Sequence[int] | np.ndarray,
+    time_models: TimeModel | Sequence[TimeModel],
+    *,
+    drop_last: bool = False,
+    least: int = 1,
+) -> Plan:
+    """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each.
+
+    All workers take the same number of steps, the fewest that an epoch needs. Sizes of steps differ
+    by at most one and are split in the same proportions (see `StepSampler`).
+
+    Args:
+        samples: Training samples per epoch, d.
+        sizes: Samples per step of each worker, b_i, at least 1; their sum is the global batch B.
+        time_models: Step time of each worker.
+        drop_last: Whether only whole global batches are trained on.
+        least: Least samples of a part, unless it is empty.
+    """
+    sizes = np.asarray(sizes, dtype=np.int64)
+    if len(sizes) != len(time_models):
         raise SettingError(
-            f"samples must be at least the number of workers ({workers}), got {samples}"
+            f"local_batch_sizes must have one value per worker ({len(time_models)}), "
+            f"got {len(sizes)} values"
         )
-    if not 0 <= small_workers <= workers:
-        raise SettingError(f"small_workers must be in [0, workers={workers}], got {small_workers}")
-    if rules.rounds < 1:
-        raise SettingError(f"rounds_per_epoch must be at least 1, got {rules.rounds}")
-    goals = ("time_ratio", "small_batch_size", "small_share")
-    given = [name for name in goals if getattr(rules, name) is not None]
-    if len(given) > 1:
+    if sizes.min() < least:
+        why = ": batch norm at this resolution sees one value a channel" if least > 1 else ""
+        raise SettingError(f"local_batch_sizes must be at least {least}, got {sizes.min()}{why}")
+    if (global_batch_size := int(sizes.sum())) > samples:
         raise SettingError(
-            f"time_ratio, small_batch_size and small_share must not be given together: the others "
-            f"follow from one, got {' and '.join(given)}"
+            f"local_batch_sizes must sum to at most the {samples} training samples, "
+            f"got {global_batch_size} in all"
+        )
+    steps = steps_of_epoch(samples, global_batch_size, drop_last=drop_last, least=least)
+    trained = steps * global_batch_size if drop_last else samples
+    size, larger = divmod(trained, steps)  # steps of one sample more
+    shares = (steps - larger) * split_batch(size, sizes, least)
+    shares += larger * split_batch(size + 1, sizes, least) if larger else 0
+    model, all_steps = TimeModel.of(time_models, len(sizes)), np.full(len(sizes), steps)
+    times, weights = model.time(shares, steps), sizes / global_batch_size
+    equal = largest_remainder(np.ones(len(sizes)), int(shares.sum()))
+    equal_s = float(model.time(equal, steps).max())
+    return Plan(
+        samples=int(shares.sum()),
+        time_ratio=float(times.max()) / equal_s,
+        all_large_time_s=equal_s,
+        equal_batch_time_s=equal_s,
+        workers=_rows(sizes, shares, all_steps, weights, times, times, np.zeros(len(sizes), bool)),
+        global_batch_size=global_batch_size,
+    )
+
+
+def check_parts(
+    samples: int, global_batch_size: int, workers: int, *, least: int, drop_last: bool
+) -> None:
+    """Raise ``SettingError`` if a worker may have fewer than `least` samples in a joint step.
+
+    Batch norm over all workers is an exchange inside the forward pass, which each must take.
+    """
+    size = samples // steps_of_epoch(samples, global_batch_size)
+    if not drop_last and size < workers * least:
+        raise SettingError(
+            f"drop_last must be true with sync_batch_norm where a joint step has {size} samples "
+            f"for {workers} workers, which need {least} each, got false"
         )
 
 
-def worker_plans(*columns: np.ndarray) -> tuple[WorkerPlan, ...]:
-    """Return the workers' plans from the columns of their fields, each [n]."""
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return tuple(itertools.starmap(WorkerPlan, rows))
+def with_proportions(
+    samples: int,
+    plan: Plan,
+    proportions: np.ndarray,
+    time_models: TimeModel | Sequence[TimeModel],
+    limits: np.ndarray,
+    rules: PlanRules,
+) -> Plan:
+    """Return a planned plan with parts in other proportions: of the global batch, or of the epoch.
+
+    Parts sum exactly to what they are of, stay within `limits` and above 0, parts of a global
+    batch at `min_batch_size` or above. In a plan of rounds each worker keeps its planned batch
+    size, unless it has fewer samples in a round; merge weights follow the shares.
+    """
+    workers = len(limits)
+    if plan.global_batch_size is not None:
+        lowest = np.minimum(rules.lowest(plan.global_batch_size, workers), limits)
+        sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
+        return plan_steps(samples, sizes, time_models, drop_last=rules.drop_last, least=rules.least)
+    lowest = np.full(workers, min(rules.rounds * rules.least, plan.samples // workers))
+    shares = bounded_split(plan.samples, proportions, lowest, np.full(workers, plan.samples))
+    sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rules.rounds)
+    steps = steps_in_shares(shares, sizes, rules.rounds)
+    model = Machines.of(workers, sizes, time_models).model
+    weights = merge_weights(shares / shares.max(), rules.factor)
+    times, simplified_s = model.time(shares, steps), shares * model.sample_time(sizes)
+    small = np.array([worker.small for worker in plan.workers])
+    rows = _rows(sizes, shares, steps, weights, times, simplified_s, small)
+    return replace(plan, workers=rows)
 
 
-def plans_of_rounds(
-    machines: Machines,
-    shares: np.ndarray,
-    sizes: np.ndarray,
-    weights: np.ndarray,
-    simplified_s: np.ndarray,
-    small: np.ndarray,
-    rounds: int,
-) -> tuple[WorkerPlan, ...]:
-    """Return the workers' plans of an epoch of rounds."""
-    steps = steps_in_shares(shares, sizes, rounds)
-    times = machines.times(shares, sizes, rounds)
-    return worker_plans(sizes, shares, steps, weights, times, simplified_s, small)
+def count_workers(
+    processes: int,
+    *,
+    workers: int | None = None,
+    small_ratio: float = 0.0,
+    small_workers: int | None = None,
+    local_batch_sizes: Sequence[int] | None = None,
+    dedicated_server: bool = False,
+) -> tuple[int, int]:
+    """Return the number of workers and of small workers among them.
+
+    One process holds all workers; of several, each is one, but for a dedicated server. Unless told
+    otherwise one process has 4 workers where something is said of unlike ones, else 1: on equal
+    samples several workers cost accuracy. A ratio above 0 makes at least one small worker.
+    """
+    if processes == 1:
+        if dedicated_server:
+            raise SettingError("dedicated_server must have at least 2 processes, got 1")
+        unlike = says_unlike(small_ratio, small_workers, local_batch_sizes)
+        total = workers if workers is not None else 4 if unlike else 1
+    else:
+        total = processes - dedicated_server
+        if workers not in (None, total):
+            what = "processes less the dedicated server" if dedicated_server else "processes"
+            raise SettingError(f"workers must equal the number of {what} ({total}), got {workers}")
+    if small_workers is None:
+        small_workers = max(1, round_half_up(small_ratio * total)) if small_ratio > 0 else 0
+    if small_workers > total:
+        raise SettingError(
+            f"small_workers must be at most the workers ({total}), got {small_workers}"
+        )
+    return total, small_workers

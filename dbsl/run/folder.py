@@ -1,37 +1,60 @@
-"""The run folder: made by one run, and held by it alone for as long as it lives."""
+"""A run's folder, held by one run alone; and the code that it trains by, which is kept there.
+
+Processes of one run have the same settings and the same code, or none of them begins.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
+import sysconfig
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
 
+import dbsl
 from dbsl.base.errors import SettingError
 from dbsl.base.files import write_text
-from dbsl.base.launcher import remember
-from dbsl.base.words import px
-from dbsl.cluster.wire import refused_by_all, share_text
+from dbsl.base.machine import launched_precision, remember
+from dbsl.base.words import as_given, px
+from dbsl.cluster.wire import refused_by_all, share_from, share_text
 from dbsl.config.complete import RESOLVED
 from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import defaults_of_extras
 from dbsl.config.parse import RUN_FOLDER, config_to_yaml
+from dbsl.config.settings import RunConfig
 from dbsl.plan.types import Plan
-from dbsl.run.code import Code, write_code
 
 LOCK = ".lock"
 # What a run leaves for people, in its folder; checkpoints and trackers' files are beside it.
 RESULTS = ("README.md", "model*.safetensors", "plots/*.png", "config.json", "config.yaml")
 RESULTS += ("plan.json", "summary.json", "metrics.jsonl")
+SUMS = "SHA256SUMS"  # of all files, dbsl's too, as `sha256sum` writes it; the script comes first
+CODE = "code*/**/*"  # all of it in a run folder
+_DIFF = "git.diff"  # begins with the commit
+_PACKAGE = Path(dbsl.__file__).parent
+_INSTALLED = ("site-packages", "dist-packages")
+_NOT_OWN = tuple(
+    f"{place}{os.sep}"
+    for place in (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+)
+_MOST = 3  # files that are named
+_GIT_S = 30.0  # that git may take, on a slow disk
 
 
 class RunFolder:
@@ -65,29 +88,26 @@ class RunFolder:
             self.path = Path(remember(RUN_FOLDER, str(self.path)))
 
     def write_settings(
-        self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan]
+        self, given: Any, resolved: Mapping[str, Any], plans: Mapping[int, Plan], code: Code
     ) -> None:
-        """Write ``config.yaml``, as given and as found out, and ``plan.json`` on the main process.
+        """Write ``config.yaml``, as given and as found out, ``plan.json``, and the code.
 
-        ``config.yaml`` leaves the folder's name out: read back, it repeats the run elsewhere.
+        On the main process. ``config.yaml`` leaves the folder's name out: read back, it repeats the
+        run elsewhere.
         """
         if self._lock is None:
             return
         rows = {px(resolution) or "plan": asdict(plan) for resolution, plan in plans.items()}
         write_text(self.path / "plan.json", json.dumps(rows, indent=2))
-        commands = with_role(type(given), Role.COMMAND)
-        extras = defaults_of_extras()  # left out: a run that uses none reads back without them
+        # Extras' defaults are left out: a run that uses none reads back without them.
+        unsaid = with_role(type(given), Role.COMMAND), defaults_of_extras()
         settings = {
             name: value
             for name, value in asdict(given).items()
-            if name not in commands and (name not in extras or value != extras[name])
+            if name not in unsaid[0] and (name not in unsaid[1] or value != unsaid[1][name])
         }
         write_text(self.path / "config.yaml", config_to_yaml(settings, resolved))
-
-    def write_code(self, code: Code) -> None:
-        """Keep the code that the run goes on with, on the main process."""
-        if self._lock is not None:
-            write_code(self.path, code)
+        write_code(self.path, code)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -183,3 +203,176 @@ def check_metrics(path: Path, keep_bytes: int) -> None:
             f"metrics.jsonl must have the {keep_bytes} bytes it had at the checkpoint, "
             f"got {size} in {path}"
         )
+
+
+# --- the code
+
+
+@dataclass(frozen=True)
+class Code:
+    """What this process has loaded."""
+
+    script: str  # name of the file that was started; empty: none, as in a notebook
+    # Contents of the script, and of what was imported that is neither dbsl nor installed, by name.
+    files: Mapping[str, bytes]
+    sums: Mapping[str, str]  # SHA-256 of these and of dbsl's files, by name
+
+
+def read_code() -> Code:
+    """Return the code of this process, as it is on the disk."""
+    script = _script()
+    names = {str(script): script.name} if script else {}
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__dict__", {}).get("__file__")
+        if name != "__main__" and isinstance(path, str) and _is_own(path):
+            package = "/__init__" * (Path(path).stem == "__init__")
+            # The script may be there by another name, too.
+            names.setdefault(str(Path(path).absolute()), f"{name.replace('.', '/')}{package}.py")
+    files = {name: Path(path).read_bytes() for path, name in names.items() if os.path.isfile(path)}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    first = {script.name: sums[script.name]} if script else {}
+    return Code(script.name if script else "", files, first | _sums_of_dbsl() | sums)
+
+
+def unlike(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return in words which files have unlike sums, empty: none; one that only one has is none."""
+    names = [name for name, sum_ in other.items() if one.get(name, sum_) != sum_]
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more
+
+
+def kept_code(run_folder: Path) -> list[Path]:
+    """Return the folders of the code that a run was trained by, the first first."""
+    found = [path for path in run_folder.glob("code*") if (path / SUMS).is_file()]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2] or 1))
+
+
+def changed_since(run_folder: Path, code: Code) -> str:
+    """Return in words which files are not what the run was last trained by; empty: none."""
+    kept = kept_code(run_folder)
+    return unlike(_read_sums(kept[-1]), code.sums) if kept else ""
+
+
+def write_code(run_folder: Path, code: Code) -> None:
+    """Keep the code in a run's folder, in one go; what was kept before stays."""
+    kept = kept_code(run_folder)
+    if kept and not changed_since(run_folder, code):
+        return
+    folder = run_folder / (f"code-{len(kept) + 1}" if kept else "code")
+    scratch = run_folder / f".{folder.name}.tmp"
+    shutil.rmtree(scratch, ignore_errors=True)
+    lines = "".join(f"{sum_}  {name}\n" for name, sum_ in code.sums.items())
+    diff = git_diff()
+    own = {SUMS: lines.encode()} | ({_DIFF: diff} if diff else {})
+    for name, content in {**code.files, **own}.items():
+        path = scratch / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    os.replace(scratch, folder)
+
+
+def code_in_words(run_folder: Path) -> str:
+    """Return which code has trained a run, for its model card."""
+    said = []
+    for folder in kept_code(run_folder):
+        script = next(iter(_read_sums(folder)))
+        diff = (folder / _DIFF).read_bytes() if (folder / _DIFF).exists() else b""
+        commit, _, changes = diff.partition(b"\n")
+        at = f" at git {commit.decode()}" if commit else ""
+        at += f" with the changes in `{folder.name}/{_DIFF}`" if changes.strip() else ""
+        what = "code without a script" if script.startswith("dbsl/") else f"`{script}`"
+        said.append(f"{what} (kept in `{folder.name}/` of the run folder){at}")
+    return ", after a resume by ".join(said)
+
+
+def git_diff() -> bytes:
+    """Return the commit of the checkout that the code is in, and the changes; empty: none is."""
+    script = _script()
+    folder = script.parent if script else _PACKAGE
+    commit = _git(folder, "rev-parse", "HEAD").strip()
+    if not commit:
+        return b""
+    return b"commit " + commit + b"\n" + _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color")
+
+
+def _git(folder: Path, *command: str) -> bytes:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *command],
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            check=True,
+            timeout=_GIT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return b""  # no git, or no checkout
+    return done.stdout
+
+
+def _script() -> Path | None:
+    """Return the file that was started, unless it is an installed command or there is none."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(path).absolute() if path and _is_own(path) and os.path.isfile(path) else None
+
+
+def _is_own(path: str) -> bool:
+    """Whether a path is of a file of Python that is neither dbsl's nor installed."""
+    place = os.path.abspath(path)  # no Path: thousands of modules are asked about
+    installed = any(f"{os.sep}{name}{os.sep}" in place for name in _INSTALLED)
+    return place.endswith(".py") and not installed and not place.startswith(_NOT_OWN)
+
+
+@cache  # what is loaded stays
+def _sums_of_dbsl() -> dict[str, str]:
+    root = _PACKAGE.parent
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(_PACKAGE.rglob("*.py"))
+    }
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    return {name: sum_ for sum_, _, name in (line.partition("  ") for line in lines)}
+
+
+def check_alike(config: RunConfig, code: Code, state: PartialState) -> None:
+    """Refuse, in all processes, settings or code that are not rank 0's (a collective).
+
+    It is their first exchange: which others follow is for the settings to say.
+    """
+    if state.num_processes == 1:
+        return
+    own = _described(config, code)
+    first = json.loads(share_from(0, json.dumps(own), state.device))
+    found = _difference(first, own, f"rank {state.process_index}")
+    flag = torch.tensor(found is not None, device=state.device).int()
+    flags = [torch.empty_like(flag) for _ in range(state.num_processes)]
+    dist.all_gather(flags, flag)
+    if others := [rank for rank, differs in enumerate(flags) if differs]:
+        raise SettingError(share_from(others[0], found or "", state.device))
+
+
+def _difference(first: Mapping[str, Any], own: Mapping[str, Any], here: str) -> str | None:
+    """Return in one line what is not the same as on rank 0; None: nothing."""
+    before, now = first["settings"], own["settings"]
+    names = [name for name, value in now.items() if before.get(name) != value]
+    if names:
+        what, *rest = names
+        more = f" (also different: {', '.join(rest)})" if rest else ""
+        return (
+            f"{what} must be the same in all processes, got {before.get(what) or 'none'} on "
+            f"rank 0, {now[what] or 'none'} on {here}{more}"
+        )
+    if files := unlike(first["code"], own["code"]):
+        return f"code must be the same in all processes, got another {files} on {here} than rank 0"
+    return None
+
+
+def _described(config: RunConfig, code: Code) -> dict[str, Any]:
+    # What each node has by its own cores is left out: it decides on no exchange.
+    of_node = with_role(type(config), Role.NODE)
+    settings = {n: as_given(v) for n, v in asdict(config).items() if n not in of_node}
+    if config.mixed_precision == "auto":
+        settings["mixed_precision"] = launched_precision() or "auto"
+    return {"settings": settings | {"the script": code.script}, "code": dict(code.sums)}

@@ -1,30 +1,46 @@
-"""From a config to what its run trains with: data, stages, model and a plan per resolution."""
+"""From settings, and what a script gives in place of them, to all that a run trains with."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from dbsl.base.errors import SettingError
+from dbsl.base.seeds import stream_seed
 from dbsl.base.words import plural
+from dbsl.cluster.steps import takes_fractions
+from dbsl.config.fields import Role, with_role
 from dbsl.config.hooks import Extra, Extras, Machine
-from dbsl.config.settings import RunConfig, takes_joint_steps
+from dbsl.config.image_settings import DataConfig
+from dbsl.config.parse import read_settings, run_folder_of
+from dbsl.config.settings import NO_SIDE, RunConfig, steps_in_parts, takes_joint_steps
 from dbsl.data.augment import Mixing
-from dbsl.data.sources import TrainingData
-from dbsl.loss import Figures, LossFunction, LossOf, figure_names, with_figures
-from dbsl.model import build_model, check_patches, check_sides, load_initial, try_out
+from dbsl.data.dataset import load_data
+from dbsl.data.sources import Source, TrainingData, as_source
+from dbsl.loss import Figures, LossFunction, figure_names, with_figures
+from dbsl.model import (
+    build_model,
+    check_scores,
+    check_sides,
+    load_initial,
+    load_own_weights,
+    load_timm_weights,
+    try_out,
+)
+from dbsl.optimizer import build_optimizer, join_optimizers, keep_ratios
 from dbsl.plan.follow import PlanMaker, Planner
-from dbsl.plan.joint_steps import check_parts
-from dbsl.plan.ledger import Members
+from dbsl.plan.ledger import Members, TurnSampler
 from dbsl.plan.machines import Workers
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import count_workers
+from dbsl.plan.solve import check_parts, count_workers
 from dbsl.plan.stages import (
     Stage,
     default_milestones,
@@ -36,17 +52,185 @@ from dbsl.plan.stages import (
 from dbsl.plan.text import with_notes
 from dbsl.plan.types import Plan
 from dbsl.profile.memory import give_back
-from dbsl.run.accelerator import nodes_of
-from dbsl.run.evaluation import further_sources
-from dbsl.run.replaced import Replaced
+from dbsl.run.accelerator import first_on_node, nodes_of
+from dbsl.run.evaluation import OF_EVALUATIONS, EvaluationSession
 from dbsl.run.training import ConfigT, Run
 from dbsl.run.workers import know_workers
+
+ModelOrBuilder = nn.Module | Callable[[], nn.Module]
+OptimizerBuilder = Callable[
+    [nn.Module, RunConfig], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
+
+# Settings that say which data, model or optimizer; with your own they have nothing to say.
+_OF_DATA = (*(field.name for field in fields(DataConfig) if field.name != "dataset"), "resolutions")
+# A function may read momentum and weight_decay of the settings that it is given.
+_OF_OPTIMIZER = ("opt_kwargs",)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a script gives in place of what its settings name; see `dbsl.open.open_session`."""
+
+    data: TrainingData | None = None
+    model: ModelOrBuilder | None = None
+    optimizer: OptimizerBuilder | None = None
+    evaluate_also: Mapping[str, Any] | None = None
+    figures: Sequence[str] = ()
+
+    def named(self, given: RunConfig) -> RunConfig:
+        """Return the settings with the names of what is replaced; refuse those that name others."""
+        if self.data is not None:
+            names = (*TrainingData.__annotations__, "on", "transform", "example")
+            if missing := [name for name in names if not hasattr(self.data, name)]:
+                raise SettingError(
+                    "data must have what dbsl.data.sources.TrainingData names, got "
+                    f"{type(self.data).__name__} without {missing[0]!r}"
+                )
+            if self.model is None:
+                raise SettingError("model must be given with your own data, got none")
+            void = (*_OF_DATA, *with_role(type(given), Role.DATA))
+            given = _named(given, "dataset", self.data.name, void)
+        of_model = with_role(type(given), Role.MODEL)
+        for setting, value, kind, void in (
+            ("model", self.model, "module or a function that builds one", of_model),
+            ("optimizer", self.optimizer, "function of model and settings", _OF_OPTIMIZER),
+        ):
+            if value is None:
+                continue
+            if not callable(value):
+                raise SettingError(f"{setting} must be a {kind}, got {type(value).__name__}")
+            given = _named(given, setting, _name(value), void)
+        if self.model is not None and "layer_decay" in given.optimizer_settings:
+            raise SettingError("opt_kwargs must leave out layer_decay with your own model")
+        return given
+
+    def load_data(self, config: RunConfig, accelerator: Accelerator) -> TrainingData:
+        """Return your own data, or the images that the settings name."""
+        if self.data:
+            return self.data.on(accelerator.device)
+        if config.resolutions == (NO_SIDE,):
+            raise SettingError(f"resolutions must be positive for images, got {NO_SIDE}")
+        with first_on_node(accelerator):  # one process decodes, the others read its cache
+            return load_data(config, config.seed, accelerator.device)
+
+    def build_model(
+        self, config: RunConfig, data: TrainingData, accelerator: Accelerator
+    ) -> nn.Module:
+        """Return your own model on the device, with the same weights in all processes."""
+        model = self.model
+        if not isinstance(model, nn.Module):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_seed(config.seed, "initial weights"))
+                model = model()
+        if not isinstance(model, nn.Module):
+            raise SettingError(f"model must build a module, got {type(model).__name__}")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SettingError(
+                f"model must have parameters to train, got {_name(model)} without any"
+            )
+        inputs, _ = data.example(2, config.resolutions[-1])
+        channels_last = inputs.dim() == 4 and inputs.stride(1) == 1 < inputs.shape[1]
+        layout = {"memory_format": torch.channels_last} if channels_last else {}
+        model = model.to(accelerator.device, **layout)
+        with torch.no_grad():
+            for value in model.state_dict().values():  # rank 0's, whatever the others built
+                value.copy_(broadcast(value.contiguous()))
+        # What `dbsl.model.build_model` notes of timm's models.
+        model.created_with, model.small_stem, model.input_statistics = None, False, None
+        model.head_dropouts = []
+        _, scores = try_out(model, inputs)
+        check_scores(scores, _name(model), inputs, data.num_classes, several=True)
+        return model
+
+    def build_optimizer(self, config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+        """Return what steps on a model; its groups keep their rates in proportion to `lr`."""
+        if self.optimizer is not None:
+            return keep_ratios(join_optimizers(self.optimizer(model, config)), config.lr)
+        rates = (config.lr, config.momentum, config.weight_decay)
+        built = build_optimizer(config.optimizer, model, *rates, **config.optimizer_settings)
+        return keep_ratios(built, config.lr)
+
+    def check_optimizer(self, config: RunConfig, model: nn.Module) -> None:
+        """Refuse an optimizer that cannot take this run's steps.
+
+        Building may freeze parameters, which all that follows is to know.
+        """
+        optimizer = self.build_optimizer(config, model)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SettingError(
+                "optimizer must leave parameters that are trained, got all frozen by "
+                f"{config.optimizer}"
+            )
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+        if left:
+            raise SettingError(
+                "optimizer must have all parameters that are trained (requires_grad_(False) "
+                f"freezes others), got none for {left[0]}"
+                + (f" and {len(left) - 1} more" if left[1:] else "")
+            )
+        if steps_in_parts(config) and not takes_fractions(optimizer):
+            built = getattr(optimizer, "optimizers", [optimizer])
+            kinds = ", ".join(type(one).__name__ for one in built)
+            raise SettingError(
+                "optimizer must be one SGD, without dampening and maximize, Adam or AdamW of torch "
+                f"with push gradients and sync {config.sync}, where each push is part of a step, "
+                f"got {kinds} of {config.optimizer}"
+            )
+
+    def further_sources(
+        self, config: RunConfig, data: TrainingData, accelerator: Accelerator
+    ) -> dict[str, Source]:
+        """Return the further evaluation sets, by name."""
+        sources = {}
+        for name, given in (self.evaluate_also or {}).items():
+            if not re.fullmatch(r"\w+", str(name)) or name in OF_EVALUATIONS:
+                raise SettingError(
+                    f"evaluate_also must have words for names, not {' or '.join(OF_EVALUATIONS)}, "
+                    f"got {name!r}"
+                )
+            if isinstance(given, str | Path):
+                if self.data is not None:
+                    raise SettingError(
+                        "evaluate_also must have sources or datasets of tensors with your own "
+                        f"data, got {given}"
+                    )
+                changes = {"dataset": str(given), "train_samples": None, "eval_samples": None}
+                given = self.load_data(replace(config, **changes), accelerator)
+            sources[name] = as_source(given, data, config.resolutions[-1], f"evaluate_also {name}")
+        return sources
+
+
+def _named(given: RunConfig, setting: str, name: str, void: tuple[str, ...]) -> RunConfig:
+    """Return the settings with a name; refuse another one, and settings without a meaning."""
+    defaults = {field.name: field.default for field in fields(given)}
+    own = f"with your own {'data' if setting == 'dataset' else setting}"
+    for other in void:
+        value = getattr(given, other)
+        if value != defaults[other]:
+            raise SettingError(f"{other} must be left out {own}, got {value}")
+    if getattr(given, setting) not in (defaults[setting], name):
+        raise SettingError(
+            f"{setting} must be left out or {name} {own}, got {getattr(given, setting)}"
+        )
+    return replace(given, **{setting: name})
+
+
+def _name(model: ModelOrBuilder | OptimizerBuilder) -> str:
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__name__", type(model).__name__).strip("<>")
+
+
+# --- a run
+
 
 _NOTHING = Replaced()
 
 
 def prepare(
-    config: ConfigT,
+    given: ConfigT,
     accelerator: Accelerator,
     loss_function: LossFunction,
     replaced: Replaced = _NOTHING,
@@ -56,33 +240,38 @@ def prepare(
 
     Without `extras` the settings say which. A first call of the loss function names its figures.
     """
-    given = config
-    config, nodes = _count_workers(config, accelerator)
+    config = _count_workers(given, accelerator)
     extras = Extras.of(config) if extras is None else extras
     machine = extras.first(Extra.machine, config) or Machine()
     data = replaced.load_data(config, accelerator)
     config, stages = _make_stages(config, data, accelerator)
     model, least = _build_model(config, data, replaced, accelerator)
-    also = further_sources(replaced, config, data, accelerator)
+    also = replaced.further_sources(config, data, accelerator)
     if model.input_statistics:  # what its weights were trained with
         data = data.normalised_as(model.input_statistics)
-    found, loss_of = _losses(loss_function, config, accelerator)
+    samples = len(data.train)
+
+    def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
+        with accelerator.autocast():  # `config` as it is at the call: complete, once it trains
+            return with_figures(loss_function(model, images, labels, config))
+
+    @wraps(loss_function)  # whose text step times are kept by
+    def loss_of(*batch: Any) -> Tensor:
+        return found(*batch)[0]
+
     _check_samples(data, config, least)
     figures = figure_names(found, model, *data.example(2, config.resolutions[0]), replaced.figures)
     replaced.check_optimizer(config, model)
-    builder = replaced.optimizer and partial(replaced.build_optimizer, config)
-    known, config = know_workers(config, model, data, accelerator, loss_of, builder)
+    build = replaced.optimizer and partial(replaced.build_optimizer, config)
+    known, config = know_workers(config, model, data, accelerator, loss_of, build)
     give_back(accelerator.device)  # what measuring took
-    _check_micro_batches(known, least)
-    maker = PlanMaker(config, known, len(data.train), least)
-    plans = _first_plans(config, maker, known, len(data.train), accelerator)
+    maker = PlanMaker(config, known, samples, least)
+    plans = _first_plans(config, maker, known, samples, accelerator)
     rounds = rounds_of_epoch(plans, config)
-    mixing = _make_mixing(config, data)
     config = replace(config, small_batch_size=maker.small_batch_size())
-    _, loss_of = _losses(loss_function, config, accelerator)  # the config is complete now
     blocks = getattr(data.train, "blocks", None)  # your own data may not know of them
-    sampler = TurnSampler(config, len(data.train), rounds, least, blocks)
-    run = Run(
+    sampler = TurnSampler(config, samples, rounds, least, blocks)
+    return Run(
         config=config,
         data=data,
         stages=stages,
@@ -92,96 +281,52 @@ def prepare(
         known=known,
         sampler=sampler,
         machine=machine,
-        mixing=mixing,
+        mixing=_make_mixing(config, data),
         loss_of=loss_of,
         build_optimizer=partial(replaced.build_optimizer, config),
         default_workers=given.workers is None and accelerator.num_processes == 1,
         default_resolutions=given.resolutions is None or "resolutions" in given.resolved,
-        nodes=nodes,
+        nodes=nodes_of(accelerator),
         figures=figures,
         also=also,
         extras=extras,
     )
-    return run
 
 
-def _losses(
-    loss_function: LossFunction, config: RunConfig, accelerator: Accelerator
-) -> tuple[Callable[..., tuple[Tensor, Figures]], LossOf]:
-    """Return what gives the loss and its figures, and what gives the loss, in the precision."""
-
-    def found(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Figures]:
-        with accelerator.autocast():
-            return with_figures(loss_function(model, images, labels, config))
-
-    @wraps(loss_function)  # whose text step times are kept by
-    def loss_of(*batch: Any) -> Tensor:
-        return found(*batch)[0]
-
-    return found, loss_of
-
-
-def _count_workers(
-    config: RunConfig, accelerator: Accelerator
-) -> tuple[RunConfig, tuple[int, ...]]:
-    """Return the config with its workers, small ones among them, and the node of each process."""
+def _count_workers(config: ConfigT, accelerator: Accelerator) -> ConfigT:
+    """Return the config with its workers, small ones among them; refuse what they cannot do."""
+    processes, device = accelerator.num_processes, accelerator.device.type
     workers, small_workers = count_workers(
-        accelerator.num_processes,
+        processes,
         workers=config.workers,
         small_ratio=config.small_ratio,
         small_workers=config.small_workers,
         local_batch_sizes=config.local_batch_sizes,
         dedicated_server=config.dedicated_server,
     )
-    _check_processes(config, accelerator)
-    return replace(config, workers=workers, small_workers=small_workers), nodes_of(accelerator)
-
-
-def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
-    if not config.mixes:
-        return None
-    ends = config.mixing.get("cutmix_minmax")
-    for side in config.resolutions if ends else ():
-        if int(side * ends[0]) == int(side * ends[1]):
-            raise SettingError(
-                f"mixup_kwargs cutmix_minmax must be a pixel or more apart at {side} px, got "
-                f"{','.join(map(str, ends))}"
-            )
-    return Mixing(
-        config.mixup,
-        config.cutmix,
-        num_classes=data.num_classes,
-        seed=config.seed,
-        **config.mixing,
-    )
-
-
-def _first_plans(
-    config: RunConfig, maker: PlanMaker, known: Workers, samples: int, accelerator: Accelerator
-) -> dict[int, Plan]:
-    """Return the plan that each resolution starts with."""
-    plans = {r: maker.first(r, accelerator.print) for r in config.resolutions}
-    if config.sync_batch_norm:
-        for plan in plans.values():
-            check_parts(
-                *(samples, plan.global_batch_size, config.workers),
-                least=maker.least,
-                drop_last=config.drop_last,
-            )
-    return {resolution: with_notes(plan, known, resolution) for resolution, plan in plans.items()}
+    if config.wire != "float32" and processes == 1:
+        raise SettingError(
+            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
+        )
+    if config.sync_batch_norm and (processes == 1 or device != "cuda"):
+        raise SettingError(
+            "sync_batch_norm must be false except with a process per worker on CUDA devices, got "
+            f"true in {processes} processes on {device}"
+        )
+    return replace(config, workers=workers, small_workers=small_workers)
 
 
 def _make_stages(
-    config: RunConfig, data: TrainingData, accelerator: Accelerator
-) -> tuple[RunConfig, tuple[Stage, ...]]:
+    config: ConfigT, data: TrainingData, accelerator: Accelerator
+) -> tuple[ConfigT, tuple[Stage, ...]]:
     """Return the config with its schedule complete, and the stages."""
     asked_for = config.resolutions is not None and "resolutions" not in config.resolved
     milestones, warmup = config.lr_milestones, config.warmup_epochs
     config = replace(
         config,
         resolutions=tuple(config.resolutions or data.resolutions),
-        lr_milestones=(
-            default_milestones(config.epochs) if milestones is None else tuple(milestones)
+        lr_milestones=tuple(
+            default_milestones(config.epochs) if milestones is None else milestones
         ),
         warmup_epochs=default_warmup(config.epochs) if warmup is None else warmup,
     )
@@ -196,7 +341,9 @@ def _make_stages(
     )
     unused = unused_resolutions(stages, config.resolutions, config.schedule)
     if unused and asked_for:
-        accelerator.print(f"warning: {unused}")
+        # With more epochs a resumed run has some there, and goes by what was measured at the start.
+        more = "; measured all the same, for a resume with more epochs" * (config.slope is None)
+        accelerator.print(f"warning: {unused}{more}")
     return config, tuple(stages)
 
 
@@ -205,7 +352,7 @@ def _build_model(
 ) -> tuple[nn.Module, int]:
     """Return the model on the device, your own or timm's, and the fewest samples it trains on."""
     if replaced.model is not None:
-        model = replaced.build(config, data, accelerator)
+        model = replaced.build_model(config, data, accelerator)
         least, _ = try_out(model, data.example(1, config.resolutions[0])[0])
         return model, least
     model = build_model(
@@ -218,7 +365,6 @@ def _build_model(
         say=accelerator.print,
         settings=config.model_settings,
     ).to(accelerator.device, memory_format=torch.channels_last)
-    check_patches(model, config.resolutions)
     least = check_sides(config.model, model, data, config.resolutions)
     if config.initial_checkpoint is not None:
         load_initial(model, config.initial_checkpoint, accelerator.print)
@@ -230,6 +376,72 @@ def _build_model(
                 f"grad_checkpointing must be false with {config.model}, which does not know it"
             ) from error
     return model, least
+
+
+def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
+    """Refuse data without `least` samples for each worker in each round."""
+    samples = len(data.train)
+    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
+    needed = config.workers * rounds * least
+    if samples < needed:
+        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+        raise SettingError(
+            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
+            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
+            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
+        )
+
+
+def _first_plans(
+    config: RunConfig, maker: PlanMaker, known: Workers, samples: int, accelerator: Accelerator
+) -> dict[int, Plan]:
+    """Return the plan that each resolution starts with."""
+    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
+    if sizes and min(sizes) < maker.least:
+        raise SettingError(
+            f"micro_batch_size must be at least {maker.least}, since batch norm sees one value a "
+            f"channel of a single sample, got {min(sizes)}"
+        )
+    plans = {r: maker.first(r, accelerator.print) for r in config.resolutions}
+    for plan in plans.values() if config.sync_batch_norm else ():
+        check_parts(
+            *(samples, plan.global_batch_size, config.workers),
+            least=maker.least,
+            drop_last=config.drop_last,
+        )
+    return {resolution: with_notes(plan, known, resolution) for resolution, plan in plans.items()}
+
+
+def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
+    """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
+    steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
+    if config.push != "gradients":
+        if steps and config.rounds_per_epoch > min(steps):
+            raise SettingError(
+                f"rounds_per_epoch must be at most the {min(steps)} joint steps of an epoch, "
+                f"got {config.rounds_per_epoch}"
+            )
+        return config.rounds_per_epoch
+    if len(steps) > 1:
+        sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
+        raise SettingError(
+            f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
+        )
+    return -(-steps.pop() // config.push_every)
+
+
+def _make_mixing(config: RunConfig, data: TrainingData) -> Mixing | None:
+    if not config.mixes:
+        return None
+    ends = config.mixing.get("cutmix_minmax")
+    for side in config.resolutions if ends else ():
+        if int(side * ends[0]) == int(side * ends[1]):
+            raise SettingError(
+                f"mixup_kwargs cutmix_minmax must be a pixel or more apart at {side} px, got "
+                f"{','.join(map(str, ends))}"
+            )
+    kept = {"num_classes": data.num_classes, "seed": config.seed, **config.mixing}
+    return Mixing(config.mixup, config.cutmix, **kept)
 
 
 def make_planner(
@@ -253,60 +465,74 @@ def make_planner(
     )
 
 
-def rounds_of_epoch(plans: Mapping[int, Plan], config: RunConfig) -> int:
-    """Return the rounds of an epoch: as configured, or a round for each push of gradients."""
-    steps = {p.workers[0].steps for p in plans.values() if p.global_batch_size is not None}
-    if config.push != "gradients":
-        if steps and config.rounds_per_epoch > min(steps):
+# --- evaluation alone
+
+
+def prepare_evaluation(
+    config: ConfigT, accelerator: Accelerator, replaced: Replaced, folder: Path | None
+) -> EvaluationSession[ConfigT]:
+    """Load the data, and the weights in a run folder or a checkpoint; None: of `config.model`."""
+    name = config.model if folder is None else f"local-dir:{folder}"
+    _check_weights(config, replaced, folder, name)
+    data = replaced.load_data(config, accelerator)
+    if replaced.model is not None:
+        side = (config.resolutions or data.resolutions)[-1]
+        model = replaced.build_model(replace(config, resolutions=(side,)), data, accelerator)
+        load_own_weights(model, folder)
+    else:
+        model, statistics, trained_at = load_timm_weights(name, pretrained=config.pretrained)
+        side = config.resolutions[-1] if config.resolutions else trained_at
+        if model.num_classes != data.num_classes:
             raise SettingError(
-                f"rounds_per_epoch must be at most the {min(steps)} joint steps of an epoch, "
-                f"got {config.rounds_per_epoch}"
+                f"dataset must have the {model.num_classes} classes of {name} with eval_only, got "
+                f"{data.num_classes}"
             )
-        return config.rounds_per_epoch
-    if len(steps) > 1:
-        sizes = ", ".join(str(plan.global_batch_size) for plan in plans.values())
+        _check_names(model, data, name, accelerator)
+        data = data.normalised_as(statistics)
+        model = model.to(accelerator.device, memory_format=torch.channels_last)
+        check_sides(name, model, data, (side,))
+    also = replaced.further_sources(replace(config, resolutions=(side,)), data, accelerator)
+    return EvaluationSession(config, accelerator, data, model, side, also)
+
+
+def _check_weights(config: RunConfig, replaced: Replaced, folder: Path | None, name: str) -> None:
+    """Refuse an evaluation without weights, or with those of another model."""
+    if replaced.model is not None and folder is None:
+        raise SettingError("resume must name the run whose weights are evaluated, got none")
+    if folder is not None:
+        trained = read_settings(run_folder_of(str(folder), None) / "config.yaml").get("model")
+        if replaced.model is None and config.model != (trained or config.model):
+            raise SettingError(
+                f"model must be left out with resume and eval_only, got {config.model} and the "
+                f"run's {trained}"
+            )
+    if ":" not in name and not config.pretrained:
         raise SettingError(
-            f"global_batch_size must be one for all resolutions with push gradients, got {sizes}"
-        )
-    return -(-steps.pop() // config.push_every)
-
-
-# --- what a run must meet once launch, data, workers and plans are known
-
-
-def _check_processes(config: RunConfig, accelerator: Accelerator) -> None:
-    """Raise ``SettingError`` for a setting that goes with another number of processes."""
-    processes = accelerator.num_processes
-    if config.wire != "float32" and processes == 1:
-        raise SettingError(
-            f"wire must be float32 in one process, where nothing is sent, got {config.wire}"
-        )
-    if config.sync_batch_norm and (processes == 1 or accelerator.device.type != "cuda"):
-        raise SettingError(
-            f"sync_batch_norm must be false except with a process per worker on CUDA devices, got "
-            f"true in {processes} processes on {accelerator.device.type}"
-        )
-
-
-def _check_micro_batches(known: Workers, least: int) -> None:
-    """Raise ``SettingError`` for micro-batches smaller than `least` samples."""
-    sizes = [size for row in (known.micro_batch_sizes or {}).values() for size in row]
-    if sizes and min(sizes) < least:
-        raise SettingError(
-            f"micro_batch_size must be at least {least}, since batch norm sees one value a channel "
-            f"of a single sample, got {min(sizes)}"
+            "model must have weights with eval_only (local-dir:FOLDER, hf-hub:USER/NAME, "
+            f"--pretrained, or a run's by --resume), got {name}"
         )
 
 
-def _check_samples(data: TrainingData, config: RunConfig, least: int) -> None:
-    """Raise ``SettingError`` unless each worker can have `least` samples in each round."""
-    samples = len(data.train)
-    rounds = 1 if takes_joint_steps(config) else config.rounds_per_epoch
-    needed = config.workers * rounds * least
-    if samples < needed:
-        why = ", whose batch norm needs 2 at a time" if least > 1 else ""
+def _check_names(model: nn.Module, data: TrainingData, name: str, accelerator: Accelerator) -> None:
+    """Warn of classes with other names than the weights', refuse the same in another order.
+
+    The same classes may be spelled otherwise, as ImageNet's are.
+    """
+    trained = model.pretrained_cfg.get("label_names")
+    given = getattr(data, "class_names", ())  # your own data may have none
+    if not isinstance(trained, list | tuple) or len(trained) != len(given):
+        return
+    unlike = [n for n, (a, b) in enumerate(zip(trained, given, strict=True)) if a != b]
+    if not unlike:
+        return
+    first = unlike[0]
+    if {*trained} == {*given}:
         raise SettingError(
-            f"dataset must have at least {needed} training {data.unit}s for {config.workers} "
-            f"workers in {plural(rounds, 'round')} an epoch{why}, got {samples}: lower --workers "
-            f"(--nproc-per-node, --num_processes) or --rounds-per-epoch, or add {data.unit}s"
+            f"dataset must have the classes of {name} in their order with eval_only, got "
+            f"{given[first]!r} as class {first}, which is {trained[first]!r} there"
         )
+    accelerator.print(
+        f"warning: {len(unlike)} of {len(given)} classes have other names in the data than in "
+        f"{name}, such as {given[first]!r} for {trained[first]!r}: unless they are the same "
+        "classes, the accuracy says nothing"
+    )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 
 from dbsl.base.seeds import stream_seed
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.steps import ComputeClock, Stepper
+from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.cluster.weights import uncompiled
 from dbsl.config.hooks import Extra
 from dbsl.config.settings import meets_at_server
-from dbsl.data.sources import Source, as_source
+from dbsl.data.sources import Source
 from dbsl.loss import Figures, scalars
 from dbsl.model import save_model, set_dropout, set_training
 from dbsl.plan.sampler import Part, Step
@@ -59,10 +60,23 @@ class Progress:
     measured: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.0  # the last step's
 
+    def read(self, vector: Tensor) -> tuple[dict[int, list[float]], bool]:
+        """Return the sums by worker, and whether losses and a vector are finite.
+
+        It waits for the device, once, and has what was measured as numbers from then on.
+        """
+        on_device = [name for name, value in self.measured.items() if isinstance(value, Tensor)]
+        # A sum of finite weights does not overflow.
+        tensors = [vector.sum(), *(self.measured[name] for name in on_device), *self.sums.values()]
+        values = iter(torch.cat([t.to(vector).reshape(-1) for t in tensors]).tolist())
+        weights = next(values)
+        self.measured |= {name: next(values) for name in on_device}
+        sums = {worker: list(islice(values, len(own))) for worker, own in self.sums.items()}
+        return sums, all(math.isfinite(x) for x in (weights, *(own[0] for own in sums.values())))
+
     def clear(self) -> None:
-        """Begin anew: the round was pushed."""
-        self.steps, self.counted, self.learning_rate = 0, 0, 0.0
-        self.sums, self.samples, self.measured = {}, {}, {}
+        """Begin a round: the last one was pushed."""
+        self.__init__()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` goes on from."""
@@ -70,59 +84,33 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.__init__(**state)
         self.sums = {worker: sums.to(device) for worker, sums in self.sums.items()}
-
-
-def read_round(
-    progress: Progress, vector: Tensor
-) -> tuple[dict[int, list[float]], bool, dict[str, Any]]:
-    """Return the sums by worker, whether losses and a vector are finite, and what was measured.
-
-    It waits for the device, once.
-    """
-    sums, measured = progress.sums, progress.measured
-    on_device = [name for name, value in measured.items() if isinstance(value, Tensor)]
-    # A sum of finite weights does not overflow.
-    tensors = [vector.sum(), *(measured[name] for name in on_device), *sums.values()]
-    flat = torch.cat([tensor.to(vector).reshape(-1) for tensor in tensors]).tolist()
-    weights, *squares = flat[: 1 + len(on_device)]
-    measured = measured | dict(zip(on_device, squares, strict=True))
-    rest, found = iter(flat[1 + len(on_device) :]), {}
-    for worker, own in sums.items():
-        found[worker] = list(islice(rest, len(own)))
-    finite = all(math.isfinite(value) for value in (weights, *(own[0] for own in found.values())))
-    return found, finite, measured
 
 
 def make_reports(
     turn: Turn,
     plan: Plan,
-    steps: int,
-    samples: Mapping[int, int],
+    progress: Progress,
+    sums: Mapping[int, Sequence[float]],
+    timer: ComputeTimer,
     *,
     resolution: int,
-    learning_rate: float,
-    sums: Mapping[int, Sequence[float]],
-    clock: ComputeClock,
     figures: Sequence[str] = (),
-    refused: bool = False,
-    faults: Mapping[int, int] | None = None,
-    measured: Mapping[str, Any] | None = None,
+    faults: Mapping[int, int] = MappingProxyType({}),
     lines_of: Callable[[int], tuple[StepLine, ...]] = lambda worker: (),
 ) -> list[RoundReport]:
     """Return one report for each worker of a turn.
 
-    `samples` and `sums`, of the loss and the figures over the samples, lack a worker without any.
-    `faults` are those of a refused round. What was measured goes with the first worker. `lines_of`
-    gives the lines that the main process lacks.
+    `sums`, of the loss and the figures over the samples, lack a worker without any. With `faults`
+    the round is refused. What was measured goes with the first worker. `lines_of` gives the lines
+    that the main process lacks.
     """
-    nothing = [0.0] * (1 + len(figures))
-    reports = []
+    steps, reports = progress.steps - progress.counted, []
     for worker in turn.workers:
-        mine, count = plan.workers[worker], samples.get(worker, 0)
-        loss, *means = (value / max(count, 1) for value in sums.get(worker, nothing))
+        mine, count = plan.workers[worker], progress.samples.get(worker, 0)
+        own = sums.get(worker, [0.0] * (1 + len(figures)))
+        loss, *means = (value / max(count, 1) for value in own)
         lines = lines_of(worker)[:steps]  # more are refused, and a log is not worth a worker
         reports.append(
             RoundReport(
@@ -133,17 +121,17 @@ def make_reports(
                 local_batch_size=mine.local_batch_size,
                 samples=count,
                 steps=steps,
-                time_s=clock.seconds(worker),
+                time_s=timer.take_seconds(worker),
                 loss=loss,
                 merge_weight=mine.merge_weight,
-                learning_rate=learning_rate,
+                learning_rate=progress.learning_rate,
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
-                refused=refused,
-                fault=(faults or {}).get(worker, NO_FAULT),
+                refused=bool(faults),
+                fault=faults.get(worker, NO_FAULT),
                 logged=len(lines),
                 lines=lines,
                 figures=dict(zip(figures, means, strict=True)),
-                **(measured or {} if worker == turn.workers[0] else {}),
+                **(progress.measured if worker == turn.workers[0] else {}),
             )
         )
     return reports
@@ -284,15 +272,7 @@ class Session(Generic[ConfigT]):
         Where processes evaluate together, they are this process's part. A source may be a map-style
         dataset of (input tensor, label), too, or data with evaluation samples.
         """
-        run = self.run
-        source = run.data.evaluation if source is None else source
-        yield from evaluation_images(
-            as_source(source, run.data, self.side, "source"),
-            run.evaluation_transform,
-            run.evaluation_batch,
-            self.accelerator,
-            self.shares_evaluation,
-        )
+        yield from evaluation_images(self, self.run.data, source, self.run.evaluation_batch)
         if self.shares_evaluation:  # what they found is added up next
             self.cluster.control.enter()
 
@@ -354,33 +334,21 @@ class Work:
         for worker in self._turn.workers:
             self._session.stepper.forget(worker)
 
-    def _faults(self, sums: Mapping[int, Sequence[float]]) -> dict[int, int]:
-        """Return what was not finite, by worker: losses, or else the weights of all of them."""
-        cluster = self._session.cluster
-        found = {worker: BAD_LOSS for worker, own in sums.items() if not math.isfinite(own[0])}
-        if found:
-            return found
-        number = cluster.weights.first_not_finite(cluster.outgoing)
-        tensor = 0 if number is None else 1 + number
-        return {self._turn.workers[0]: BAD_WEIGHTS + tensor}
-
     def reports(self) -> list[RoundReport]:
         """Return what the round came to, worker by worker; it waits for the device, once."""
-        session, progress = self._session, self._session.progress
-        sums, finite, measured = read_round(progress, session.cluster.outgoing)
-        session.meter.end(sums, progress.samples)
+        session, cluster = self._session, self._session.cluster
+        sums, finite = session.progress.read(cluster.outgoing)
+        session.meter.end(sums, session.progress.samples)
+        faults = {}
+        if not finite:  # losses, or else the weights of all workers
+            faults = {w: BAD_LOSS for w, own in sums.items() if not math.isfinite(own[0])}
+        if not finite and not faults:
+            number = cluster.weights.first_not_finite(cluster.outgoing)
+            faults[self._turn.workers[0]] = BAD_WEIGHTS + (0 if number is None else 1 + number)
         return make_reports(
-            self._turn,
-            self._segment.plan,
-            len(self._all) - progress.counted,
-            progress.samples,
+            *(self._turn, self._segment.plan, session.progress, sums, session.stepper.timer),
             resolution=self._stage.resolution,
-            learning_rate=progress.learning_rate,
-            sums=sums,
-            clock=session.stepper.clock,
             figures=session.run.figures,
-            refused=not finite,
-            faults={} if finite else self._faults(sums),
-            measured=measured,
+            faults=faults,
             lines_of=session.meter.take_lines,
         )

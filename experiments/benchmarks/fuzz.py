@@ -40,7 +40,7 @@ from dbsl.cluster.wire import (
     decode_segment,
     encode_segment,
     message,
-    read_question,
+    read_message,
     read_report,
     report_room,
     report_rows,
@@ -291,7 +291,7 @@ def of_messages(scratch: Path, rng: random.Random) -> Iterator[Callable[[], obje
                 decode_segment(rows, plan)
             with contextlib.suppress(ValueError):
                 check_report(read_report(told), 1, 2, 0)
-            kind, number = read_question(head)
+            kind, number, _ = read_message(head, Kind)
             if kind == Kind.PUSH and number < 1000:
                 report_room(number)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from dbsl.cluster.weights import FlatWeights
 from dbsl.extras.emulate import Link
 from dbsl.model import build_model
-from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.solve import PlanRules, plan_dual_batch
+from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import TimeModel
 from experiments.benchmarks.record import record
 

@@ -28,8 +28,7 @@ from dbsl.profile import cache
 from dbsl.profile.memory import PeakMemory
 from dbsl.profile.timing import StepProfile
 from dbsl.run.accelerator import start_accelerator
-from dbsl.run.prepare import prepare
-from dbsl.run.replaced import Replaced
+from dbsl.run.prepare import Replaced, prepare
 from experiments.benchmarks.record import record
 
 SIZES = (16, 32, 64)

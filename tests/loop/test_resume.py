@@ -22,7 +22,7 @@ from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.simulated import SimulatedCluster
-from dbsl.cluster.steps import OwnSteps
+from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
 from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
@@ -441,7 +441,7 @@ def test_the_best_weights_are_kept_and_go_with_a_resumed_run(tmp_path, monkeypat
 )
 def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when, expected):
     forgotten, turns = [], []
-    begin, forget = OwnSteps.begin, OwnSteps.forget
+    begin, forget = Stepper.begin, Stepper.forget
 
     def forgets(self, worker):
         forgotten.append((worker, bool(self.optimizers[worker].state)))
@@ -455,8 +455,8 @@ def test_momentum_is_cleared_where_it_is_said_to_be(tmp_path, monkeypatch, when,
         begin(self, turn, **options)
 
     had_some = []
-    monkeypatch.setattr(OwnSteps, "forget", forgets)
-    monkeypatch.setattr(OwnSteps, "begin", begins)
+    monkeypatch.setattr(Stepper, "forget", forgets)
+    monkeypatch.setattr(Stepper, "begin", begins)
     run(tmp_path / "run", **ROUNDS, reset_momentum=when, checkpoint_every=0)
     for worker in range(4):
         assert [turn[1:] for turn in turns if turn[0] == worker] == expected

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import SettingError
-from dbsl.run.code import Code, check_alike
+from dbsl.run.folder import Code, check_alike
 from tests.helpers import free_port, slow, start_rank, to_flags, wait_all
 from train import Config
 

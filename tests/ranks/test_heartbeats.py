@@ -2,125 +2,114 @@
 
 import os
 import time
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+import dbsl.cluster.alive
 from dbsl.base.errors import ReadError, SyncError
 from dbsl.cluster.alive import Heartbeats
-from dbsl.cluster.wire import pairs_with_server
-from tests.helpers import free_port, slow
+from tests.helpers import slow
 
 HANGS_S = 30.0  # far beyond the test's own limit
 
 
-@pytest.fixture
-def launcher(monkeypatch):
-    """The store that a launcher serves."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in (("ADDR", "127.0.0.1"), ("PORT", str(store.port))):
-        monkeypatch.setenv(f"MASTER_{name}", value)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    return store
-
-
-def waiting_rank(rank, dies):
-    pairs = pairs_with_server(timedelta(seconds=20))
-    heartbeats = Heartbeats(rank, 3, 20.0, pairs)
-    dist.barrier()
-    if dies is None:
-        if rank == 0:  # leaves first, the others later
-            heartbeats.close()
-            return "left"
-        time.sleep(1.0)
-        heartbeats.close()
-        return "left"
-    if rank == dies:
-        os._exit(1)
-    time.sleep(HANGS_S)  # in a collective of NCCL
-    return "never ended"
-
-
-@pytest.mark.parametrize("dies", [0, pytest.param(2, marks=slow)])
-def test_a_death_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher, dies, capfd):
-    results = run_ranks(waiting_rank, dies, world_size=3, timeout_s=HANGS_S - 5)
-    assert results == [None] * 3
-    said = capfd.readouterr().err
-    assert said.count(f"error: rank {dies} died or fell silent") == 2
-
-
-def meet_or_raise(error):
+def meet(heartbeats, error=None):
+    heartbeats.enter()
     if error is not None:
         raise error
     dist.barrier()
 
 
-def meeting_rank(rank, port, error):
-    """Meet twice, the second time without rank 2; rank 1 is late, and rank 0 has the store."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
-    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
-    heartbeats = Heartbeats(rank, 3, 20.0)
-    dist.barrier()
+def waiting_rank(rank, one, raises):
+    """Wait for what does not come; one rank dies without a word, or raises an error."""
+    dbsl.cluster.alive._END_S = 0.5
+    heartbeats = Heartbeats(20.0)
+    meet(heartbeats)
+    if rank != one:
+        time.sleep(HANGS_S)  # in a collective of NCCL
+    elif not raises:
+        os._exit(1)
+    with pytest.raises(MemoryError), heartbeats.watching():
+        raise MemoryError("40 MB are missing")
+    return "failed"
+
+
+@pytest.mark.parametrize(
+    ("one", "raises", "said"),
+    [
+        (1, True, "failed: 40 MB are missing"),
+        (0, False, "died or fell silent"),
+        pytest.param(2, False, "died or fell silent", marks=slow),
+    ],
+)
+def test_a_death_or_an_error_that_no_exchange_tells_of_ends_the_others(
+    run_ranks, one, raises, said, capfd
+):
+    results = run_ranks(waiting_rank, one, raises, world_size=3, timeout_s=HANGS_S - 5)
+    assert results == [None, "failed" if raises else None, None]
+    assert capfd.readouterr().err.count(f"error: rank {one} {said}") == 2
+
+
+def meeting_rank(rank, error):
+    """Meet twice, the second time without rank 2; rank 1 is late."""
+    heartbeats = Heartbeats(20.0)
+    meet(heartbeats)
     if rank == 2 and error is None:
         os._exit(1)
-    if rank == 1:
-        time.sleep(3.0)  # it computes, while rank 0 finds that one is missing
-    with pytest.raises((SyncError, ReadError)) as ended, heartbeats.naming_the_missing():
-        meet_or_raise(error if rank == 2 else None)
-    time.sleep(4.0)  # trackers are told, say
-    heartbeats.close()
-    del store
+    time.sleep(rank == 1)  # it computes, while rank 0 finds that one is missing
+    with pytest.raises((SyncError, ReadError)) as ended, heartbeats.watching():
+        meet(heartbeats, error if rank == 2 else None)
     return str(ended.value)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        pytest.param(None, id="death"),
-        pytest.param(
-            ReadError("shard 3 is gone (Connection reset by peer)"), id="error", marks=slow
-        ),
-    ],
+    "error", [None, pytest.param(ReadError("shard 3 is gone (Connection reset)"), marks=slow)]
 )
-def test_all_hear_who_died_or_failed_before_the_one_that_has_the_store_ends(run_ranks, error):
-    first, second, third = run_ranks(meeting_rank, free_port(), error, world_size=3)
-    found = "failed: shard 3 is gone (Connection reset by peer)" if error else "died or fell silent"
+def test_all_hear_who_died_or_failed(run_ranks, error):
+    first, second, third = run_ranks(meeting_rank, error, world_size=3)
+    found = f"failed: {error}" if error else "died or fell silent"
     assert first.startswith(f"rank 2 {found}")
     assert second == first
     assert third == (str(error) if error else None)
 
 
-def failing_rank(rank):
-    heartbeats = Heartbeats(rank, 3, 20.0, pairs_with_server(timedelta(seconds=20)))
-    dist.barrier()
-    if rank == 1:
-        with pytest.raises(MemoryError), heartbeats.naming_the_missing():
-            raise MemoryError("40 MB are missing")
-        heartbeats.close()
-        return "failed"
-    time.sleep(HANGS_S)  # in a collective of NCCL
-    return "never ended"
+def hanging_rank(rank, one):
+    """Meet twice; one rank lives, and does not come to the second time."""
+    dbsl.cluster.alive._NOTICED_S = dbsl.cluster.alive._END_S = 0.5
+    heartbeats = Heartbeats(20.0)
+    meet(heartbeats)
+    if rank == one:
+        time.sleep(HANGS_S)
+    error = RuntimeError("[pair.cc:7] Timed out waiting for a peer")  # as gloo says in the end
+    with pytest.raises(SyncError) as ended, heartbeats.watching():
+        meet(heartbeats, error)
+    return str(ended.value)
 
 
-def test_an_error_that_no_exchange_tells_of_ends_the_others(run_ranks, launcher, capfd):
-    results = run_ranks(failing_rank, world_size=3, timeout_s=HANGS_S - 5)
-    assert results == [None, "failed", None]
-    assert capfd.readouterr().err.count("error: rank 1 failed: 40 MB are missing") == 2
+@pytest.mark.parametrize("one", [0, 1])
+def test_a_rank_that_hangs_is_named_and_ended(run_ranks, one):
+    results = run_ranks(hanging_rank, one)
+    assert results.pop(one) is None
+    assert results == [f"rank {one} hangs (Timed out waiting for a peer)"]
 
 
-def test_a_process_that_has_left_is_not_ended_by_an_error_of_another(launcher, monkeypatch):
-    """It writes its summary, say."""
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    first, second = (Heartbeats(rank, 2, 20.0) for rank in range(2))
-    second._confess(OSError("late"))
-    first._end_soon()  # as its thread does when it has seen that
-    first.close()
-    time.sleep(3.6)
-    second.close()
-    assert not ended
+def leaving_rank(rank):
+    """Leave one after the other, rank 0 first; the last one fails later."""
+    dbsl.cluster.alive._END_S = 0.2
+    heartbeats = Heartbeats(20.0)
+    meet(heartbeats)
+    if rank == 2:
+        time.sleep(0.5)
+        with pytest.raises(OSError, match="late"), heartbeats.watching():
+            raise OSError("late")
+    else:
+        time.sleep(0.3 * rank)
+        with heartbeats.watching():
+            pass
+        time.sleep(1.0)  # writes its summary, say
+    return "left"
 
 
-def test_ranks_that_leave_one_after_the_other_are_not_mourned(run_ranks, launcher):
-    assert run_ranks(waiting_rank, None, world_size=3) == ["left"] * 3
+def test_ranks_that_leave_one_after_the_other_are_not_mourned_and_hear_of_no_late_error(run_ranks):
+    assert run_ranks(leaving_rank, world_size=3) == ["left"] * 3

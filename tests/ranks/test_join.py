@@ -3,7 +3,6 @@
 import multiprocessing as mp
 import os
 import socket
-import threading
 import time
 import traceback
 from datetime import timedelta
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dbsl.base.errors import NothingLeft, SettingError, SyncError
-from dbsl.cluster import joining
-from dbsl.cluster.joining import Door, find_running_job
-from dbsl.plan.types import EpochEnd, LostWorker
+from dbsl.cluster import launch
+from dbsl.cluster.launch import Door, find_running_job
+from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker
 from tests.helpers import free_port, wait_until
-from tests.ranks.test_sync import make, make_reports, stop_for
+from tests.ranks.test_sync import make, make_reports
 
 TIMEOUT_S = 20.0
 
@@ -27,7 +26,7 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
 
     None is over before the event `until`.
     """
-    taken, lost, joined = [], [], []
+    taken, seen = [], []
     for turn in cluster.turns():
         if isinstance(turn, EpochEnd):
             continue
@@ -38,33 +37,24 @@ def train(cluster, plan, *, rounds=None, pause_s=0.0, until=None):
             assert until.wait(TIMEOUT_S)
         cluster.push(make_reports(turn, plan))
         taken.append(turn.epoch)
-        for change in cluster.membership():
-            told = lost if isinstance(change, LostWorker) else joined
-            told.append((change.worker, change.rounds))
+        seen += [(type(change), change.worker, change.rounds) for change in cluster.membership()]
         if len(taken) == rounds:
-            break
-    return taken, lost, joined
+            os._exit(9)
+    cluster.close()
+    return taken, seen
 
 
-def first(
-    rank, sync, epochs, rounds, pause_s, wire, timeout_s=TIMEOUT_S, stopped_s=0.0, until=None
-):
-    """Be launched with the others; after so many rounds die, if it is said how many."""
+def first(rank, sync, epochs, wire=None, door_s=TIMEOUT_S, **how):
+    """Be launched with the others."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    more = {"door": Door({"sync": sync}, 2, timeout_s)} if rank == 0 else {}
+    more = {"door": Door({"sync": sync}, 2, door_s)} if rank == 0 else {}
     _, cluster, plan = make(
-        rank, sync, world_size=2, epochs=epochs, timeout_s=timeout_s, wire=wire, **more
+        rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, **more
     )
-    if stopped_s:
-        stop_for(stopped_s)
-    seen = train(cluster, plan, rounds=rounds, pause_s=pause_s, until=until)
-    if rounds is not None:
-        os._exit(9)
-    cluster.close()
-    return seen
+    return train(cluster, plan, **how)
 
 
 def again(rank, sync, epochs, wire, ready):
@@ -76,14 +66,13 @@ def again(rank, sync, epochs, wire, ready):
     weights, cluster, plan = make(
         rank, sync, world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, wire=wire, admission=admission
     )
-    taken, *_ = train(cluster, plan)
-    cluster.close()
+    taken, _ = train(cluster, plan)
     return admission.clock, taken, weights.vector.isfinite().all().item()
 
 
 @pytest.fixture
-def launch():
-    """Return ``launch(fn, rank, *args)``, which starts a process of two beside a launcher's store.
+def start():
+    """Return ``start(fn, rank, *args, **how)``: a process of two beside a store.
 
     Its `result` waits for what fn returns, or for the name of what it raises.
     """
@@ -91,7 +80,7 @@ def launch():
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     started = []
 
-    def start(fn, rank, *args):
+    def start(fn, rank, *args, **how):
         queue = mp.get_context("fork").SimpleQueue()
 
         def main():
@@ -99,7 +88,7 @@ def launch():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
             try:
-                queue.put(fn(rank, *args))
+                queue.put(fn(rank, *args, **how))
             except Exception as error:
                 traceback.print_exc()
                 queue.put(f"{type(error).__name__}: {error}")
@@ -127,92 +116,32 @@ def launch():
     ("sync", "wire"),
     [("asp", torch.bfloat16), ("ssp", None), pytest.param("asp", None, marks=pytest.mark.slow)],
 )
-def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(launch, sync, wire):
+def test_a_worker_that_died_joins_from_the_first_epoch_that_nobody_has_begun(start, sync, wire):
     ready = mp.get_context("fork").Event()
-    server = launch(first, 0, sync, 60, None, 0.05, wire)
-    died = launch(first, 1, sync, 60, 2, 0.0, wire)
-    back = launch(again, 1, sync, 60, wire, ready)
+    server = start(first, 0, sync, 60, wire, pause_s=0.05)
+    died = start(first, 1, sync, 60, wire, rounds=2)
+    back = start(again, 1, sync, 60, wire, ready)
     assert died() is None
     ready.set()
     clock, epochs, finite = back()
-    taken, lost, joined = server()
+    taken, (lost, joined) = server()
     assert taken == list(range(60))
-    assert lost in ([(1, 1)], [(1, 2)])  # its last push may have been on its way
-    assert joined == [(1, clock)]
+    assert lost in ((LostWorker, 1, 1), (LostWorker, 1, 2))  # a last push may be on its way
+    assert joined == (JoinedWorker, 1, clock)
     assert epochs == list(range(clock, 60))
     assert 1 < clock < 60
     assert finite
 
 
-def stopped(rank):
-    """Be silent for longer than the timeout, as where a machine is stopped, and come back."""
-    return first(rank, "asp", 200, None, 0.02, None, 1.0, 2.0)
-
-
-def test_a_process_that_was_left_out_is_told_so_when_it_comes_back(launch):
-    server = launch(first, 0, "asp", 200, None, 0.02, None, 1.0)
-    said = launch(stopped, 1)()
-    assert said.startswith("SyncError: rank 0 has left this process out: rank 1 has said nothing")
-    assert said.endswith("for 1 s (--worker-timeout); launch it again to join")
-    assert [worker for worker, _ in server()[1]] == [1]
-
-
-class Silent:
-    """A launcher's store that has stopped: a word waits until it is there again."""
-
-    def __init__(self):
-        self.there, self.kept = threading.Event(), {}
-
-    def set(self, key, value):
-        if self.there.wait(5.0):
-            self.kept[key] = value
-
-
-def rank_beside_a_silent_store(rank):
-    """Train, one of two; rank 1 ends without a word."""
-    store, door = Silent(), Door({}, 2, TIMEOUT_S)
-    door.open = lambda host: setattr(door, "_store", store)
-    _, cluster, plan = make(
-        rank,
-        "asp",
-        world_size=2,
-        epochs=60,
-        timeout_s=TIMEOUT_S,
-        **({} if rank else {"door": door}),
-    )
-    _, lost, _ = train(cluster, plan, rounds=1 if rank else None, pause_s=0.02)
-    if rank:
-        os._exit(9)
-    store.there.set()
-    cluster.close()
-    return [worker for worker, _ in lost], list(store.kept)
-
-
-def test_training_goes_on_while_the_store_takes_no_word_for_a_worker_that_is_left_out(run_ranks):
-    assert run_ranks(rank_beside_a_silent_store) == [([1], ["left out/1/0"]), None]
-
-
-def test_a_second_process_of_a_rank_that_is_heard_is_refused(launch):
+def test_a_second_process_of_a_rank_that_is_heard_is_refused(start):
     asked = mp.get_context("fork").Event()
-    server = launch(quick_server, 0, 3, asked)
-    other = launch(first, 1, "asp", 3, None, 0.0, None, TIMEOUT_S, 0.0, asked)
-    said = launch(ask_when_open, 1)()
+    # Rank 0 has little patience for those that ask while their worker is there.
+    server = start(first, 0, "asp", 3, door_s=0.2, until=asked)
+    other = start(first, 1, "asp", 3, until=asked)
+    said = start(ask_when_open, 1)()
     asked.set()
     assert said == "SyncError: rank 0 has not taken rank 1 in: another process is heard as rank 1"
     assert server()[0] == other()[0] == [0, 1, 2]
-
-
-def quick_server(rank, epochs, until):
-    """Be rank 0, with little patience for those that ask while their worker is there."""
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    door = Door({"sync": "asp"}, 2, 0.2)
-    _, cluster, plan = make(
-        rank, "asp", world_size=2, epochs=epochs, timeout_s=TIMEOUT_S, door=door
-    )
-    seen = train(cluster, plan, until=until)
-    cluster.close()
-    return seen
 
 
 def ask_when_open(rank):
@@ -222,54 +151,17 @@ def ask_when_open(rank):
     return job.enter(TIMEOUT_S)
 
 
-def test_without_a_launchers_store_or_on_rank_0_there_is_no_job_to_join(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    assert find_running_job() is None  # nobody answers
-    monkeypatch.setenv("RANK", "0")
-    assert find_running_job() is None
+def is_served(rank):
+    return False
 
 
-@pytest.fixture
-def listener(monkeypatch):
-    """Return what listens where the launcher's store was, and answers nobody."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = str(listening.getsockname()[1])
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        yield listening
+def refuses(reason):
+    """Return what refuses all who would join."""
 
+    def admit(rank, pair):
+        raise SettingError(reason)
 
-def test_a_process_of_a_rank_0_that_is_dying_soon_ends_and_without_pages_of_frames(listener, capfd):
-    dying = threading.Timer(0.2, listener.close)  # until then its connections are accepted
-    dying.start()
-    assert joining.why_left_out(0) is None
-    assert capfd.readouterr().err == ""
-    dying.join()
-
-
-def test_a_process_does_not_wait_for_ever_for_a_rank_0_that_was_stopped(listener, monkeypatch):
-    monkeypatch.setattr("dbsl.base.launcher._CONNECT_S", 0.2)
-    asks = threading.Thread(target=joining.why_left_out, args=(0,), daemon=True)
-    asks.start()
-    asks.join(30)
-    assert not asks.is_alive()
-
-
-class Full:
-    """A host that refuses."""
-
-    def __init__(self, reason):
-        self._reason = reason
-
-    def is_served(self, rank):
-        return False
-
-    def admit(self, rank, pair):
-        raise SettingError(self._reason)
+    return admit
 
 
 class Hiccup:
@@ -292,22 +184,22 @@ def launcher(monkeypatch):
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert find_running_job() is None  # no store yet
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
 def test_the_door_stays_open_when_its_connection_breaks(launcher, monkeypatch, capsys):
-    door, connect, broken = Door({}, 2, 1.0), joining._store, [Hiccup]
+    door, connect, broken = Door({}, 2, 1.0), launch._join_store, [Hiccup]
 
     def hiccup(**how):
         return broken.pop()(connect(**how)) if broken else connect(**how)
 
-    monkeypatch.setattr(joining, "_store", hiccup)
-    door.open(Full("no plan"))
+    monkeypatch.setattr(launch, "_join_store", hiccup)
+    door.open(is_served, refuses("no plan"))
     wait_until(lambda: "answers again" in capsys.readouterr().out, 10)
     with pytest.raises(SyncError, match="no plan"):
         find_running_job().enter(1.0)
     door.close()
-    door._thread.join(5)
 
 
 def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkeypatch, capsys):
@@ -319,12 +211,11 @@ def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkey
             raise errors.pop(0)
         return connect(*what, **how)
 
+    door.open(is_served, refuses("no plan"))
     monkeypatch.setattr(socket, "create_connection", slow)
-    door.open(Full("no plan"))
     assert find_running_job() is not None
-    assert capsys.readouterr().out.count("does not answer (timed out)") == 1
+    assert capsys.readouterr().err.count("does not answer (timed out)") == 1
     door.close()
-    door._thread.join(5)
 
 
 @pytest.mark.parametrize(
@@ -335,21 +226,17 @@ def test_a_process_whose_connection_is_slow_still_finds_the_job(launcher, monkey
     ],
 )
 def test_a_process_that_is_refused_is_told_why_and_the_closed_door_says_so(
-    monkeypatch, reason, error, said
+    launcher, monkeypatch, reason, error, said
 ):
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    for name, value in (("ADDR", "127.0.0.1"), ("PORT", str(port))):
-        monkeypatch.setenv(f"MASTER_{name}", value)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     assert find_running_job() is None  # the others are about to start
     door = Door({}, 2, 1.0)
-    door.open(Full(reason))
+    door.open(is_served, refuses(reason))
     with pytest.raises(error, match=said):
         find_running_job().enter(1.0)
+    monkeypatch.setenv("RANK", "0")
+    assert find_running_job() is None
+    monkeypatch.setenv("RANK", "1")
     door.close()
-    door._thread.join(5)
+    wait_until(lambda: launcher.get("dbsl/join/0/open") == b"over", 5)
     with pytest.raises(SyncError, match="is over, and takes rank 1 in no more"):
         find_running_job()
-    del store

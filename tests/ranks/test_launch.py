@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import dbsl.cluster.launch
 import dbsl.run.accelerator
+from dbsl.base import machine
 from dbsl.base.errors import (
     EXIT_INTERRUPTED,
     SyncError,
@@ -24,8 +25,7 @@ from dbsl.base.errors import (
     one_line_errors,
     quiet_interrupts,
 )
-from dbsl.base.launcher import remember
-from dbsl.base.machine import lazy_import
+from dbsl.base.machine import lazy_import, remember
 from dbsl.cluster.launch import chosen_backend, join_processes
 from dbsl.config.parse import parse_config
 from dbsl.run.accelerator import (
@@ -248,8 +248,12 @@ def test_a_lazy_module_runs_when_it_is_used_and_a_missing_one_is_named(tmp_path,
     assert sys.slow_one_ran
     with pytest.raises(AttributeError, match="nothing"):
         module.nothing  # noqa: B018
+    missing = lazy_import("no_such_module")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        lazy_import("no_such_module")
+        missing.value  # noqa: B018
+    monkeypatch.setattr(machine, "_LAZY", ["json", "no_such_module"])
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        machine.check_installed()
 
 
 @pytest.mark.parametrize(

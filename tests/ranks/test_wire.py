@@ -6,25 +6,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dbsl.cluster.alive import ControlGroup
+from dbsl.cluster.protocol import SharedPlans
 from dbsl.cluster.wire import (
-    ControlGroup,
     Ending,
     Kind,
-    SharedPlans,
     check_report,
     decode_segment,
     encode_segment,
     message,
-    read_answer,
-    read_question,
+    read_message,
     read_report,
     report_room,
     report_rows,
 )
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.ledger import Members
-from dbsl.plan.solve import plan_dual_batch
+from dbsl.plan.solve import plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, StepLine, TimeModel
 
 MODEL = TimeModel(0.001, 0.01)
@@ -140,17 +138,13 @@ def test_a_report_of_another_round_or_with_odd_numbers_is_refused(change):
 
 
 def test_unknown_messages_and_odd_numbers_of_rows_are_refused():
-    with pytest.raises(ValueError, match="message must be of a known kind, got 9"):
-        read_question(message(9))
-    assert read_question(message(Kind.PUSH, 2)) == (Kind.PUSH, 2)
+    with pytest.raises(ValueError, match="message must be of a known kind, got 5"):
+        read_message(message(Kind.LEAVE), Ending)
+    assert read_message(message(Kind.PUSH, 2), Kind) == (Kind.PUSH, 2, 0)
+    assert read_message(message(Ending.STOPPED, 12, -1), Ending) == (Ending.STOPPED, 12, -1)
     for rows in (0.5, float("nan")):
         with pytest.raises(ValueError, match="message must have whole numbers"):
-            read_question(message(Kind.PUSH, rows))
+            read_message(message(Kind.PUSH, rows), Kind)
     for rows in (0, -1, 2**30):
         with pytest.raises(ValueError, match="1048576 rows, got"):
             report_room(rows)
-
-
-def test_what_the_server_answers_comes_back():
-    assert read_answer(message(Ending.GOES_ON, 0, -1)) == (Ending.GOES_ON, (0, -1))
-    assert read_answer(message(Ending.STOPPED, 12, 3)) == (Ending.STOPPED, (12, 3))

@@ -11,7 +11,6 @@ from dbsl.base.errors import SettingError, one_line_errors
 from dbsl.model import (
     StridedConv2d,
     build_model,
-    check_patches,
     check_sides,
     join_batch_norm,
     load_model,
@@ -108,9 +107,12 @@ def test_optimizer_leaves_biases_and_norms_out_of_weight_decay():
     assert build_optimizer("sgd", model, 0.1, 0.0, 0.01).defaults["momentum"] == 0.0
 
 
+LITTLE = {"layers": (1, 1, 1, 1)}  # a ResNet-18 of half its blocks
+
+
 @pytest.mark.parametrize("resolution", [32, 96])
 def test_saved_model_computes_the_same_when_read_back(tmp_path, resolution):
-    model = build_model("resnet18", 3, final_resolution=resolution, seed=3)
+    model = build_model("resnet18", 3, final_resolution=resolution, seed=3, settings=LITTLE)
     model = model.to(memory_format=torch.channels_last).eval()
     save_model(model, tmp_path / "run", resolution, DATA)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
@@ -197,10 +199,13 @@ def test_a_vision_transformer_takes_every_resolution_and_loads_back(tmp_path):
 
 def test_patches_must_divide_every_resolution():
     model = build_model("test_vit", 3, final_resolution=32)
-    check_patches(model, (24, 32))
+    data = SimpleNamespace(example=lambda n, side: (torch.zeros(n, 3, side, side), None))
+    data.num_classes = 3
+    check_sides("test_vit", model, data, (24, 32))
     with pytest.raises(ValueError, match=r"resolutions must be multiples of 4, .* got 26"):
-        check_patches(model, (26, 32))
-    check_patches(build_model("test_resnet", 3, final_resolution=32), (26, 32))
+        check_sides("test_vit", model, data, (26, 32))
+    resnet = build_model("test_resnet", 3, final_resolution=32)
+    check_sides("test_resnet", resnet, data, (26, 32))
     uneven = build_model("test_vit", 3, final_resolution=28, resolutions=(16, 28))
     assert uneven.patch_embed.patch_size == (2, 2)  # 3, an eighth, divides neither
     large = build_model("test_vit", 3, final_resolution=96)
@@ -209,7 +214,7 @@ def test_patches_must_divide_every_resolution():
 
 @pytest.mark.parametrize(("before", "now", "stem_is_new"), [(32, 96, False), (96, 32, True)])
 def test_a_run_starts_from_the_weights_of_another(tmp_path, before, now, stem_is_new):
-    first = build_model("resnet18", 3, final_resolution=before, seed=3)
+    first = build_model("resnet18", 3, final_resolution=before, seed=3, settings=LITTLE)
     save_model(first, tmp_path / "run", before, DATA)
     state = torch.get_rng_state()
     said = []

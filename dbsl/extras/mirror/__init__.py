@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from dbsl.base.errors import RunStopped, SettingError, in_line
 from dbsl.base.files import describe, write_text
-from dbsl.base.launcher import connect_store, remember, restarts
-from dbsl.base.machine import lower_priority
+from dbsl.base.machine import connect_store, lower_priority, remember, restarts
 from dbsl.checkpoint.disk import (
     MANIFEST,
     CheckpointError,
@@ -55,8 +54,7 @@ from dbsl.extras.mirror.bucket import (
     refusing,
     tried,
 )
-from dbsl.run.code import CODE
-from dbsl.run.folder import RESULTS, default_folder
+from dbsl.run.folder import CODE, RESULTS, default_folder
 from dbsl.run.session import Session
 
 OWN_FILE = "mirror.json"  # in the run folder: where it is mirrored, and the run's name for itself

@@ -25,10 +25,12 @@ from dbsl.config.fields import Needs, Role, Within
 from dbsl.config.hooks import Extra
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.images import ImageLoader, Request
+from dbsl.data.sources import Batch
+from dbsl.data.tables import Splits
 from dbsl.data.transforms import Transform
+from dbsl.extras.streaming.blocks import Blocks
 from dbsl.extras.streaming.groups import GroupCache
 from dbsl.extras.streaming.shards import ShardedSplit, open_shards
-from dbsl.plan.sampler import Blocks
 from dbsl.run.session import Session
 
 datasets = lazy_import("datasets")
@@ -104,7 +106,7 @@ class StreamLoader(ImageLoader):
 
     def batches(
         self, index_batches: Iterable[np.ndarray], transform: Transform, epoch: int = 0
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[Batch]:
         """See `ImageLoader.batches`; waits for the row groups of the first batches."""
         index_batches = list(index_batches)
         self._awaited.on_its_way = Prefetch(self._cache, self._split, index_batches, self._ahead)
@@ -168,9 +170,7 @@ class Streams:
         self._cache = GroupCache(folder, int(cache_gib * 2**30), local_processes())
         self._block = block
 
-    def open(
-        self, dataset: str, image_column: str | None, label_column: str | None
-    ) -> tuple[ShardedSplit, ShardedSplit | None, tuple[str, ...]]:
+    def open(self, config: ImageConfig) -> Splits:
         """See `dbsl.extras.streaming.shards.open_shards`."""
         cache, kept = self._cache, []
 
@@ -178,10 +178,10 @@ class Streams:
             kept.append(name)
             cache.knows(name)
             cache.hold({name: 0})  # small, and only until it has been read
-            return cache.fetch(name, write, f"dataset {dataset!r}")
+            return cache.fetch(name, write, f"dataset {config.dataset!r}")
 
         try:
-            return open_shards(dataset, image_column, label_column, cache.folder, keep)
+            return open_shards(config, cache.folder, keep)
         finally:
             cache.release(*kept)
 

@@ -20,8 +20,16 @@ import numpy as np
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import hub_or_cache, lazy_import
+from dbsl.config.image_settings import ImageConfig
 from dbsl.data.images import ImageSplit, Stored
-from dbsl.data.tables import EVAL_SPLITS, HUB_ID, choose_columns, label_splits, same_classes
+from dbsl.data.tables import (
+    EVAL_SPLITS,
+    HUB_ID,
+    Splits,
+    choose_columns,
+    label_splits,
+    same_classes,
+)
 
 datasets, fsspec, pa = lazy_import("datasets"), lazy_import("fsspec"), lazy_import("pyarrow")
 local, parquet = lazy_import("fsspec.implementations.local"), lazy_import("pyarrow.parquet")
@@ -159,18 +167,13 @@ class ShardedSplit(ImageSplit):
         raise SettingError("its bytes must lie in the shard")
 
 
-def open_shards(
-    dataset: str,
-    image_column: str | None,
-    label_column: str | None,
-    folder: Path,
-    keep: Keep,
-) -> tuple[ShardedSplit, ShardedSplit | None, tuple[str, ...]]:
+def open_shards(config: ImageConfig, folder: Path, keep: Keep) -> Splits:
     """Return train, the evaluation split if one has labels, and the names of the classes.
 
-    `dataset` is a folder of parquet files, one such file, a URL of either, or a hub id; `folder` is
-    where row groups are cached.
+    The dataset is a folder of parquet files, one such file, a URL of either, or a hub id; `folder`
+    is where row groups are cached.
     """
+    dataset = config.dataset
     try:
         files = _find_files(dataset)
         train_name = next(iter(files)) if len(files) == 1 else "train"
@@ -184,9 +187,7 @@ def open_shards(
             "dataset must be parquet shards with cache_gib (a folder, a file, a URL or a hub id "
             f"that can be reached), got {dataset!r} ({reason or type(error).__name__})"
         ) from error
-    image_column, label_column = choose_columns(
-        dataset, features[train_name], image_column, label_column
-    )
+    image_column, label_column = choose_columns(config, features[train_name])
     shards, tables = {}, {}
     for name, columns in features.items():
         if label_column not in columns or image_column not in columns:

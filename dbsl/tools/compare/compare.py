@@ -29,9 +29,15 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.words import plural
 from dbsl.config.fields import in_range
-from dbsl.config.flags import POSITIONAL, REPEATED, parse_flags
 from dbsl.config.hooks import file_of
-from dbsl.config.parse import config_to_yaml, read_settings, yaml_to_argv
+from dbsl.config.parse import (
+    POSITIONAL,
+    REPEATED,
+    config_to_yaml,
+    parse_flags,
+    read_settings,
+    yaml_to_argv,
+)
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
 from dbsl.tools.compare.statistics import Run, equal_time_epochs, read_run

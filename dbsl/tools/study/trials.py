@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dbsl.base.machine import lazy_import
 from dbsl.base.seeds import stream_seed
-from dbsl.cluster.steps import ComputeClock, OwnSteps
+from dbsl.cluster.steps import ComputeTimer, Stepper
 from dbsl.data.dataset import Data
 from dbsl.data.transforms import Transform
 from dbsl.model import build_model, set_dropout
@@ -143,19 +142,15 @@ class ImageTask:
         self._images, self._seed = images, seed
         accelerator = images.accelerator
         model = images.build(seed)
-        build = partial(
-            build_optimizer,
+        built = build_optimizer(
             TIMM_NAMES.get(optimizer, optimizer),
-            lr=parameters["learning_rate"],
-            momentum=parameters.get("momentum", 0.0),
-            weight_decay=parameters.get("weight_decay", 0.0),
-        )
-        self._stepper = OwnSteps(
             model,
-            ComputeClock(accelerator.device),
-            lambda module: accelerator.prepare_optimizer(build(model=module)),
-            [0],
+            parameters["learning_rate"],
+            parameters.get("momentum", 0.0),
+            parameters.get("weight_decay", 0.0),
         )
+        prepared = {0: accelerator.prepare_optimizer(built)}
+        self._stepper = Stepper(model, None, ComputeTimer(accelerator.device), prepared)
         self._sampler = StepSampler(
             len(images.data.train),
             batch_size,
@@ -179,7 +174,7 @@ class ImageTask:
             end = min(last, (epoch + 1) * per_epoch)
             total += self._advance(epoch, start, end, rates[start - first : end - first])
         self._taken = last
-        self._stepper.clock.seconds(0)  # or it would remember each step
+        self._stepper.timer.take_seconds(0)  # or it would remember each step
         return (total / len(rates)).item()
 
     def _advance(self, epoch: int, first: int, last: int, rates: list[float]) -> Tensor:
@@ -193,7 +188,7 @@ class ImageTask:
         stepper.model.train()
         for step, rate, (pixels, labels) in zip(steps, rates, batches, strict=True):
             (part,) = step.parts
-            with stepper.part(step, part) as weight:
+            with stepper.micro_batch(step, part) as weight:
                 with images.accelerator.autocast():
                     logits = stepper.model(pixels)
                     loss = F.cross_entropy(logits, labels, label_smoothing=images.label_smoothing)

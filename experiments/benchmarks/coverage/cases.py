@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dbsl.cluster.protocol import Change
 from dbsl.extras.emulate import Emulation, parse_disturb
-from dbsl.plan.sampler import Blocks
+from dbsl.extras.streaming.blocks import Blocks
 from dbsl.plan.types import TimeModel
 
 SYNCS = ("bsp", "ssp", "asp", "step")

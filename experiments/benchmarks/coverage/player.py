@@ -18,7 +18,7 @@ from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.cluster.protocol import leave_out
 from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
 from dbsl.run.connect import connect
-from dbsl.run.session import make_reports
+from dbsl.run.session import Progress, make_reports
 from dbsl.run.training import Run
 from experiments.benchmarks.coverage.cases import Case
 from experiments.benchmarks.coverage.prepare import prepare
@@ -134,12 +134,10 @@ class _Player:
             make_reports(
                 turn,
                 segment.plan,
-                len(steps),
-                own,
+                Progress(steps=len(steps), samples=own, learning_rate=1.0),
+                {},
+                self._stepper.timer,
                 resolution=run.stage_at(turn.epoch).resolution,
-                learning_rate=1.0,
-                sums={},
-                clock=self._stepper.clock,
             )
         )
         deque(cluster.reports(), maxlen=0)  # as the log does
@@ -176,7 +174,6 @@ class _Player:
         else:
             self._restart(*resized)
         self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
-        self._run.planner.changes = 0
 
     @property
     def _workers(self) -> int:

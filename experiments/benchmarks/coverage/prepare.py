@@ -9,8 +9,9 @@ from torch import nn
 
 from dbsl.optimizer import build_optimizer
 from dbsl.plan.follow import PlanMaker
+from dbsl.plan.ledger import TurnSampler
 from dbsl.plan.machines import Workers
-from dbsl.plan.sampler import Blocks, TurnSampler
+from dbsl.plan.sampler import Order
 from dbsl.plan.stages import make_stages
 from dbsl.plan.types import TimeModel
 from dbsl.run.prepare import make_planner, rounds_of_epoch
@@ -23,7 +24,7 @@ class _Samples:
     """Training data of which only the order counts."""
 
     count: int
-    blocks: Blocks | None
+    blocks: Order | None
 
     def __len__(self) -> int:
         return self.count

@@ -9,7 +9,7 @@ import pytest
 
 from dbsl.checkpoint.disk import Found, Manifest
 from dbsl.checkpoint.resume import check_changes, check_joining, without_effect
-from dbsl.run.code import SUMS, Code
+from dbsl.run.folder import SUMS, Code
 from train import Config
 
 BEFORE = Config(

@@ -12,10 +12,8 @@ from dbsl.checkpoint.disk import Found, MissingShardError
 from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
-from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.ledger import Ledger, Members
-from dbsl.plan.sampler import TurnSampler
-from dbsl.plan.solve import PlanRules, plan_dual_batch
+from dbsl.plan.ledger import Ledger, Members, TurnSampler
+from dbsl.plan.solve import PlanRules, plan_dual_batch, plan_steps
 from dbsl.plan.types import RoundReport, Segment, TimeModel
 from train import Config
 
@@ -31,7 +29,7 @@ def server_shard(clocks, active=None, **planner):
         "planner": Ledger({8: dual(2)}, lambda epoch: 8).state_dict() | planner,
         "stepper": {"optimizers": {0: "own"}},
         "progress": {"steps": 4},
-        "clock": {0: 0.3},
+        "timer": {0: 0.3},
     }
 
 
@@ -42,7 +40,7 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     def read_shard(folder, manifest, rank):
         if saved is None:
             raise MissingShardError("no shard")
-        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "clock": {1: 0.2}}
+        return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "timer": {1: 0.2}}
 
     monkeypatch.setattr(disk, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
@@ -50,7 +48,7 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     run = Bag(rounds=2, planner=Bag(members=Members(2)))
     first = Bag(settings=settings, state=server_shard([1, 1]))
     state = resume._own_shard(found, first, 1, run)
-    assert (state["cluster"]["clock"], state["progress"], state["clock"]) == (1, None, {})
+    assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})
 
 
 def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, monkeypatch):

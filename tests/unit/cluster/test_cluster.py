@@ -1,4 +1,4 @@
-"""The simulated cluster: order on the virtual clock, and equality with one process."""
+"""The simulated cluster: order in simulated time, and equality with one process."""
 
 import copy
 
@@ -28,8 +28,10 @@ def make_cluster(model, durations, *, sync, epochs, rounds=1, staleness=1):
         weights,
         server,
         planner=None,  # nothing here asks for a plan
+        workers=range(len(durations)),
         epochs=epochs,
-        duration=lambda worker, epoch, round_: durations[worker],
+        rounds_per_epoch=rounds,
+        times=lambda worker, epoch, round_: (durations[worker], 0.0),
     )
     return cluster, server
 

@@ -15,8 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import train
 from dbsl.base.errors import one_line_errors
-from dbsl.config.flags import parse_flags
-from dbsl.config.parse import parse_config
+from dbsl.config.parse import parse_config, parse_flags
 from dbsl.tools import jobs
 from dbsl.tools.compare import compare
 from dbsl.tools.compare.report import arms_figure, read_runs, write_comparison, write_runs

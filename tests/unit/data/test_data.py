@@ -26,6 +26,7 @@ from dbsl.base.errors import SettingError
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data, stratified_subset
 from dbsl.data.images import ImageLoader, ImageSplit, PixelStore
+from dbsl.data.tables import choose_columns
 from dbsl.data.transforms import Transform
 from dbsl.extras.streaming import StreamSettings
 from dbsl.plan.sampler import EpochSampler
@@ -248,6 +249,10 @@ def fine_and_coarse():
     }
 
 
+def columns_of(features, **chosen):
+    return choose_columns(ImageConfig("none", **chosen), datasets.Features(features))
+
+
 @pytest.mark.parametrize(
     ("change", "column"),
     [
@@ -260,28 +265,29 @@ def fine_and_coarse():
     ],
 )
 def test_label_column_is_found(change, column):
-    features = datasets.Features(fine_and_coarse() | change)
-    assert dbsl.data.tables._choose_label_column(features, None) == column
-    assert dbsl.data.tables._choose_label_column(features, "coarse") == "coarse"
+    features = fine_and_coarse() | change
+    assert columns_of(features) == ("image", column)
+    assert columns_of(features, label_column="coarse") == ("image", "coarse")
 
 
-def test_missing_columns_are_answered_with_those_that_exist():
-    features = datasets.Features(fine_and_coarse())
-    with pytest.raises(ValueError, match=r"must be one of \['coarse', 'fine', 'target'\], got 'x'"):
-        dbsl.data.tables._choose_label_column(features, "x")
-    with pytest.raises(ValueError, match=r"image_column must be one of \['image'\], got 'fine'"):
-        dbsl.data.tables._choose_image_column(features, "fine")
+TEXT, TWO = datasets.Value("string"), {"left": datasets.Image(), "right": datasets.Image()}
 
-    only_text = datasets.Features(text=datasets.Value("string"))
-    with pytest.raises(ValueError, match=r"label_column must be one of \['text'\], got None"):
-        dbsl.data.tables._choose_label_column(only_text, None)
 
-    two = datasets.Features(left=datasets.Image(), right=datasets.Image())
-    with pytest.raises(ValueError, match=r"image_column must be one of .*'right'\], got None"):
-        dbsl.data.tables._choose_image_column(two, None)
-    with pytest.raises(ValueError, match=r"whole numbers or text, got columns 'left' \(PIL"):
-        dbsl.data.tables._choose_label_column(two, None)
-    assert dbsl.data.tables._choose_image_column(two, "right") == "right"
+@pytest.mark.parametrize(
+    ("features", "chosen", "message"),
+    [
+        ({}, {"label_column": "x"}, r"be one of \['coarse', 'fine', 'target'\], got 'x'"),
+        ({}, {"label_column": "image"}, "got 'image' of pil"),
+        ({}, {"image_column": "fine"}, r"image_column must be one of \['image'\], got 'fine'"),
+        ({"i": datasets.Image(), "t": TEXT}, {}, r"label_column must be one of \['t'\], got None"),
+        (TWO, {}, r"image_column must be one of .*'right'\], got None"),
+        (TWO, {"image_column": "right"}, r"whole numbers or text, got columns 'left' \(PIL"),
+        ({"t": TEXT}, {}, r"dataset must have a column of images, got columns 't' \(string\)"),
+    ],
+)
+def test_missing_columns_are_answered_with_those_that_exist(features, chosen, message):
+    with pytest.raises(SettingError, match=f"(?i){message}"):
+        columns_of(features or fine_and_coarse(), **chosen)
 
 
 @pytest.mark.parametrize(
@@ -969,6 +975,7 @@ import json, multiprocessing, sys, time
 import numpy as np
 from dbsl.config.image_settings import ImageConfig
 from dbsl.data.dataset import load_data
+from dbsl.data.tables import choose_columns
 from dbsl.data.transforms import Transform
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.cluster.wire import read_report, report_rows
 from dbsl.log.meter import MEASURED, StepMeter, gradient_square
-from dbsl.plan.joint_steps import plan_steps
 from dbsl.plan.sampler import Part, Step
-from dbsl.plan.solve import TimeModel
+from dbsl.plan.solve import TimeModel, plan_steps
 from dbsl.plan.types import RoundReport, StepLine, Turn
 from dbsl.run.session import Progress, make_reports
 
@@ -125,12 +124,10 @@ def test_a_report_brings_no_more_lines_than_its_steps_and_its_round_is_pushed_al
         (report,) = make_reports(
             Turn((0,), 0, 0),
             plan,
-            steps,
-            {0: 8},
+            Progress(steps=steps, samples={0: 8}, learning_rate=0.1),
+            {0: [1.0]},
+            SimpleNamespace(take_seconds=lambda worker: 1.0),
             resolution=8,
-            learning_rate=0.1,
-            sums={0: [1.0]},
-            clock=SimpleNamespace(seconds=lambda worker: 1.0),
             lines_of=lambda worker: tuple(line._replace(step=3 + n) for n in range(3)),
         )
         assert [x.step for x in read_report(report_rows(report)).lines] == [3, 4][:steps]

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -15,9 +16,9 @@ from dbsl.plan.solve import (
     TimeModel,
     count_workers,
     largest_remainder,
+    merge_weights,
     plan_dual_batch,
     plan_with_fallback,
-    update_factor,
 )
 from dbsl.tools.plan import main as plan_from_the_shell
 
@@ -112,9 +113,9 @@ def test_the_one_published_cell_beyond_its_printed_digits_lies_within_them():
 
 
 def test_update_factors_follow_their_rules():
-    assert update_factor(8750, 13750, "data") == pytest.approx(7 / 11)
-    assert update_factor(8750, 13750, "sqrt") == pytest.approx(math.sqrt(7 / 11))
-    assert update_factor(8750, 13750, "none") == 1.0
+    parts = np.array([8750 / 13750, 1.0])
+    for rule, factor in (("data", 7 / 11), ("sqrt", math.sqrt(7 / 11)), ("none", 1.0)):
+        assert merge_weights(parts, rule).tolist() == pytest.approx([factor, 1.0])
 
 
 time_models = st.builds(

@@ -6,10 +6,9 @@ import scipy.optimize  # noqa: F401 - or the first example of a test would pay f
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsl.plan.joint_steps import check_parts, plan_steps, with_proportions
 from dbsl.plan.machines import Machines, balanced_sizes, bounded_split, split_batch
 from dbsl.plan.sampler import Part, StepSampler
-from dbsl.plan.solve import PlanRules, plan_dual_batch
+from dbsl.plan.solve import PlanRules, check_parts, plan_dual_batch, plan_steps, with_proportions
 from dbsl.plan.types import TimeModel
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=8)

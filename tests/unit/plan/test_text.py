@@ -1,7 +1,6 @@
 import pytest
 
-from dbsl.plan.joint_steps import plan_steps
-from dbsl.plan.solve import TimeModel, plan_dual_batch
+from dbsl.plan.solve import TimeModel, plan_dual_batch, plan_steps
 from dbsl.plan.stages import make_stages
 from dbsl.plan.text import comparison, format_plan, format_run, nodes_in_words
 

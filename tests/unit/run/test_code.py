@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import dbsl.open
-from dbsl.run import code
-from dbsl.run.code import Code, changed_since, code_in_words, kept_code, read_code, write_code
+from dbsl.run import folder as code
+from dbsl.run.folder import Code, changed_since, code_in_words, kept_code, read_code, write_code
 from tests.helpers import run
 
 GIT_DIFF = code.git_diff  # before conftest takes it away
@@ -33,8 +33,8 @@ def test_code_is_the_script_what_it_imports_and_dbsl_but_nothing_that_is_install
     assert found.files["mine.py"] == b"import losses\n"
     assert found.files["losses.py"] == b"smooth = 0.1\n"
     assert next(iter(found.sums)) == "mine.py"
-    assert "dbsl/run/code.py" in found.sums
-    assert not {"__mp_main__.py", "dbsl/run/code.py", "pytest/__init__.py"} & {*found.files}
+    assert "dbsl/run/folder.py" in found.sums
+    assert not {"__mp_main__.py", "dbsl/run/folder.py", "pytest/__init__.py"} & {*found.files}
 
 
 def test_without_a_script_as_in_a_notebook_the_rest_is_kept(monkeypatch):

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsl.extras.average import statistics_batches
-from dbsl.plan.sampler import Blocks, EpochSampler, StepSampler
+from dbsl.extras.streaming.blocks import Blocks
+from dbsl.plan.sampler import EpochSampler, StepSampler
 
 GROUPS = st.lists(st.integers(1, 9), min_size=1, max_size=30)
 

@@ -1,0 +1,163 @@
+"""Local steps and weighted merges in any loop: what ``train.py --sync bsp`` does, in two lines."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dbsl.base.errors import SettingError
+from dbsl.cluster.merges import Delta
+from dbsl.cluster.weights import FlatWeights
+
+
+class Rounds:
+    """Every process trains on its own for some steps; then all take the weighted mean.
+
+    Enter it around the loop and call `step` after each step of the optimizer. On entering, all take
+    the weights of process 0; on leaving, what is left of a round is merged. Parameters and
+    floating-point buffers (batch norm's statistics) are merged; the optimizer's state stays each
+    process's own. Gradients of a model in DDP are not averaged inside.
+
+    Weights that are not finite do not count, and that process's optimizer begins afresh from what
+    the others have merged.
+
+    Args:
+        model: On its device, in one dtype; its tensors become views into one vector.
+        optimizer: This process's.
+        every: Steps of a round, at least 1; the same on every process.
+        weight: This process's weight in the mean, above 0, or a function that returns it at each
+            merge; None: the same for all. In train.py it is the share of the samples.
+        outer: Learning rate and Nesterov momentum of a step that takes the place of the mean, as in
+            DiLoCo (arXiv 2311.08105); None: the mean.
+        group: The processes; None: all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int = 50,
+        weight: float | Callable[[], float] | None = None,
+        outer: tuple[float, float] | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not (isinstance(every, int) and every >= 1):
+            raise SettingError(f"every must be an integer of at least 1, got {every!r}")
+        if outer is not None and not (outer[0] > 0 and 0 <= outer[1] < 1):
+            raise SettingError(
+                f"outer must be a learning rate above 0 and a momentum in [0, 1), got {outer}"
+            )
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise SettingError("model must have its parameters whole, got one that FSDP2 shards")
+        self.every = every
+        self.steps = 0  # since the last merge
+        self.merges = 0
+        self._model, self._optimizer = model, optimizer
+        self._weight, self._group = weight, group
+        self._weights = FlatWeights(getattr(model, "module", model))
+        self._outer = None
+        if outer is not None:
+            trained = len(self._weights.vector) - len(self._weights.buffers)
+            self._outer = Delta(trained, *outer)
+        self._merged = self._weights.vector.clone()
+        self._inside = ExitStack()
+
+    def __enter__(self) -> Rounds:
+        """Take the weights of process 0."""
+        if self._processes > 1:
+            first = dist.get_global_rank(self._group, 0) if self._group else 0
+            dist.broadcast(self._weights.vector, src=first, group=self._group)
+        if not self.steps:
+            self._merged.copy_(self._weights.vector)
+        if hasattr(self._model, "no_sync"):
+            self._inside.enter_context(self._model.no_sync())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Merge what is left of a round, unless an error ends the loop."""
+        self._inside.close()
+        if kind is None and self.steps:
+            self.merge()
+
+    def step(self) -> bool:
+        """Count a step of the optimizer; return whether the round is over and was merged."""
+        self.steps += 1
+        if self.steps < self.every:
+            return False
+        self.merge()
+        return True
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """End the round now, which every process does at the same step."""
+        weight = 1.0 if self._weight is None else self._weight
+        weight = float(weight() if callable(weight) else weight)
+        vector = self._weights.vector
+        finite = bool(vector.isfinite().all())
+        rows = self._exchange([weight, finite, self.steps, self.every])
+        weights = [row[0] if row[1] else 0.0 for row in rows]
+        if not all(row[0] > 0 for row in rows):
+            raise SettingError(
+                f"weight must be above 0 on every process, got {[row[0] for row in rows]}"
+            )
+        if any(row[2:] != rows[0][2:] for row in rows):
+            raise SettingError(
+                "step must be called equally often on every process, got (steps, every) "
+                f"{[tuple(map(int, row[2:])) for row in rows]}"
+            )
+        total = sum(weights)
+        if not total:
+            raise FloatingPointError("no process has finite weights: nothing is left to merge")
+        part = torch.mul(vector, weight / total) if finite else torch.zeros_like(vector)
+        if self._processes > 1:
+            dist.all_reduce(part, group=self._group)
+        if self._outer is not None:
+            part = self._outer(self._merged, part[None], torch.ones(1))
+        self._weights.load(part)
+        self._merged.copy_(part)
+        if not finite:
+            warnings.warn(
+                f"weights after step {self.steps} of round {self.merges} were not finite: left out",
+                stacklevel=3,
+            )
+            self._optimizer.state.clear()
+        self.steps, self.merges = 0, self.merges + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the round is; model and optimizer are saved as ever, by each process."""
+        return {
+            "steps": self.steps,
+            "merges": self.merges,
+            "merged": self._merged.clone(),
+            "outer": self._outer and self._outer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, after the model has its own state."""
+        self.steps, self.merges = state["steps"], state["merges"]
+        self._merged.copy_(state["merged"])
+        if self._outer is not None:
+            if state["outer"] is None:
+                raise SettingError("outer must be None, as in the state, got a learning rate")
+            self._outer.load_state_dict(state["outer"], self._merged.device)
+
+    @property
+    def _processes(self) -> int:
+        return dist.get_world_size(self._group) if dist.is_initialized() else 1
+
+    def _exchange(self, row: list[float]) -> list[list[float]]:
+        """Return every process's numbers."""
+        if self._processes == 1:
+            return [row]
+        mine = torch.tensor(row, dtype=torch.float64, device=self._weights.vector.device)
+        rows = [torch.empty_like(mine) for _ in range(self._processes)]
+        dist.all_gather(rows, mine, group=self._group)
+        return [row.tolist() for row in rows]

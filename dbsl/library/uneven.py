@@ -1,0 +1,552 @@
+"""Batches of another size on every process, and the weight that makes their gradients right.
+
+Data-parallel training averages gradients over n processes. With b_i samples on process i and B on
+all, the mean over the joint batch needs the loss of process i times n * b_i / B (Ye, Zhou, Shi,
+Sun, Lv, arXiv 2007.11831). The sampler knows every b_i beforehand, so that no exchange is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dbsl.base.errors import SettingError
+from dbsl.library.watch import Watch
+from dbsl.plan.machines import SpeedEstimate, balanced_sizes, split_batch
+from dbsl.plan.sampler import StepSampler
+from dbsl.plan.types import TimeModel
+
+_WARM_UP = 2  # first steps of a run, which allocate and compile: not measured
+_MOST_AHEAD = 64  # batches that a loader may draw before training begins
+_INTERCEPT = 0.1  # share of the first measured step that is taken not to depend on the batch
+
+
+class UnevenBatchSampler:
+    """A batch sampler whose batches have another size on each process.
+
+    Pass it to a DataLoader as `batch_sampler`. Over all processes an epoch has each sample once;
+    all take equally many steps, and none is without a sample. A joint batch has `global_batch_size`
+    samples, the last one what is left. Which samples it has does not depend on how it is split.
+
+    It is built on every process alike, after the process group: processes compare what they got.
+
+    Args:
+        num_samples: Samples of the dataset, at least one for each process.
+        global_batch_size: Samples of a joint batch, over all processes, at least one for each.
+        local_batch_sizes: Samples of a joint batch that each process takes, by rank; None: equal.
+        balance: "dynamic": sizes follow the measured speed of the processes, at a constant global
+            batch size. It needs `watch`.
+        balance_every: Steps between two such moves; None: they happen between epochs alone.
+        accumulate: Batches of each process that make an optimizer step.
+        drop_last: Leave out the samples that do not fill a joint batch.
+        shuffle: Draw another order each epoch, from `seed` and the epoch.
+        seed: Of the order, at least 0.
+        rank: This process's place among the replicas; None: that of torch.distributed.
+        num_replicas: n, processes with batches of their own. Tensor- and context-parallel
+            processes share one. None: the world size.
+        interleave: Yield the batches of all processes in turn, for a loader that gives every n-th
+            batch to a process: Accelerate's ``prepare`` and transformers' ``Trainer``.
+
+    Raises:
+        SettingError: Names the argument, its bound and its value, on every process.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int | None = None,
+        local_batch_sizes: Sequence[int] | None = None,
+        *,
+        balance: str | None = None,
+        balance_every: int | None = None,
+        accumulate: int = 1,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        interleave: bool = False,
+    ) -> None:
+        alone = rank is not None or num_replicas is not None
+        if alone and (rank is None or num_replicas is None or not 0 <= rank < num_replicas):
+            raise SettingError(
+                "rank and num_replicas must be given together, rank in [0, num_replicas), "
+                f"got rank {rank} and num_replicas {num_replicas}"
+            )
+        self.rank = rank if alone else _rank()
+        self.num_replicas = num_replicas if alone else _world_size()
+        asked = {
+            "num_samples": num_samples,
+            "global_batch_size": global_batch_size,
+            "local_batch_sizes": None if local_batch_sizes is None else [*local_batch_sizes],
+            "balance": balance,
+            "balance_every": balance_every,
+            "accumulate": accumulate,
+            "drop_last": drop_last,
+            "shuffle": shuffle,
+            "seed": seed,
+            "interleave": interleave,
+        }
+        problem = _problem(asked, self.num_replicas)
+        if alone:
+            if balance and self.num_replicas > 1 and self.num_replicas != _world_size():
+                problem = problem or (
+                    "num_replicas must be the world size with balance='dynamic', which compares "
+                    f"all processes, got {num_replicas} of {_world_size()}"
+                )
+        else:
+            problem = _first_difference(asked, problem)
+        if problem:
+            raise SettingError(problem)
+        self.num_samples = num_samples
+        if local_batch_sizes is None:
+            equal = np.full(self.num_replicas, global_batch_size)
+            local_batch_sizes = split_batch(global_batch_size, equal)
+        self.local_batch_sizes = [int(size) for size in local_batch_sizes]
+        self.global_batch_size = sum(self.local_batch_sizes)
+        self.accumulate, self.interleave = accumulate, interleave
+        self.balance, self.balance_every = balance, balance_every
+        self.epoch = 0
+        self._drop_last, self._seed = drop_last, seed if shuffle else None
+        self._start = 0  # samples of the epoch that are trained on
+        self._iterator: _Epoch | None = None
+        self._chosen = True  # whether someone chose the epoch that comes next
+        self._scaled = False  # whether `scale` was ever called
+        self._watch: Watch | None = None
+        self._speeds = Speeds(self.num_replicas)
+
+    @property
+    def sampler(self) -> UnevenBatchSampler:
+        """This object: Lightning calls `set_epoch` on a batch sampler's `sampler`."""
+        return self
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch: this process's, or all with `interleave`."""
+        steps = self._cut(0).steps_per_epoch
+        return steps * self.num_replicas if self.interleave else steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Begin an epoch, or go on in the one whose state was loaded."""
+        return _Epoch(self, self._check_loader(sys._getframe(1)))
+
+    def _begin(self, epoch: _Epoch) -> None:
+        """Note that an epoch's first batch is drawn: loaders ask for an iterator more often."""
+        before, self._iterator = self._iterator, epoch
+        if before is not None:
+            self._check_last(before)
+            if self.balance:
+                self._move(before, len(before))
+        if not self._chosen:
+            _warn(f"set_epoch was not called: epoch {self.epoch} is repeated in the same order")
+        self._chosen = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next.
+
+        It begins at its first sample, unless the state that was loaded is inside it.
+        """
+        if epoch != self.epoch:
+            if 0 < self._start < self.num_samples:
+                _warn(f"set_epoch({epoch}) leaves epoch {self.epoch}, inside which the state was")
+            self._start = 0
+        self.epoch, self._chosen = epoch, True
+
+    def scale(self, count: int) -> float:
+        """Return n * count / B, by which the mean loss of this process's next batch is multiplied.
+
+        Call it once for each batch, in their order. B are the samples of all processes in this
+        step, or in the `accumulate` steps of this window: do not divide by `accumulate` as well.
+
+        Args:
+            count: Samples of the batch; compared with the plan.
+        """
+        epoch = self._iterator
+        if epoch is None or not epoch.ahead:
+            raise SettingError(
+                "scale must be called once for each batch, in order, got another call after "
+                f"{epoch.taken if epoch else 0} batches"
+            )
+        planned, window = epoch.ahead[0]
+        if count != planned:
+            raise SettingError(
+                f"count must be {planned}, as planned for batch {epoch.taken} of rank {self.rank}, "
+                f"got {count}: is scale called for each batch, are none skipped or reordered "
+                "(in_order=False), does the collate function keep every sample?"
+            )
+        if self.balance and self._watch is None:
+            raise SettingError("balance must be None without watch(model), got 'dynamic'")
+        epoch.ahead.popleft()
+        epoch.taken += 1
+        self._scaled = True
+        if self._watch is not None:
+            self._watch.samples = count
+            if self.balance_every and epoch.taken % self.balance_every == 0:
+                self._move(epoch, epoch.steps_drawn)
+        return self.num_replicas * count / window
+
+    def watch(self, model: nn.Module) -> None:
+        """Measure the compute time of this process's steps, for ``balance="dynamic"``.
+
+        What it waits for others is left out. `model` may be wrapped in DDP, compiled, or sharded
+        with FSDP2 on the CPU.
+        """
+        self._watch = Watch(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far training is: a batch counts once `scale` was called for it.
+
+        The state is the same on every process.
+        """
+        start, epoch = self._start, self._iterator
+        if epoch is not None and epoch.number == self.epoch:
+            if epoch.drawn and not self._scaled:
+                raise SettingError(
+                    "state_dict counts the batches for which scale was called: call it for each, "
+                    "or save after set_epoch of the next epoch, got no call"
+                )
+            start = epoch.cut.begin(epoch.taken)
+        return {
+            "epoch": self.epoch,
+            "samples": start,
+            "num_samples": self.num_samples,
+            "seed": self._seed,
+            "local_batch_sizes": self.local_batch_sizes,
+            "speeds": self._speeds.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at the next sample not yet trained on; the loop begins at `epoch`.
+
+        The number of processes and their batch sizes may be others than when it was saved.
+        """
+        for name, mine in (("num_samples", self.num_samples), ("seed", self._seed)):
+            if state[name] != mine:
+                raise SettingError(f"{name} must be {state[name]}, as in the state, got {mine}")
+        left = self.num_samples - state["samples"]
+        if 0 < left < self.num_replicas and not self._drop_last:
+            raise SettingError(
+                f"num_replicas must be at most {left}, the samples that are left of epoch "
+                f"{state['epoch']}, got {self.num_replicas}: begin the next epoch instead"
+            )
+        self.epoch, self._start = state["epoch"], state["samples"]
+        self._iterator, self._chosen = None, True
+        sizes = state["local_batch_sizes"]
+        alike = len(sizes) == self.num_replicas and sum(sizes) == self.global_batch_size
+        if self.balance and alike:
+            self.local_batch_sizes = [*sizes]
+            self._speeds.load_state_dict(state["speeds"])
+
+    def _cut(self, start: int) -> StepSampler:
+        return StepSampler(
+            self.num_samples,
+            self.global_batch_size,
+            seed=self._seed,
+            drop_last=self._drop_last,
+            whole=self.num_replicas,
+            start=start,
+        )
+
+    def _check_loader(self, frame: FrameType | None) -> int:
+        """Refuse a loader that deals batches out otherwise; return how many it leaves out first."""
+        asking = [frame.f_globals.get("__name__", "")] if frame else [""]
+        users: dict[str, Any] = {}
+        while frame is not None and len(users) < 20:
+            user = frame.f_locals.get("self")
+            users.setdefault(type(user).__name__, user)
+            frame = frame.f_back
+        if self.num_replicas > 1:
+            shards = "BatchSamplerShard" in users
+            if shards and not self.interleave:
+                raise SettingError(
+                    "interleave must be True for a loader that goes through accelerator.prepare, "
+                    "which gives each process a part of the batches, got False"
+                )
+            if (
+                self.interleave
+                and not shards
+                and asking[0].startswith(("torch.utils", "torchdata"))
+            ):
+                raise SettingError(
+                    "interleave must be False for a loader that does not go through "
+                    "accelerator.prepare: it gives a process the batches of all, got True"
+                )
+        skip = users.get("SkipBatchSampler")
+        return getattr(skip, "skip_batches", 0)
+
+    def _check_last(self, epoch: _Epoch) -> None:
+        """Warn where `scale` was called for some batches of the last epoch alone."""
+        if epoch.exhausted and 0 < epoch.taken < len(epoch):
+            _warn(f"scale was called for {epoch.taken} of the {len(epoch)} batches of an epoch")
+
+    def _move(self, epoch: _Epoch, drawn: int) -> None:
+        """Give all processes new sizes from the first step that none has drawn."""
+        if self._watch is not None:
+            self._speeds.observe(self.rank, self._watch.read())
+        self.local_batch_sizes, first = self._speeds.balance(
+            self.rank, self.local_batch_sizes, drawn
+        )
+        epoch.sizes.append((first, self.local_batch_sizes))
+
+
+class _Epoch:
+    """The batches of one epoch; its state is what was drawn, the sampler's what was trained on."""
+
+    def __init__(self, sampler: UnevenBatchSampler, skipped: int) -> None:
+        self._of = sampler
+        self.number: int | None = None  # known once a batch is drawn: set_epoch may come until then
+        self._skipped = self.taken = skipped
+        # Of this process: samples of each batch that is drawn but not trained on, and its window's.
+        self.ahead: deque[tuple[int, int]] = deque()
+        self._open(sampler._start)
+
+    def _open(self, start: int) -> None:
+        self._start, self.cut = start, self._of._cut(start)
+        self.drawn = 0
+        self.exhausted = False
+        self.sizes = [(0, self._of.local_batch_sizes)]
+
+    def __len__(self) -> int:
+        return self.cut.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    @property
+    def steps_drawn(self) -> int:
+        """Steps of which a batch was drawn."""
+        return -(-self.drawn // self._of.num_replicas) if self._of.interleave else self.drawn
+
+    def __next__(self) -> list[int]:
+        of = self._of
+        if self.number is None:
+            of._begin(self)
+            self._open(of._start)
+            self.number, of._start = of.epoch, 0
+        number, rank = self.drawn, of.rank
+        if of.interleave:
+            number, rank = divmod(self.drawn, of.num_replicas)
+        if number == len(self):
+            self.exhausted = True
+            raise StopIteration
+        sizes = next(sizes for first, sizes in reversed(self.sizes) if first <= number)
+        (part,) = self.cut.step(self.number, number, sizes, (rank,)).parts
+        self.drawn += 1
+        if rank == of.rank and number >= self._skipped:
+            begin = number - number % of.accumulate
+            end = min(begin + of.accumulate, len(self))
+            self.ahead.append((len(part.indices), self.cut.begin(end) - self.cut.begin(begin)))
+            if len(self.ahead) == _MOST_AHEAD and of.num_replicas > 1 and not of._scaled:
+                _warn(
+                    "scale was not called for any batch: multiply each loss by it, unless the loop "
+                    "divides by the samples or tokens of all processes itself"
+                )
+        return part.indices.tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.number, "start": self._start, "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._open(state["start"])
+        self._of._begin(self)
+        self.number, self.drawn = state["epoch"], state["drawn"]
+        self.taken = self._skipped = self.steps_drawn
+        self._of._start = 0
+
+
+class Speeds:
+    """Step times of all processes, as measured, and the batch sizes that follow."""
+
+    def __init__(self, processes: int) -> None:
+        self._estimates = [SpeedEstimate() for _ in range(processes)]
+        self._planned: list[TimeModel | None] = [None] * processes
+        self._unread = _WARM_UP
+
+    def observe(self, rank: int, steps: Sequence[tuple[int, float]]) -> None:
+        """Take in this process's steps: samples and seconds of each."""
+        steps, self._unread = steps[self._unread :], max(0, self._unread - len(steps))
+        if not steps:
+            return
+        samples = Counter(count for count, _ in steps).most_common(1)[0][0]
+        seconds = statistics.median(s for count, s in steps if count == samples)
+        if self._planned[rank] is None:
+            line = (1 - _INTERCEPT) * seconds / samples, _INTERCEPT * seconds
+            self._planned[rank] = TimeModel(*line)
+        self._estimates[rank].observe(self._planned[rank], samples, seconds)
+
+    def balance(self, rank: int, sizes: list[int], drawn: int) -> tuple[list[int], int]:
+        """Return batch sizes with which all take as long, and the first step that has them.
+
+        Every process calls it; `drawn` are the steps that it has drawn.
+        """
+        mine = {
+            "drawn": drawn,
+            "planned": self._planned[rank],
+            "speed": self._estimates[rank].state_dict(),
+        }
+        rows = _gather(mine)
+        for of_rank, row in enumerate(rows):
+            self._planned[of_rank] = row["planned"]
+            self._estimates[of_rank].load_state_dict(row["speed"])
+        if all(self._planned):
+            # Rank 0's result: another processor may round otherwise.
+            sizes = _from_first(self._sizes(sum(sizes)) if rank == 0 else None)
+        return sizes, max(row["drawn"] for row in rows)
+
+    def _sizes(self, total: int) -> list[int]:
+        pairs = zip(self._estimates, self._planned, strict=True)
+        model = TimeModel.of(
+            [estimate.model(planned) for estimate, planned in pairs], len(self._planned)
+        )
+        limits = np.full(len(self._planned), total)
+        return balanced_sizes(total, model, limits).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimates in plain numbers."""
+        return {
+            "planned": [p and [p.slope, p.intercept] for p in self._planned],
+            "estimates": [estimate.state_dict() for estimate in self._estimates],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._planned = [p and TimeModel(*p) for p in state["planned"]]
+        for estimate, of_state in zip(self._estimates, state["estimates"], strict=True):
+            estimate.load_state_dict(of_state)
+
+
+_AHEAD: dict[dist.ProcessGroup | None, tuple[int, Tensor, dist.Work]] = {}
+
+
+def mean_scale(
+    count: int, group: dist.ProcessGroup | None = None, *, ahead: int | None = None
+) -> float:
+    """Return n * count / sum of counts, for losses that are means over tokens or pixels.
+
+    The sum is taken over the processes of `group` by an all-reduce of two numbers, which every
+    process calls. With `accumulate` batches a step, pass each process's count of all of them, and
+    weight the batches of a step by their share of it.
+
+    Args:
+        count: Tokens or pixels that this process's loss is the mean of, at least 1.
+        group: The data-parallel processes; None: all.
+        ahead: Count of the next batch, whose all-reduce begins now: the next call returns at once.
+    """
+    begun = _AHEAD.pop(group, None)
+    if begun is not None and begun[0] != count:
+        raise SettingError(f"count must be {begun[0]}, announced by ahead, got {count}")
+    _, counts, work = begun or _add_up(count, group)
+    if work is not None:
+        work.wait()
+    if ahead is not None:
+        _AHEAD[group] = _add_up(ahead, group)
+    total, none = counts.tolist()
+    if none:
+        raise SettingError(
+            "count must be at least 1 on every process: a mean over nothing is NaN, "
+            f"got {count} here"
+        )
+    return _world_size(group) * count / total
+
+
+def _add_up(count: int, group: dist.ProcessGroup | None) -> tuple[int, Tensor, dist.Work | None]:
+    counts = torch.tensor([float(count), float(count < 1)], dtype=torch.float64)
+    if not dist.is_initialized():
+        return count, counts, None
+    if "nccl" in dist.get_backend(group):
+        counts = counts.cuda()
+    return count, counts, dist.all_reduce(counts, group=group, async_op=True)
+
+
+def _rank() -> int:
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SettingError(
+            "UnevenBatchSampler must be built after the process group (init_process_group or "
+            f"Accelerator()), got none and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        )
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def _gather(mine: Any) -> list[Any]:
+    """Return what every process passes, by rank."""
+    if _world_size() == 1:
+        return [mine]
+    rows = [None] * _world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
+
+
+def _from_first(value: Any) -> Any:
+    """Return what rank 0 passes."""
+    if _world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def _problem(asked: Mapping[str, Any], replicas: int) -> str | None:
+    """Return what is wrong with a sampler's arguments, of which each names the others' bounds."""
+    samples, total, sizes = (
+        asked[name] for name in ("num_samples", "global_batch_size", "local_batch_sizes")
+    )
+    if total is None and sizes is None:
+        return "global_batch_size or local_batch_sizes must be given, got neither"
+    for name in ("num_samples", "global_batch_size", "accumulate", "balance_every"):
+        value = asked[name]
+        least = replicas if name in ("num_samples", "global_batch_size") else 1
+        if value is not None and not (isinstance(value, int) and value >= least):
+            why = ", one for each process" if least > 1 else ""
+            return f"{name} must be an integer of at least {least}{why}, got {value!r}"
+    if sizes is not None:
+        if len(sizes) != replicas:
+            return (
+                f"local_batch_sizes must have one value for each process ({replicas}), "
+                f"got {len(sizes)}"
+            )
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+            return f"local_batch_sizes must be integers of at least 1, got {sizes}"
+        if total not in (None, sum(sizes)):
+            return f"local_batch_sizes must sum to global_batch_size ({total}), got {sum(sizes)}"
+        total = sum(sizes)
+    if asked["drop_last"] and total > samples:
+        return f"drop_last must be False where a joint batch ({total}) has all samples, got True"
+    if asked["balance"] not in (None, "dynamic"):
+        return f"balance must be None or 'dynamic', got {asked['balance']!r}"
+    if asked["balance_every"] and not asked["balance"]:
+        return f"balance_every needs balance='dynamic', got {asked['balance_every']}"
+    if not (isinstance(asked["seed"], int) and asked["seed"] >= 0):
+        return f"seed must be an integer of at least 0, got {asked['seed']!r}"
+    return None
+
+
+def _first_difference(asked: Mapping[str, Any], problem: str | None) -> str | None:
+    """Return the first problem of any process, or the first argument that is not alike on all."""
+    rows = _gather((dict(asked), problem))
+    for name in asked:
+        values = [row[name] for row, _ in rows]
+        if any(value != values[0] for value in values):
+            rank = next(i for i, value in enumerate(values) if value != values[0])
+            return (
+                f"{name} must be the same on every process, got {values[0]} on rank 0 and "
+                f"{values[rank]} on rank {rank}"
+            )
+    return next((problem for _, problem in rows if problem), None)

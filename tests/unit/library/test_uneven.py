@@ -1,0 +1,276 @@
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from dbsl.base.errors import SettingError
+from dbsl.library.uneven import UnevenBatchSampler, mean_scale
+
+
+def samplers(samples, sizes, **kwargs):
+    return [
+        UnevenBatchSampler(
+            samples, local_batch_sizes=sizes, rank=rank, num_replicas=len(sizes), **kwargs
+        )
+        for rank in range(len(sizes))
+    ]
+
+
+def train(group, epoch, steps=None, ahead=0):
+    """Train an epoch, or some steps of it, with loaders that draw `ahead` batches beforehand.
+
+    Return by step the samples of all processes, in order of the ranks, and the scales.
+    """
+    joint = []
+    for rank, sampler in enumerate(group):
+        sampler.set_epoch(epoch)
+        batches, drawn = iter(sampler), []
+        for step in range(steps if steps is not None else 10**9):
+            while len(drawn) <= step + ahead and (batch := next(batches, None)) is not None:
+                drawn.append(batch)
+            if step >= len(drawn):
+                break
+            scale = sampler.scale(len(drawn[step]))
+            if len(joint) <= step:
+                joint.append([])
+            assert len(joint[step]) == rank, "as many steps as any other"
+            joint[step].append((drawn[step], scale))
+    return joint
+
+
+@st.composite
+def runs(draw):
+    sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+    first, second = draw(sizes), draw(sizes)
+    samples = draw(st.integers(max(len(first), len(second)), 150))
+    return {
+        "samples": samples,
+        "first": first,
+        "second": second,
+        "epoch": draw(st.integers(0, 3)),
+        "stop": draw(st.integers(0, 12)),
+        "ahead": draw(st.integers(0, 6)),
+        "seed": draw(st.integers(0, 5)),
+        "shuffle": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=1000, deadline=None)
+@given(runs())
+def test_each_sample_is_met_once_by_whoever_resumes(run):
+    fixed = {"seed": run["seed"], "shuffle": run["shuffle"]}
+    group = samplers(run["samples"], run["first"], **fixed)
+    before = train(group, run["epoch"], run["stop"], run["ahead"])
+    state = group[-1].state_dict()
+    if before:  # a process without a step has nothing to say
+        assert state == {**group[0].state_dict()}
+    others = samplers(run["samples"], run["second"], **fixed)
+    left = run["samples"] - state["samples"]
+    if before and 0 < left < len(others):
+        with pytest.raises(SettingError, match=f"num_replicas must be at most {left}"):
+            others[0].load_state_dict(state)
+        return
+    for sampler in others:
+        sampler.load_state_dict(state)
+    after = train(others, others[0].epoch if before else run["epoch"], ahead=run["ahead"])
+    trained = [i for joint in before + after for batch, _ in joint for i in batch]
+    assert sorted(trained) == list(range(run["samples"]))
+    assert all(batch for joint in before + after for batch, _ in joint)
+    alone = train(samplers(run["samples"], [sum(run["first"])], **fixed), run["epoch"])
+    assert (
+        trained[: sum(len(b) for j in before for b, _ in j)]
+        == [i for joint in alone for batch, _ in joint for i in batch][
+            : sum(len(b) for j in before for b, _ in j)
+        ]
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs(), st.integers(1, 4))
+def test_scales_make_of_the_means_the_mean_over_the_window(run, accumulate):
+    group = samplers(run["samples"], run["first"], accumulate=accumulate)
+    joint = train(group, run["epoch"], ahead=run["ahead"])
+    for begin in range(0, len(joint), accumulate):
+        window = joint[begin : begin + accumulate]
+        total = sum(len(batch) for step in window for batch, _ in step)
+        for step in window:
+            for batch, scale in step:
+                assert scale == len(group) * len(batch) / total
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs())
+def test_batches_are_as_planned_and_the_last_is_what_is_left(run):
+    joint = train(samplers(run["samples"], run["first"]), 0)
+    whole = joint[:-2]
+    assert all([len(batch) for batch, _ in step] == run["first"] for step in whole)
+
+
+@pytest.mark.filterwarnings("ignore:scale was not called")
+@settings(max_examples=100, deadline=None)
+@given(runs())
+def test_in_turn_are_the_batches_that_each_process_has_alone(run):
+    alone = train(samplers(run["samples"], run["first"]), run["epoch"])
+    (one, *_) = samplers(run["samples"], run["first"], interleave=True)
+    one.set_epoch(run["epoch"])
+    batches = list(one)
+    assert batches == [batch for step in alone for batch, _ in step]
+    assert len(one) == len(batches)
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_joint_batch():
+    joint = train(samplers(103, [3, 5], drop_last=True), 0)
+    assert [[len(batch) for batch, _ in step] for step in joint] == [[3, 5]] * 12
+
+
+def test_the_order_is_another_each_epoch_and_the_same_for_a_seed():
+    chosen = ((0, 0), (0, 1), (1, 0), (0, 0))
+    orders = [train(samplers(40, [3, 5], seed=seed), epoch) for seed, epoch in chosen]
+    assert orders[0] == orders[3]
+    assert orders[0] != orders[1]
+    assert orders[0] != orders[2]
+    kept = train(samplers(40, [3, 5], shuffle=False), 7)
+    assert [i for step in kept for batch, _ in step for i in batch] == list(range(40))
+
+
+def test_loaders_find_no_batch_size_and_lightning_the_sampler():
+    (sampler,) = samplers(10, [4])
+    assert not hasattr(sampler, "batch_size")
+    assert not hasattr(sampler, "drop_last")
+    assert sampler.sampler is sampler
+
+
+def test_a_loader_with_workers_gives_scale_the_right_batch_in_each_epoch():
+    (sampler,) = samplers(23, [4])
+    loader = DataLoader(range(23), batch_sampler=sampler, num_workers=1, prefetch_factor=3)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        seen = []
+        for batch in loader:
+            assert sampler.scale(len(batch)) == 1.0
+            seen += batch.tolist()
+        assert sorted(seen) == list(range(23))
+
+
+def test_an_epoch_may_be_chosen_after_the_iterator_was_made():
+    (late, early) = samplers(20, [4])[0], samplers(20, [4])[0]
+    batches = iter(late)
+    late.set_epoch(3)
+    early.set_epoch(3)
+    assert list(batches) == list(early)
+
+
+def test_an_iterators_own_state_is_what_was_drawn():
+    (first, second) = samplers(30, [3, 4]), samplers(30, [3, 4])
+    batches = iter(first[0])
+    drawn = [next(batches) for _ in range(3)]
+    first[0].scale(len(drawn[0]))
+    again = iter(second[0])
+    again.load_state_dict(batches.state_dict())
+    rest = list(batches)
+    for batch in again:
+        assert batch == rest.pop(0)
+        second[0].scale(len(batch))
+    assert not rest
+    assert second[0].state_dict()["samples"] == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "global_batch_size or local_batch_sizes must be given, got neither"),
+        ({"global_batch_size": 1}, "global_batch_size must be an integer of at least 2"),
+        ({"local_batch_sizes": [3]}, r"one value for each process \(2\), got 1"),
+        ({"local_batch_sizes": [3, 0]}, r"integers of at least 1, got \[3, 0\]"),
+        ({"local_batch_sizes": [3, 5], "global_batch_size": 9}, r"global_batch_size \(9\), got 8"),
+        ({"global_batch_size": 8, "num_samples": 1}, "num_samples must be .* at least 2"),
+        ({"global_batch_size": 8, "accumulate": 0}, "accumulate must be .* at least 1"),
+        ({"global_batch_size": 8, "balance": "dbs"}, "balance must be None or 'dynamic'"),
+        ({"global_batch_size": 8, "balance_every": 5}, "balance_every needs balance='dynamic'"),
+        ({"global_batch_size": 8, "seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"global_batch_size": 500, "drop_last": True}, r"drop_last must be False .*\(500\)"),
+        ({"global_batch_size": 8, "rank": 2}, r"rank in \[0, num_replicas\), got rank 2"),
+        ({"global_batch_size": 8, "rank": None}, "given together, .* got rank None"),
+        ({"global_batch_size": 8, "balance": "dynamic"}, "num_replicas must be the world size"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named_with_their_bound_and_value(arguments, said):
+    usual = {"num_samples": 100, "rank": 0, "num_replicas": 2}
+    with pytest.raises(SettingError, match=said):
+        UnevenBatchSampler(**{**usual, **arguments})
+
+
+def test_a_process_group_that_is_still_to_come_is_asked_for(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingError, match="after the process group"):
+        UnevenBatchSampler(10, 4)
+
+
+def test_scale_twice_for_a_batch_and_for_another_batch_are_errors():
+    sampler = samplers(20, [3, 5])[1]
+    with pytest.raises(SettingError, match="got another call after 0 batches"):
+        sampler.scale(5)
+    batches = iter(sampler)
+    next(batches)
+    with pytest.raises(
+        SettingError, match=r"count must be 5, as planned for batch 0 of rank 1, got 3"
+    ):
+        sampler.scale(3)
+    sampler.scale(5)
+    with pytest.raises(SettingError, match="got another call after 1 batches"):
+        sampler.scale(5)
+
+
+def test_what_is_forgotten_is_warned_of():
+    sampler = samplers(200, [1, 2])[0]
+    with pytest.warns(UserWarning, match="scale was not called for any batch"):
+        list(sampler)
+    with pytest.raises(SettingError, match="state_dict counts the batches"):
+        sampler.state_dict()
+    with pytest.warns(UserWarning, match="epoch 0 is repeated in the same order"):
+        next(iter(sampler))
+    sampler = samplers(6, [1, 2])[0]
+    for _ in sampler:
+        pass
+    sampler.scale(1)
+    sampler.set_epoch(1)
+    with pytest.warns(UserWarning, match="scale was called for 1 of the 2 batches"):
+        next(iter(sampler))
+
+
+def test_leaving_the_loaded_epoch_is_warned_of():
+    (sampler,) = samplers(20, [4])
+    train([sampler], 2, steps=2)
+    state = sampler.state_dict()
+    (other,) = samplers(20, [4])
+    other.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"set_epoch\(0\) leaves epoch 2"):
+        other.set_epoch(0)
+    assert len(list(other)) == 5
+
+
+def test_a_state_of_other_data_is_refused():
+    state = samplers(20, [4])[0].state_dict()
+    with pytest.raises(SettingError, match="num_samples must be 20, as in the state, got 21"):
+        samplers(21, [4])[0].load_state_dict(state)
+    with pytest.raises(SettingError, match="seed must be 0, as in the state, got 3"):
+        samplers(20, [4], seed=3)[0].load_state_dict(state)
+
+
+def test_a_mean_over_nothing_is_refused_and_announced_counts_are_held_to():
+    assert mean_scale(7) == 1.0
+    with pytest.raises(SettingError, match="count must be at least 1 on every process"):
+        mean_scale(0)
+    assert mean_scale(7, ahead=5) == 1.0
+    with pytest.raises(SettingError, match="count must be 5, announced by ahead, got 6"):
+        mean_scale(6)
+
+
+def test_no_warning_where_all_is_done_right():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group = samplers(300, [1, 2])
+        for epoch in range(3):
+            train(group, epoch, ahead=3)
