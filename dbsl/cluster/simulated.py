@@ -25,16 +25,9 @@ from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, RoundRe
 class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
 
-    A turn's worker has the weights to itself until it pushes.
-
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: Its weights are on the model's device.
-        times: Simulated seconds that a worker's round takes to compute, and those of its push and
-            pull, from (worker, epoch, round).
-
-    Attributes:
-        changes: Workers that are lost and that join at simulated times, which are still to come.
+    A turn's worker has the weights to itself until it pushes. `times` gives the simulated seconds
+    that a worker's round takes to compute, and those of its push and pull, from (worker, epoch,
+    round). `changes` are workers that are lost and that join at simulated times still to come.
     """
 
     holds_weights = False  # the next turn pulls others
