@@ -55,7 +55,7 @@ from dbsl.run.folder import SUMS, Code, check_metrics, unlike
 from dbsl.run.training import Run
 
 _TIMES = with_role(RunConfig, Role.TIMES)
-_PER_WORKER = tuple(markers(RunConfig, PerWorker))
+_PER_WORKER = tuple(dict(markers(RunConfig, PerWorker)))
 
 
 def changed_settings(before: Mapping[str, Any], now: RunConfig) -> dict[str, tuple[Any, Any]]:

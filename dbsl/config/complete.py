@@ -27,18 +27,6 @@ def says_unlike(
     return small_ratio > 0 or small_workers is not None or bool(local_batch_sizes)
 
 
-def check_names(resolved: Any, cls: type[RunConfig]) -> None:
-    """Raise ``SettingError`` unless it maps settings that a run finds out."""
-    if not isinstance(resolved, Mapping):
-        raise SettingError(f"resolved must map settings to values, got {resolved!r}")
-    known = sources(cls)
-    for name in resolved:
-        if name not in known and name != PROCESSES:
-            raise SettingError(
-                f"resolved must name settings that a run finds out ({', '.join(known)}), got {name}"
-            )
-
-
 def follow(
     cls: type[RunConfig], found: Collection[str], changed: Collection[str]
 ) -> dict[str, str]:
@@ -105,7 +93,7 @@ def set_back(config: RunConfig, given: RunConfig, names: Collection[str]) -> Run
 
 def _ends(config: RunConfig, names: Collection[str]) -> set[str]:
     """Return the settings that have had their say once these are found."""
-    found = markers(type(config), Found)
+    found = dict(markers(type(config), Found))
     return {end for name in names if name in found for end in found[name].ends}
 
 
@@ -122,7 +110,7 @@ def _says_unlike(config: RunConfig) -> bool:
 def is_as_given(name: str, given: RunConfig, complete: RunConfig) -> bool:
     """Whether a setting is what was given, perhaps written at greater length."""
     own, value = getattr(given, name), getattr(complete, name)
-    per_worker = name in markers(type(given), PerWorker) and name != "local_batch_sizes"
+    per_worker = name in dict(markers(type(given), PerWorker)) and name != "local_batch_sizes"
     if not per_worker or own in (None, "auto") or not own or not value:
         return own == value
     length = math.lcm(len(own), len(value))

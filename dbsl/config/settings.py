@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import lt
 from typing import Annotated, Any, Literal, TypedDict
 
 from dbsl.base.errors import SettingError
@@ -17,19 +18,18 @@ from dbsl.config.fields import (
     PAIRS,
     PROCESSES,
     UNLIKE,
+    Excludes,
     Found,
     Needs,
     PerWorker,
     Role,
     Within,
     check_fields,
-    check_names,
     check_needs,
-    in_range,
     parse_kwargs,
     read_kwargs,
 )
-from dbsl.config.image_settings import DataConfig, check_images, check_mixing
+from dbsl.config.image_settings import DataConfig, Refusal, check_images, of_mixing, refuse
 
 Precision = Literal["auto", "no", "bf16", "fp16"]
 Rounding = Literal["round", "truncate"]
@@ -45,6 +45,8 @@ Balance = Literal["none", "dynamic", "dbs"]
 ClipMode = Literal["norm", "value", "agc"]  # timm's names
 Wire = Literal["float32", "bf16"]
 
+_IN_PARTS = ", where each push is part of a step"
+_OWN_SCALES = ", as each worker would choose the loss scale of fp16 for itself"
 CHECKPOINTS = "checkpoints"  # in a run folder
 NO_SIDE = 0  # the only resolution of inputs that are no images
 LARGEST_SIDE = 8192  # pixels
@@ -55,17 +57,8 @@ def check_resolutions(resolutions: Sequence[int]) -> None:
 
     `NO_SIDE` alone passes, too: whoever loads images refuses it.
     """
-    if tuple(resolutions) == (NO_SIDE,):
-        return
-    if not resolutions:
-        raise SettingError("resolutions must name at least one image side in pixels, got none")
-    if resolutions[0] < 1 or any(a >= b for a, b in itertools.pairwise(resolutions)):
-        raise SettingError(f"resolutions must be positive and ascend, got {as_given(resolutions)}")
-    in_range("resolutions", resolutions[-1], 1, LARGEST_SIDE)
-
-
-# Arguments of timm's optimizers that are settings.
-_NOT_OPT_KWARGS = {name: name for name in ("lr", "momentum", "weight_decay")}
+    if tuple(resolutions) != (NO_SIDE,):
+        Within(1, LARGEST_SIDE, order=lt).check("resolutions", tuple(resolutions))
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,12 @@ class OptimizerConfig:
     opt_kwargs: Annotated[tuple[str, ...], Role.STEP] = field(default=(), metadata=PAIRS)
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
     # metrics.jsonl is the norm before it
-    clip_grad: Annotated[float | None, Within(0, open_low=True), Role.STEP] = None
+    clip_grad: Annotated[
+        float | None,
+        Within(0, open_low=True),
+        Role.STEP,
+        Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS),
+    ] = None
     # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
     # norm in proportion to that of its weights, the classifier left out (agc)
     clip_mode: Annotated[ClipMode, Role.STEP, Needs("clip_grad")] = "norm"
@@ -92,16 +90,15 @@ class OptimizerConfig:
     @property
     def optimizer_settings(self) -> dict[str, Any]:
         """What the optimizer takes beside its learning rate, momentum and weight decay."""
-        more = parse_kwargs("opt_kwargs", self.opt_kwargs)
-        check_names("opt_kwargs", more, more, _NOT_OPT_KWARGS)
-        Within(0, 1, open_low=True).check_in("opt_kwargs", more, "layer_decay")
-        return more
+        own = {name: name for name in ("lr", "momentum", "weight_decay")}
+        bounds = {"layer_decay": Within(0, 1, open_low=True)}
+        return parse_kwargs("opt_kwargs", self.opt_kwargs, own, bounds)
 
 
 def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
     """Return the optimizer's arguments but those that any step of it can take."""
-    more = parse_kwargs("opt_kwargs", tuple(opt_kwargs))
     any_step = ("eps", "betas", "layer_decay", "layer_decay_min_scale")
+    more = parse_kwargs("opt_kwargs", opt_kwargs)
     return {name: value for name, value in more.items() if name not in any_step}
 
 
@@ -110,6 +107,8 @@ _Sizes = Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1), PerWorke
 # What the largest batch that fits is found from.
 _FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
+_SHARED = ", where all workers share each global batch (see local_batch_sizes)"
+_NO_JOINTLY = Excludes(sync="step", why=_SHARED) | Excludes(push="gradients")
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,14 @@ class BatchConfig:
         Found(PROCESSES, "dedicated_server", UNLIKE),
     ] = None
     # share of workers on the small batch, in [0, 1]
-    small_ratio: Annotated[float, Within(0, 1)] = 0.0
+    small_ratio: Annotated[float, Within(0, 1), _NO_JOINTLY] = 0.0
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[
         int | None,
         Within(0),
         Role.WORKERS | Role.PLAN | Role.SOLVED,
         Found("small_ratio", "workers"),
+        _NO_JOINTLY,
     ] = None
     # how much longer an epoch may take with small batches than with large ones alone: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED] = 1.05
@@ -148,6 +148,8 @@ class BatchConfig:
         PerWorker(),
         Role.PLAN | Role.SPLIT | Role.TIMED,
         Found("workers", "resolutions"),
+        Excludes("small_ratio"),
+        Excludes("small_workers"),
     ] = None
     # samples per joint step over all workers; unset: the sum of their batches
     global_batch_size: Annotated[
@@ -156,6 +158,7 @@ class BatchConfig:
         Role.WORKERS | Role.PLAN | Role.SPLIT | Role.TIMED,
         Found(JOINT, Role.ROUND, "local_batch_sizes"),
         _JOINTLY,
+        Excludes("local_batch_sizes", why=", whose sum it is"),
     ] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
     small_batch_size: Annotated[
@@ -191,7 +194,7 @@ class BatchConfig:
     # worker; unset: measured with the slope, or 0 where that is given
     floor: Annotated[_Times, Found("slope"), Needs("slope")] = None
     # file of step times from python -m dbsl.profile --output; unset: the cache, or measured
-    profile: Annotated[str | None, Role.FREE | Role.TIMED] = None
+    profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
     # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
     # alone, whose batch does not depend on them
     profile_seconds: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
@@ -246,7 +249,7 @@ class StageConfig:
     # what is left of the run (poly)
     lr_schedule: LrSchedule = "step"
     # scale a worker's learning rate by batch / large batch (linear), or its square root (sqrt)
-    lr_scaling: LrScaling = "none"
+    lr_scaling: Annotated[LrScaling, _NO_JOINTLY] = "none"
     # epochs after which a new stage begins and, with --lr-schedule step, the learning rate falls;
     # unset: 4/7 and 6/7 of the run
     lr_milestones: Annotated[tuple[int, ...] | None, Found("epochs")] = None
@@ -262,7 +265,7 @@ class StageConfig:
     lr_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # when workers clear their optimizer's state: never, where a stage or its resolution begins
     # (stage), or before every round (round)
-    reset_momentum: ResetMomentum = "never"
+    reset_momentum: Annotated[ResetMomentum, Excludes(push="gradients")] = "never"
 
     @property
     def curve(self) -> dict[str, Any]:
@@ -271,24 +274,21 @@ class StageConfig:
         return {"warmup_epochs": self.warmup_epochs, "min_lr": self.min_lr, **more}
 
 
-def check_curve(config: StageConfig) -> None:
-    """Raise ``SettingError`` unless the learning rate ends below its peak, and after warm-up."""
-    given = config.curve
+def _of_curve(config: StageConfig) -> Iterator[Refusal]:
+    """Yield what does not go together in a learning rate's course."""
+    given, lr_schedule = config.curve, config.lr_schedule
     without = {"step": LrKwargs.__annotations__.keys() - {"warmup_lr"}, "cosine": {"power"}}
-    if names := sorted(given.keys() & without.get(config.lr_schedule, set())):
-        raise SettingError(
-            f"lr_kwargs must leave out {names[0]} with lr_schedule {config.lr_schedule}, "
-            f"got {given[names[0]]}"
-        )
-    if config.lr is not None and config.min_lr > config.lr:
-        raise SettingError(f"min_lr must be at most lr ({config.lr:g}), got {config.min_lr:g}")
-    left = config.epochs - (config.warmup_epochs or 0)
-    cooldown = given.get("cooldown_epochs", 0.0)
-    if cooldown and cooldown >= left:
-        raise SettingError(
-            f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up, "
-            f"got {cooldown:g}"
-        )
+    for name in sorted(given.keys() & without.get(lr_schedule, set())):
+        yield True, f"lr_kwargs must leave out {name} with lr_schedule {lr_schedule}", given[name]
+    if config.lr is not None:
+        most = f"min_lr must be at most lr ({config.lr:g})"
+        yield config.min_lr > config.lr, most, config.min_lr
+    warmup, cooldown = config.warmup_epochs or 0, given.get("cooldown_epochs", 0.0)
+    most = f"warmup_epochs must be at most the {config.epochs} epochs of the run"
+    yield warmup > config.epochs, most, warmup
+    left = config.epochs - warmup
+    below = f"lr_kwargs cooldown_epochs must be below the {left:g} epochs after the warm-up"
+    yield cooldown and cooldown >= left, below, cooldown
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,9 @@ class SyncConfig:
     # on its own
     sync: Annotated[Sync, Role.MEETING] = "bsp"
     # what workers send: their weights, or gradients for an optimizer at the server
-    push: Annotated[Push, Role.MEETING] = "weights"
+    push: Annotated[
+        Push, Role.MEETING, Excludes(sync="step", why=", which averages gradients itself")
+    ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
     push_every: Annotated[int, Within(1), Role.MEETING, Needs(push="gradients")] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
@@ -310,11 +312,21 @@ class SyncConfig:
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
     drop_last: Annotated[bool, Role.PLAN, _JOINTLY] = False
     # batch-norm statistics over the global batch, with --sync step on GPUs
-    sync_batch_norm: Annotated[bool, Role.STEP, Needs(sync="step")] = False
+    sync_batch_norm: Annotated[
+        bool,
+        Role.STEP,
+        Needs(sync="step"),
+        Excludes("micro_batch_size", why=", where processes differ in how many they take"),
+    ] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
     staleness: Annotated[int, Within(0), Needs(sync="ssp", new=True)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
-    merge: Merge | None = None
+    merge: Annotated[
+        Merge | None,
+        Excludes(sync="bsp", but=("mean", "delta")),
+        Excludes(sync=("ssp", "asp", "step"), but=("ratio", "half")),
+        Excludes(push="gradients", but=("mean", "ratio", "half")),
+    ] = None
     # learning rate of the server's step, with --merge delta
     outer_lr: Annotated[float, Within(0, open_low=True), Needs(merge="delta", new=True)] = 0.7
     # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
@@ -322,9 +334,16 @@ class SyncConfig:
         float, Within(0, 1, open_high=True), Needs(merge="delta", new=True)
     ] = 0.9
     # pushes per worker and epoch
-    rounds_per_epoch: Annotated[int, Within(1), Role.MEETING | Role.ROUND] = 1
+    rounds_per_epoch: Annotated[
+        int,
+        Within(1),
+        Role.MEETING | Role.ROUND,
+        Excludes(push="gradients", why=" (see push_every)"),
+    ] = 1
     # rank 0 serves and evaluates but does not train
-    dedicated_server: Annotated[bool, Role.WORKERS | Role.MEETING] = False
+    dedicated_server: Annotated[
+        bool, Role.WORKERS | Role.MEETING, Excludes(sync="step", why=", which has no server")
+    ] = False
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
     worker_timeout: Annotated[float, Within(0, 1e9, open_low=True), Role.FREE] = 1800.0
@@ -333,16 +352,6 @@ class SyncConfig:
 def meets_at_server(sync: Sync) -> bool:
     """Whether processes meet at a server on rank 0, each in its own time, in no collective."""
     return sync in ("ssp", "asp")
-
-
-# Arguments of timm's `create_model` that settings are, or the data decide.
-_NOT_MODEL_KWARGS = {
-    "drop_rate": "dropout",
-    "pretrained": "pretrained",
-    "checkpoint_path": "initial_checkpoint",
-    "num_classes": "the data",
-    "in_chans": "the data",
-}
 
 
 @dataclass(frozen=True)
@@ -357,7 +366,7 @@ class ModelConfig:
     # file of weights to start from, of safetensors or torch; the classifier, and a stem for small
     # images, are new where theirs do not fit. Images are normalised as the config.json beside the
     # file says, else as timm's weights of the model are; --mean and --std win
-    initial_checkpoint: Annotated[str | None, Role.MODEL] = None
+    initial_checkpoint: Annotated[str | None, Role.MODEL, Excludes("pretrained")] = None
     # more arguments of timm's model as name=value: drop_path_rate=0.1 (stochastic depth)
     # drop_block_rate=0.1 global_pool=avg bn_eps=1e-3 init_values=1e-6
     model_kwargs: Annotated[tuple[str, ...], Role.STEP | Role.MODEL] = field(
@@ -369,10 +378,10 @@ class ModelConfig:
     @property
     def model_settings(self) -> dict[str, Any]:
         """What timm's `create_model` takes beside the name and the number of classes."""
-        more = parse_kwargs("model_kwargs", self.model_kwargs)
-        check_names("model_kwargs", more, more, _NOT_MODEL_KWARGS)
-        Within(0, 1, open_high=True).check_in("model_kwargs", more, "drop_path_rate")
-        return more
+        own = {"drop_rate": "dropout", "checkpoint_path": "initial_checkpoint"}
+        own |= {"pretrained": "pretrained", "num_classes": "the data", "in_chans": "the data"}
+        bounds = {"drop_path_rate": Within(0, 1, open_high=True)}
+        return parse_kwargs("model_kwargs", self.model_kwargs, own, bounds)
 
 
 @dataclass(frozen=True)
@@ -390,7 +399,12 @@ class MachineConfig:
     # precision of forward passes; auto: what accelerate launch was asked for, else bf16 where the
     # device computes it natively, else no; no: float32, where PyTorch lets convolutions on CUDA use
     # TF32, but not matrix products
-    mixed_precision: Annotated[Precision, Role.STEP, Found()] = "auto"
+    mixed_precision: Annotated[
+        Precision,
+        Role.STEP,
+        Found(),
+        Excludes(push="gradients", but=("no", "bf16"), why=_OWN_SCALES),
+    ] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
     eval_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
     # minutes after which the run saves and stops with status 75, as after SIGTERM
@@ -422,13 +436,18 @@ class RunConfig(
     # allow --resume with settings that change what is trained
     allow_config_change: Annotated[bool, Role.FREE | Role.COMMAND] = False
     # print the plan and its timeline, then stop
-    plan_only: Annotated[bool, Role.FREE | Role.COMMAND] = False
+    plan_only: Annotated[bool, Role.FREE | Role.COMMAND, Excludes("eval_only")] = False
     # evaluate the weights of --model or --resume, print one line, and write nothing
     eval_only: Annotated[bool, Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
     max_bad_rounds: Annotated[int, Within(0), Role.FREE] = 10
     # use torch.compile; graphs for all batch sizes are made before training
-    compile: Annotated[bool, Role.STEP] = False
+    compile: Annotated[
+        bool,
+        Role.STEP,
+        Excludes("sync_batch_norm", why=": processes would wait while each compiles its own steps"),
+        Excludes("balance", why=", which changes batch sizes: each would be compiled"),
+    ] = False
     # run folder, a new one; unset: runs/<dataset>-<model>-<time>
     output_dir: Annotated[str | None, Role.FREE | Role.COMMAND] = None
     # what a run found out, as its config.yaml has it; no flag
@@ -438,18 +457,11 @@ class RunConfig(
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.warmup_epochs is not None and self.warmup_epochs > self.epochs:
-            raise SettingError(
-                f"warmup_epochs must be at most the {self.epochs} epochs of the run, "
-                f"got {self.warmup_epochs:g}"
-            )
         parse_interval(self.checkpoint_every)
         if self.resolutions is not None:
             check_resolutions(self.resolutions)
         check_images(self)
-        check_mixing(self)
-        check_curve(self)
-        _check_together(self)
+        refuse(itertools.chain(of_mixing(self), _of_curve(self), _of_run(self)))
 
 
 def is_url(text: str | None) -> bool:
@@ -457,47 +469,22 @@ def is_url(text: str | None) -> bool:
     return text is not None and "://" in text
 
 
-def _check_together(config: RunConfig) -> None:
-    """Raise ``SettingError`` for the first setting that does not go with another."""
-    for holds, name, must, where in _rules(config):
-        value = getattr(config, name)
-        if holds and value not in (must, None):
-            raise SettingError(f"{name} must be {as_given(must)} {where}, got {as_given(value)}")
-    if config.micro_batch_size is not None and config.large_batch_size == "auto":
-        raise SettingError(
-            "large_batch_size must not be auto with micro_batch_size, with which any batch fits, "
-            "got auto"
-        )
-    _check_meeting(config)
-    _check_places(config)
-
-
-def _check_meeting(config: RunConfig) -> None:
-    """Raise ``SettingError`` for a setting of how workers meet that does not go with another."""
-    parts = (config.balance_every or 0) % config.rounds_per_epoch
-    if parts and meets_at_server(config.sync):
-        raise SettingError(
-            f"balance_every must be whole epochs of {config.rounds_per_epoch} rounds with sync "
-            f"{config.sync}, got {config.balance_every}"
-        )
-    rules = ("mean", "delta") if config.sync == "bsp" else ("ratio", "half")
-    if config.push == "gradients" and config.merge == "delta":
-        raise SettingError("merge must not be delta with push gradients, got delta")
-    if config.merge is not None and config.merge not in rules:
-        raise SettingError(
-            f"merge must be {' or '.join(rules)} with sync {config.sync}, got {config.merge}"
-        )
-    if config.push == "gradients" and config.mixed_precision == "fp16":
-        raise SettingError(
-            "mixed_precision must be no or bf16 with push gradients, got fp16, whose "
-            "loss scale each worker would choose for itself"
-        )
-
-
-def _check_places(config: RunConfig) -> None:
-    """Raise ``SettingError`` for a place to read from or write to that does not go with another."""
-    if config.eval_only and config.output_dir and config.resume != "auto":
-        raise SettingError(f"output_dir must be left out with eval_only, got {config.output_dir}")
+def _of_run(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what the fields' types do not say of settings that do not go together."""
+    text = "large_batch_size must not be auto with micro_batch_size, with which any batch fits"
+    micro = config.micro_batch_size is not None
+    yield micro and config.large_batch_size == "auto", text, "auto"
+    text = f"opt_kwargs must be empty with push gradients and sync {config.sync}{_IN_PARTS}"
+    others = steps_in_parts(config) and bool(without_rates(config.opt_kwargs))
+    yield others, text, config.opt_kwargs
+    weights, text = config.initial_checkpoint, "initial_checkpoint must be unset with a model of"
+    yield weights and ":" in config.model, f"{text} other weights", weights
+    rounds = config.rounds_per_epoch
+    text = f"balance_every must be whole epochs of {rounds} rounds with sync {config.sync}"
+    parts = meets_at_server(config.sync) and (config.balance_every or 0) % rounds
+    yield parts, text, config.balance_every
+    written = config.eval_only and config.output_dir and config.resume != "auto"
+    yield written, "output_dir must be left out with eval_only", config.output_dir
 
 
 def check_effects(config: RunConfig, processes: int = 1) -> None:
@@ -523,40 +510,6 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
             "resolutions climb between them (schedule cyclic) or reset_momentum is stage, "
             f"got {as_given(config.lr_milestones)}"
         )
-
-
-def _rules(config: RunConfig) -> Iterator[tuple[bool, str, Any, str]]:
-    """Yield settings that others leave one value: whether they do, name, value, and where."""
-    step, gradients = config.sync == "step", config.push == "gradients"
-    joint, where = step or gradients, "with sync step or push gradients"
-    shared = f"{where}, where all workers share each global batch (see local_batch_sizes)"
-    yield step, "push", "weights", "with sync step, which averages gradients itself"
-    yield joint, "lr_scaling", "none", f"{where}, where the batch is one for all workers"
-    yield joint, "small_workers", 0, shared
-    yield joint, "small_ratio", 0, shared
-    unlike = "with micro_batch_size, where processes differ in how many they take"
-    yield config.micro_batch_size is not None, "sync_batch_norm", False, unlike
-    waits = "with sync_batch_norm: processes would wait while each compiles for its own batches"
-    yield config.sync_batch_norm, "compile", False, waits
-    resized = "with balance, which changes batch sizes as it trains: each would be compiled"
-    yield config.balance != "none", "compile", False, resized
-    by_hand = config.local_batch_sizes is not None
-    yield by_hand, "global_batch_size", None, "with local_batch_sizes, whose sum it is"
-    small = "small_ratio" if config.small_ratio else "small_workers"
-    share = getattr(config, small) or 0
-    yield share > 0, "local_batch_sizes", None, f"with {small} {share:g}"
-    yield step, "dedicated_server", False, "with sync step, which has no server"
-    yield gradients, "reset_momentum", "never", "with push gradients"
-    yield gradients, "rounds_per_epoch", 1, "with push gradients (see push_every)"
-    yield config.slope is not None, "profile", None, "with slope"
-    parts = f"with push gradients and sync {config.sync}, where each push is part of a step"
-    yield steps_in_parts(config), "clip_grad", None, parts
-    yield steps_in_parts(config) and bool(without_rates(config.opt_kwargs)), "opt_kwargs", (), parts
-    weights = config.pretrained or ":" in config.model
-    yield weights, "initial_checkpoint", None, "with other weights, pretrained or of a folder"
-    yield not config.mixes, "mixup_kwargs", (), "except with mixup, cutmix or cutmix_minmax"
-    yield config.augmentation == "none", "aug_repeats", 1, "with augment none: copies are equal"
-    yield config.eval_only, "plan_only", False, "with eval_only"
 
 
 @dataclass(frozen=True)

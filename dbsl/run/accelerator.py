@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 
 from dbsl.base.errors import SettingError
-from dbsl.base.launcher import launched_precision
+from dbsl.base.machine import launched_precision
 from dbsl.cluster.launch import chosen_backend, group_timeout, join_processes
 from dbsl.cluster.wire import wait_for_all
 from dbsl.config.settings import Precision

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from dbsl.base.launcher import has_fault, launcher_address, remember
+from dbsl.base.machine import ask_faults, launcher_address, remember
 
 # A fork's signals are not its parent's.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -104,12 +104,16 @@ class Stopping:
                 if number[0] in own and not told:
                     told = True
                     self.on_signal()
-                    if number[0] == signal.SIGTERM and launcher_address() and not has_fault():
+                    if number[0] == signal.SIGTERM and launcher_address() and not _has_fault():
                         self._say(number[0])
 
     def _restore(self) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
+
+
+def _has_fault() -> bool:
+    return ask_faults(lambda store: store.check(["first"]) or store.check(["ended"]), False)
 
 
 class Stopwatch:

@@ -29,10 +29,9 @@ from dbsl.base.files import write_text
 from dbsl.base.machine import threads_of_process
 from dbsl.base.seeds import stream_seed
 from dbsl.config.fields import Within, check_fields, in_range
-from dbsl.config.flags import parse_flags
 from dbsl.config.hooks import settings_of_extras
 from dbsl.config.image_settings import ImageConfig, check_images
-from dbsl.config.parse import config_to_yaml
+from dbsl.config.parse import config_to_yaml, parse_flags
 from dbsl.config.settings import MachineConfig, RunConfig
 from dbsl.data.dataset import load_data
 from dbsl.model import check_sides

@@ -16,7 +16,6 @@ import torch
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
 from dbsl.checkpoint.restart import plan_restart, with_lost_workers
-from dbsl.cluster.protocol import leave_out
 from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.session import Progress, make_reports
@@ -70,7 +69,7 @@ class _Player:
         try:
             self._connect(prepare(case))
             if case.absent:
-                leave_out(self._cluster.server, self._run.planner, case.absent)
+                self._leave_out(case.absent)
         except ValueError as error:
             raise NoSuchRunError(str(error)) from error
         self._changes = list(case.changes)  # still to come
@@ -80,6 +79,15 @@ class _Player:
         self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
         self._stops = list(case.stops)
         self._collected: list[tuple[int, Turn, np.ndarray]] = []  # the last pushes, by version
+
+    def _leave_out(self, workers: tuple[int, ...]) -> None:
+        """Begin without workers that may join later."""
+        members = self._cluster.server.members
+        if not members.active - set(workers):
+            raise ValueError("a run must begin with a worker, got none")
+        self._run.planner.leave_out(workers)
+        for worker in workers:
+            members.leave(worker)
 
     def play(self) -> Played:
         """Play to the end."""
@@ -190,7 +198,6 @@ class _Player:
         else:
             self._restart(*resized)
         self._changes = [c for c in self._changes if c.worker < self._workers]
-        self._run.planner.changes = 0
 
     @property
     def _workers(self) -> int:

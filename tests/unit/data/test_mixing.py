@@ -105,7 +105,7 @@ def test_mixing_ends_with_an_epoch():
             {"mixup": 0.2, "mixup_kwargs": ("switch_prob=0.1",)},
             "mixup_kwargs must leave out switch_prob except with mixup",
         ),
-        ({"mixup_kwargs": ("cutmix_minmax=0.8,0.2",)}, "two values, ascending, got 0.8,0.2"),
+        ({"mixup_kwargs": ("cutmix_minmax=0.8,0.2",)}, "cutmix_minmax must ascend, got 0.8,0.2"),
         ({"aug_repeats": 3, "augment": "none"}, "aug_repeats must be 1 with augment none"),
     ],
 )

@@ -107,11 +107,11 @@ def test_stages_cover_each_epoch_once_and_end_at_the_final_resolution(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"resolutions": ()}, "resolutions must name at least one"),
-        ({"resolutions": (32, 24)}, "resolutions must be positive and ascend, got 32,24"),
-        ({"resolutions": (24, 24)}, "resolutions must be positive and ascend, got 24,24"),
+        ({"resolutions": ()}, "resolutions must have a value"),
+        ({"resolutions": (32, 24)}, "resolutions must ascend, got 32,24"),
+        ({"resolutions": (24, 24)}, "resolutions must ascend, got 24,24"),
         ({"resolutions": (24, 9000)}, r"resolutions must be in \[1, 8192\], got 9000"),
-        ({"resolutions": (0, 24)}, "resolutions must be positive and ascend, got 0,24"),
+        ({"resolutions": (0, 24)}, r"resolutions must be in \[1, 8192\], got 0"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"milestones": (10,)}, r"lr_milestones must ascend inside \(0, epochs=10\), got 10"),
         ({"milestones": (5, 3)}, "lr_milestones must ascend"),
@@ -156,7 +156,7 @@ def test_rates_are_those_of_timms_schedulers(schedule, k, power, prefix):
         ({"min_lr": 0.01}, "min_lr must be 0.0 except with lr_schedule cosine or poly, got 0.01"),
         (
             {"lr_schedule": "cosine", "lr_kwargs": ("power=2",)},
-            "lr_kwargs must leave out power with lr_schedule cosine, got 2.0",
+            "lr_kwargs must leave out power with lr_schedule cosine, got 2",
         ),
         ({"lr_schedule": "poly", "min_lr": 0.2, "lr": 0.1}, "min_lr must be at most lr .0.1., got"),
         (
