@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.protocol import Change, Cluster, join_worker, lose_worker
+from dbsl.cluster.protocol import Change, Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
-from dbsl.plan.types import EpochEnd, JoinedWorker, LostWorker, Restart, RoundReport, Turn
+from dbsl.plan.types import EpochEnd, Restart, RoundReport, Turn
 
 
 class SimulatedCluster(Cluster):
@@ -88,19 +88,16 @@ class SimulatedCluster(Cluster):
         heapq.heapify(self._queue)
         self._pulled.pop(worker, None)
         try:
-            samples = lose_worker(server, self._plans.planner, worker, self._rounds)
+            self._drop(worker, worker, "simulated")
         except SettingError as error:
             raise SyncError(f"worker {worker} was lost, without it is no plan: {error}") from error
-        self._membership.append(LostWorker(worker, worker, clock, samples, "simulated"))
 
     def join(self, worker: int) -> None:
         """Go on with one more worker, unless it is there or the run has nothing left for it."""
         if worker in self.server.active:
             return
-        clock = join_worker(self.server, self._plans.planner, worker, self._rounds)
-        if clock < self._rounds:
+        if self._take_in(worker, worker) < self._rounds:
             self._ended[worker] = self.time_s
-            self._membership.append(JoinedWorker(worker, worker, clock, self._place(worker)[0]))
 
     def _change_before(self, time_s: float) -> bool:
         """Make the next change, if it comes before this time; say whether it did."""

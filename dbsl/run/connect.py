@@ -20,8 +20,8 @@ from dbsl.cluster.joint import JointCluster
 from dbsl.cluster.launch import Door, RunningJob
 from dbsl.cluster.merges import MergeRule, choose_rule
 from dbsl.cluster.protocol import Cluster
-from dbsl.cluster.served import through_server
 from dbsl.cluster.server import Server
+from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,

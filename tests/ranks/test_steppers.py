@@ -18,7 +18,7 @@ from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.barrier import BarrierCluster
 from dbsl.cluster.gradients import GradientServer
 from dbsl.cluster.joint import JointCluster
-from dbsl.cluster.served import through_server
+from dbsl.cluster.serving import through_server
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import (
     ComputeTimer,

@@ -40,7 +40,7 @@ from dbsl.config.parse import (
 )
 from dbsl.run.stopping import Stopping
 from dbsl.tools.compare.report import only_writer, read_runs, write_comparison, write_runs
-from dbsl.tools.compare.statistics import Run, equal_time_epochs, read_run
+from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
 from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
 
 # Settings that move no result: where figures and weights are kept, and how many.
@@ -222,7 +222,7 @@ class _Table:
                 if (arm.name, seed) not in self.done and is_needed:
                     self.lacking[folder] = arm, seed
 
-    def make(self, stopping: Stopping) -> dict[str, list[Run]]:
+    def make(self, stopping: Stopping) -> dict[str, list[ArmRun]]:
         """Make the runs that are lacking, and return all that are finished, by arm."""
         self._check()
         for folder, (arm, _) in self.lacking.items():
@@ -252,12 +252,12 @@ class _Table:
             _check_same(arm, folder)
         self._check_rows(self.recorded)
 
-    def _collect(self) -> dict[str, list[Run]]:
+    def _collect(self) -> dict[str, list[ArmRun]]:
         """Read the runs that have ended, write the table, and return all finished runs by arm."""
         for folder, (arm, seed) in self.lacking.items():
             if (arm.name, seed) not in self.done and is_finished(folder):
                 self.done[arm.name, seed] = replace(read_run(folder), settings=arm.hash)
-        found: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
+        found: dict[str, list[ArmRun]] = {arm.name: [] for arm in self.arms}
         output = self.config.output
         if self.done or output.exists():
             with only_writer(output):
@@ -274,7 +274,7 @@ class _Table:
         seeds = self.config.seed_range
         return {name: [run for run in rows if run.seed in seeds] for name, rows in found.items()}
 
-    def _of_arms(self, rows: Mapping[str, Sequence[Run]]) -> dict[tuple[str, int], Run]:
+    def _of_arms(self, rows: Mapping[str, Sequence[ArmRun]]) -> dict[tuple[str, int], ArmRun]:
         """Return the rows that are runs of the arms as they are now, by arm and seed."""
         return {
             (arm.name, run.seed): run
@@ -283,7 +283,7 @@ class _Table:
             if run.settings == arm.hash
         }
 
-    def _check_rows(self, rows: Mapping[str, Sequence[Run]]) -> None:
+    def _check_rows(self, rows: Mapping[str, Sequence[ArmRun]]) -> None:
         """Refuse rows of the arms with other settings: new ones would replace them."""
         for arm in self.arms if self.name == "arms" else ():
             other = [run for run in rows.get(arm.name, ()) if run.settings != arm.hash]

@@ -14,8 +14,7 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.restart import plan_restart, with_lost_workers
-from dbsl.cluster.protocol import leave_out
+from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.session import Progress, make_reports
@@ -69,7 +68,7 @@ class _Player:
         try:
             self._connect(prepare(case))
             if case.absent:
-                leave_out(self._cluster.server, self._run.planner, case.absent)
+                self._leave_out(case.absent)
         except ValueError as error:
             raise NoSuchRunError(str(error)) from error
         self._cluster.changes = list(case.changes)
@@ -79,6 +78,15 @@ class _Player:
         self._joined: set[tuple[int, int]] = set()  # workers, epochs that they joined for
         self._stops = list(case.stops)
         self._collected: list[tuple[int, Turn, np.ndarray]] = []  # the last pushes, by version
+
+    def _leave_out(self, workers: tuple[int, ...]) -> None:
+        """Begin without workers that may join later."""
+        members = self._cluster.server.members
+        if not members.active - set(workers):
+            raise ValueError("a run must begin with a worker, got none")
+        self._run.planner.leave_out(workers)
+        for worker in workers:
+            members.leave(worker)
 
     def play(self) -> Played:
         """Play to the end."""
@@ -174,7 +182,6 @@ class _Player:
         else:
             self._restart(*resized)
         self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
-        self._run.planner.changes = 0
 
     @property
     def _workers(self) -> int:
@@ -190,8 +197,8 @@ class _Player:
         except ValueError:  # there is no plan for them
             return None
         try:
-            samples = len(run.data.train)
-            return case, run, plan_restart(state, {}, run, asdict(before), samples)
+            saved = Saved(state, asdict(before), len(run.data.train), run)
+            return case, run, plan_restart(saved, {}, run)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise

@@ -122,7 +122,7 @@ def serving(weights, owner):
         weights,
         owner,
         **{"pairs": {}, "planner": None, "workers": (0,), "epochs": 1, "rounds_per_epoch": 1},
-        **{"timeout_s": 1.0, "narrow": None, "sends_changes": False},
+        **{"timeout_s": 1.0, "wire": None},
     )
 
 

@@ -12,7 +12,6 @@ from dbsl.extras.noise import (
     NoiseAverage,
     NoiseProbe,
     NoiseScale,
-    advise,
     choose_probe,
     noise_summary,
     pairs_of,
@@ -32,8 +31,6 @@ def test_two_sizes_give_the_published_formulas():
     gradient_square, trace = separate([(8, 9.0), (32, 3.0)], ENDLESS)
     assert gradient_square == pytest.approx(1.0)
     assert trace == pytest.approx(64.0)
-    with pytest.raises(ValueError, match="two batch sizes"):
-        separate([(8, 1.0), (8, 2.0)], ENDLESS)
 
 
 def test_more_sizes_give_the_line_through_them():
@@ -484,33 +481,24 @@ def test_workers_take_turns():
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "low", "high", "words"),
     [
-        (16, "a larger batch would save steps"),
-        (100, "about what is worth having"),
-        (1000, "a smaller batch would take hardly more steps"),
+        (16, 80.0, 130.0, "100 (95 %: 80 to 130); B_L is 16: a larger batch would save steps"),
+        (100, 80.0, 130.0, "B_L is 100: about what is worth having"),
+        (1000, 80.0, 130.0, "B_L is 1000: a smaller batch would take hardly more steps"),
+        (4, 10.0, math.inf, "(95 %: 10 or more); B_L is 4: a larger batch"),  # whatever its end is
+        (64, 10.0, math.inf, None),
+        (64, 5.0, 500.0, None),
     ],
 )
-def test_advice_compares_the_batch_with_the_interval(batch, words):
-    scale = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
-    text = advise(scale, batch, "B_L")
-    assert f"gradient noise scale 100 (95 %: 80 to 130); B_L is {batch}: {words}" in text
-
-
-def test_advice_admits_what_it_does_not_know():
-    scale = NoiseScale(100.0, 10.0, math.inf, 1.0, 100.0, 50)
-    assert advise(scale, 64, "B_L") is None
-    # Whatever the upper end is:
-    assert "(95 %: 10 or more); B_L is 4: a larger batch" in advise(scale, 4, "B_L")
-    wide = NoiseScale(100.0, 5.0, 500.0, 1.0, 100.0, 50)
-    assert advise(wide, 64, "B_L") is None
-    few = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 5)
-    assert advise(few, 16, "B_L") is None
-
-
-def test_a_run_says_something_of_its_noise_scale_only_if_that_is_known():
-    plan = plan_dual_batch(400, 4, 1, 50, TimeModel(1e-3, 0.02))
-    said = NoiseScale(100.0, 80.0, 130.0, 1.0, 100.0, 50)
-    assert "noise_advice" in noise_summary(said, plan)
-    for change in ({"b_simple": math.inf}, {"pairs": 5}, {"low": 1.0}, {"high": math.inf}):
-        assert "noise_advice" not in noise_summary(replace(said, **{"low": 20.0} | change), plan)
+def test_a_run_says_of_its_batch_what_its_noise_scale_tells_and_admits_what_it_does_not(
+    batch, low, high, words
+):
+    plan = plan_dual_batch(4000, 4, 0, batch, TimeModel(1e-3, 0.02))
+    scale = NoiseScale(100.0, low, high, 1.0, 100.0, 50)
+    found = noise_summary(scale, plan)
+    assert found["noise_scale_low"] == low
+    assert words in found["noise_advice"] if words else "noise_advice" not in found
+    for change in ({"b_simple": math.inf}, {"pairs": 5}):
+        assert "noise_advice" not in noise_summary(replace(scale, **change), plan)
+    assert "noise_advice" not in noise_summary(scale, None)

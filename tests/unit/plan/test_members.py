@@ -1,12 +1,13 @@
 """Workers that come and go: who has which samples of which epoch, and from when on."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from dbsl.cluster import served as through_server
+from dbsl.cluster import serving as through_server
 from dbsl.cluster.protocol import Change, SharedPlans
-from dbsl.cluster.served import ServedCluster
+from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode_segment
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import Segment, TimeModel, Turn
@@ -88,14 +89,14 @@ def test_where_there_is_no_plan_with_a_worker_nothing_changes(monkeypatch):
     planner = run.planner
     planner.leave_out([1, 2])
     know(planner, 0, 0, 0, lost=(1, 2))
-    before, without = planner.state_dict(), planner._maker.without
+    before, replan = planner.state_dict(), planner._maker.replan
 
-    def refuse(resolution, active):
+    def refuse(resolution, models, active):
         if len(active) == 2:
             raise ValueError("no such plan")
-        return without(resolution, active)
+        return replan(resolution, models, active)
 
-    monkeypatch.setattr(planner._maker, "without", refuse)
+    monkeypatch.setattr(planner._maker, "replan", refuse)
     with pytest.raises(ValueError, match="no such plan"):
         planner.join(2, 8)
     assert planner.state_dict() == before
@@ -177,7 +178,7 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(mo
     run.planner.leave_out([2])
     now = Segment(run.planner.ledger.current[8])
     cluster = ServedCluster.__new__(ServedCluster)
-    cluster._plans, cluster._pair = SharedPlans(run.planner), None
+    cluster._plans, cluster._link = SharedPlans(run.planner), SimpleNamespace(pair=None)
     cluster._waited_s = 0.0
     monkeypatch.setattr(through_server, "tell", lambda pair, kind: None)
     monkeypatch.setattr(
