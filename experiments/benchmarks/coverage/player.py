@@ -15,7 +15,7 @@ import torch
 
 from dbsl.base.errors import SyncError
 from dbsl.checkpoint.disk import pack, unpack
-from dbsl.checkpoint.restart import plan_restart, with_lost_workers
+from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.plan.types import EpochEnd, JoinedWorker, Restart, Segment, Turn
 from dbsl.run.connect import connect
 from dbsl.run.session import Progress, make_reports
@@ -213,8 +213,8 @@ class _Player:
         except ValueError:  # there is no plan for them
             return None
         try:
-            samples = len(run.data.train)
-            return case, run, plan_restart(state, {}, run, asdict(before), samples)
+            saved = Saved(state, asdict(before), len(run.data.train), run)
+            return case, run, plan_restart(saved, {}, run)
         except ValueError as error:
             if "workers must stay" not in str(error):
                 raise
