@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from dbsl.cluster import serving as through_server
-from dbsl.cluster.protocol import Change, SharedPlans
+from dbsl.cluster.protocol import SharedPlans
 from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode_segment
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import Segment, TimeModel, Turn
-from experiments.benchmarks.coverage.cases import Case, Stop
+from experiments.benchmarks.coverage.cases import Case, Change, Stop
 from experiments.benchmarks.coverage.check import check
 from experiments.benchmarks.coverage.player import play
 from experiments.benchmarks.coverage.prepare import prepare
