@@ -166,7 +166,7 @@ def _timeline_title(stages: Sequence[Stage], plans: Mapping[int, Plan], *, remad
 def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
     """Draw the first rows of workers of a plan."""
     rows, round_s = worker_rows(plan, MAX_ROWS), plan.time_s / rounds
-    for y, (_, worker) in enumerate(rows[:MAX_ROWS]):
+    for y, (_, worker, _) in enumerate(rows[:MAX_ROWS]):
         compute_s, color = worker.predicted_time_s / rounds, SMALL if worker.small else LARGE
         for start in (round_s * index for index in range(rounds)):
             axes.barh(y, compute_s, left=start, height=0.7, fc=color, ec="white")
@@ -181,7 +181,7 @@ def _draw_epoch(axes: Axes, plan: Plan, title: str, rounds: int) -> None:
             va="center",
             fontsize=9,
         )
-    names = [f"worker{'s' if '-' in name else ''} {name}" for name, _ in rows[:MAX_ROWS]]
+    names = [f"worker{'s' if '-' in name else ''} {name}" for name, *_ in rows[:MAX_ROWS]]
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(labelbottom=True)
