@@ -87,21 +87,12 @@ def run_trial(
     early_stopping: bool = True,
     may_go_on: Callable[[], object] = lambda: None,
 ) -> Trial:
-    """Train, and return the measurements.
+    """Train for at most `budget` steps, and return the measurements, `spacing` apart.
 
-    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there.
-
-    Args:
-        task: What is trained.
-        trial_id: Number of the trial.
-        parameters: Its metaparameters.
-        budget: Steps at most.
-        goal: Error to fall under.
-        spacing: Steps between measurements, as a share of the steps so far.
-        best: Steps to result of the best trial so far.
-        early_stopping: End where the goal is reached (COMPLETE), or cannot be reached before the
-            best trial did (INCOMPLETE): neither changes the least steps to result.
-        may_go_on: Called at every measurement; it may raise.
+    A trial whose loss is not finite at any measurement is INFEASIBLE and ends there. With
+    `early_stopping` it ends where the error falls under the goal (COMPLETE), or where it cannot
+    before the best trial did, in so many steps (INCOMPLETE): neither changes the least steps to
+    result. `may_go_on` is called at every measurement; it may raise.
     """
     rows = [(0, math.nan, *task.measure())]
     status, done = "COMPLETE", 0

@@ -1,16 +1,17 @@
 """Workers that come and go: who has which samples of which epoch, and from when on."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from dbsl.cluster import served as through_server
-from dbsl.cluster.protocol import Change, SharedPlans
-from dbsl.cluster.served import ServedCluster
+from dbsl.cluster import serving as through_server
+from dbsl.cluster.protocol import SharedPlans
+from dbsl.cluster.serving import ServedCluster
 from dbsl.cluster.wire import encode_segment
 from dbsl.extras.emulate import Emulation
 from dbsl.plan.types import Segment, TimeModel, Turn
-from experiments.benchmarks.coverage.cases import Case, Stop
+from experiments.benchmarks.coverage.cases import Case, Change, Stop
 from experiments.benchmarks.coverage.check import check
 from experiments.benchmarks.coverage.player import play
 from experiments.benchmarks.coverage.prepare import prepare
@@ -155,7 +156,7 @@ def test_a_served_worker_asks_for_the_plan_of_an_epoch_that_a_loss_may_change(mo
     run.planner.leave_out([2])
     now = Segment(run.planner.ledger.current[8])
     cluster = ServedCluster.__new__(ServedCluster)
-    cluster._plans, cluster._pair = SharedPlans(run.planner), None
+    cluster._plans, cluster._link = SharedPlans(run.planner), SimpleNamespace(pair=None)
     cluster._waited_s = 0.0
     monkeypatch.setattr(through_server, "tell", lambda pair, kind: None)
     monkeypatch.setattr(
