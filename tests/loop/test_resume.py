@@ -17,13 +17,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from dbsl.base.errors import EXIT_STOPPED, RunStopped, one_line_errors
-from dbsl.checkpoint import resume
+from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.checkpointer import Checkpointer
 from dbsl.checkpoint.disk import Found, newest, read_manifest
 from dbsl.checkpoint.resume import changed_settings
 from dbsl.cluster.simulated import SimulatedCluster
 from dbsl.cluster.steps import Stepper
 from dbsl.config.complete import with_resolved
+from dbsl.config.hooks import found_extras
 from dbsl.config.parse import parse_config
 from dbsl.log.rows import in_code, read_metrics
 from dbsl.model import load_model
@@ -139,7 +140,7 @@ def unbroken(tmp_path_factory):
 @pytest.fixture
 def misaligned(monkeypatch):
     """Have a resumed run's tensors lie where an unbroken run never has them, whatever the CPU."""
-    read, known = resume.read_shard, {}
+    read, known = disk.read_shard, {}
 
     def moved(state):
         if isinstance(state, dict):
@@ -153,7 +154,7 @@ def misaligned(monkeypatch):
             known[id(state)] = state, flat.view(state.shape).copy_(state)
         return known[id(state)][1]
 
-    monkeypatch.setattr(resume, "read_shard", lambda *arguments: moved(read(*arguments)))
+    monkeypatch.setattr(disk, "read_shard", lambda *arguments: moved(read(*arguments)))
 
 
 KILLED = {"balance": "epochs-float32", "gradients": "in-rounds-bf16"}  # the rest is slow
@@ -288,7 +289,9 @@ def test_a_finished_run_that_is_made_longer_is_not_finished_until_it_ends(tmp_pa
     assert json.loads((tmp_path / "run/summary.json").read_text())["epochs"] == 3
 
 
-def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(tmp_path, capsys):
+def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_training(
+    tmp_path, monkeypatch, capsys
+):
     run(tmp_path / "run", **ROUNDS)
     (tmp_path / "run/summary.json").unlink()
     again = {**ROUNDS, "resume": str(tmp_path / "run/checkpoints/epoch-0002"), "lr": 0.01}
@@ -301,7 +304,10 @@ def test_a_changed_setting_is_listed_and_needs_consent_if_it_changes_the_trainin
         "epoch-0002",
         "epoch-0003",
     }
+    left = {name: extra for name, extra in found_extras().items() if name != "noise"}
+    monkeypatch.setattr(resume, "found_extras", lambda: left)  # its file is not there any more
     run(tmp_path / "run", **again, allow_config_change=True)
+    assert "warning: state is dropped of extras that are gone: noise\n" in capsys.readouterr().out
     rounds = rounds_of(tmp_path / "run")
     assert {e["learning_rate"] for e in rounds if e["epoch"] == 2} == {0.002}
     assert (tmp_path / "run/checkpoints/epoch-0003.old").is_dir()
@@ -536,11 +542,11 @@ INSIDE = {  # what must stay inside an epoch, as the refusal has it
     ("bsp", "seed"): "seed must stay 0",
     ("bsp", "step"): "sync must stay bsp",
     ("bsp", "gradients"): "push must stay weights",
-    ("step", "global_batch_size"): "global_batch_size must stay 16 at 32 px",
+    ("step", "global_batch_size"): "global_batch_size at 32 px must stay 16",
     ("step", "drop_last"): "drop_last must stay false",
     ("step", "bsp"): "sync must stay step",
     ("step", "gradients"): "sync must stay step",
-    ("gradients", "global_batch_size"): "global_batch_size must stay 16 at 16 px",
+    ("gradients", "global_batch_size"): "global_batch_size at 16 px must stay 16",
     ("gradients", "bsp"): "push must stay gradients",
     ("gradients", "step"): "sync must stay bsp",
     ("asp", "step"): "sync must stay asp",
@@ -759,9 +765,9 @@ def test_rounds_that_were_not_finite_are_counted_on_with_other_workers(left, tmp
     folder = shutil.copytree(left("bsp", False), tmp_path / "run")
     planned = resume.plan_restart
 
-    def with_refused(state, *rest):
-        state["cluster"]["server"]["refused"] = 7
-        return planned(state, *rest)
+    def with_refused(saved, *rest):
+        saved.state["cluster"]["server"]["refused"] = 7
+        return planned(saved, *rest)
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(resume, "plan_restart", with_refused)

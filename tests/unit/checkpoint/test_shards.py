@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dbsl.checkpoint import resume
+from dbsl.checkpoint import disk, resume
 from dbsl.checkpoint.disk import Found, MissingShardError
-from dbsl.checkpoint.restart import epochs_under_way, plan_restart, with_lost_workers
+from dbsl.checkpoint.restart import Saved, plan_restart, with_lost_workers
 from dbsl.cluster.server import Server
 from dbsl.plan.follow import Planner
 from dbsl.plan.ledger import Ledger, Members, TurnSampler
@@ -38,17 +38,16 @@ def test_a_round_that_is_trained_again_counts_no_time_of_the_first_time(
     tmp_path, monkeypatch, saved
 ):
     def read_shard(folder, manifest, rank):
-        if rank == 0:
-            return server_shard([1, 1])
         if saved is None:
             raise MissingShardError("no shard")
         return {"cluster": {"clock": saved}, "progress": {"steps": 1}, "timer": {1: 0.2}}
 
-    monkeypatch.setattr(resume, "read_shard", read_shard)
+    monkeypatch.setattr(disk, "read_shard", read_shard)
     found = Found(tmp_path, tmp_path, Bag(processes=2))
-    before = {"sync": "asp", "dedicated_server": False, "epochs": 3}
+    settings = {"sync": "asp", "dedicated_server": False, "epochs": 3}
     run = Bag(rounds=2, planner=Bag(members=Members(2)))
-    state = resume._own_shard(found, before, 1, run)
+    first = Bag(settings=settings, state=server_shard([1, 1]))
+    state = resume._own_shard(found, first, 1, run)
     assert (state["cluster"]["clock"], state["progress"], state["timer"]) == (1, None, {})
 
 
@@ -62,7 +61,7 @@ def test_other_workers_go_on_from_shards_each_of_which_is_read_once(tmp_path, mo
             raise MissingShardError("no shard")
         return shard(rank)
 
-    monkeypatch.setattr(resume, "read_shard", read_shard)
+    monkeypatch.setattr(disk, "read_shard", read_shard)
     read, found = [], Found(tmp_path, tmp_path, Bag(processes=4))
     assert resume._of_all_shards(found, shard(0), 3) == {0: "own", 2: "own"}
     assert read == [1, 2, 3]
@@ -142,14 +141,15 @@ def test_epochs_under_way_are_those_that_a_worker_may_have_begun(
     state = server_shard(clocks)
     state["cluster"] |= cluster
     before = {**ROUNDS, "sync": sync}
-    assert list(epochs_under_way(state, before, at_epoch_end=at_epoch_end)) == expected
+    saved = Saved(state, before, 60, run_of(Config()))
+    assert list(saved.under_way(at_epoch_end=at_epoch_end)) == expected
 
 
 def test_an_epoch_whose_plan_is_decided_is_under_way_and_pushes_are_its_rounds():
     steps = Ledger({8: plan_steps(45, [5, 5], [FAST] * 2)}, lambda epoch: 8)  # five an epoch
     state = server_shard([3, 3], **steps.state_dict() | {"segments": {2: []}})
     before = {**ROUNDS, "push": "gradients", "push_every": 2, "sync": "bsp"}
-    assert list(epochs_under_way(state, before, at_epoch_end=True)) == [1, 2]
+    assert list(Saved(state, before, 60, run_of(Config())).under_way(at_epoch_end=True)) == [1, 2]
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -161,7 +161,7 @@ def test_other_workers_than_those_of_a_server_go_on_from_its_clocks(lost):
     config = Config(seed=3, workers=2, sync="asp")
     before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     run = run_of(config, rounds=2)
-    restart = plan_restart(state, {}, run, before, 60)
+    restart = plan_restart(Saved(state, before, 60, run), {}, run)
     assert restart.clock == (5 if lost else 4)
     sampler = run.sampler.sampler(Segment(plan))
     rest = [(0, 1)] if lost else [(0, 1), (2, 0), (2, 1)]
@@ -182,7 +182,8 @@ def test_what_nobody_has_been_told_of_is_told_by_the_workers_that_go_on():
     config = Config(seed=3, workers=2)
     before = asdict(config) | {"rounds_per_epoch": 2, "workers": 3}
     other = Server(torch.zeros(1), 2, rule="mean", staleness=0, rounds_per_epoch=2)
-    start = plan_restart(state, {}, run_of(config, rounds=2), before, 60)
+    run = run_of(config, rounds=2)
+    start = plan_restart(Saved(state, before, 60, run), {}, run)
     other.restart(start)
     assert list(start.reports) == reports[:2]  # the log takes them; nobody else tells of them
     assert not other.reports
@@ -198,9 +199,9 @@ def test_pushes_of_more_batches_begin_where_an_epoch_does(clock, expected):
     run, before = run_of(config, rounds=2, plans={8: plan}), asdict(config) | {"push_every": 2}
     if expected is None:
         with pytest.raises(ValueError, match="push_every must stay 2 inside an epoch, got 3"):
-            plan_restart(state, {}, run, before, 60)
+            plan_restart(Saved(state, before, 60, run), {}, run)
     else:
-        assert plan_restart(state, {}, run, before, 60).clock == expected
+        assert plan_restart(Saved(state, before, 60, run), {}, run).clock == expected
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
     state |= {"progress": None, "model": {"weights": None}}
     settings = asdict(Config(sync="step") if before == "step" else Config(push="gradients"))
     run = run_of(Config(workers=2, sync=sync, push=push))
-    restart = plan_restart(state, {0: "of all"}, run, settings, 60)
+    restart = plan_restart(Saved(state, settings, 60, run), {0: "of all"}, run)
     assert {name: getattr(restart, name) for name in expected} == expected
     assert restart.clock == 1
 
@@ -227,5 +228,6 @@ def test_what_one_optimizer_kept_for_all_goes_to_each(before, sync, push, expect
 @pytest.mark.parametrize(("sync", "expected"), [("asp", {0: "a", 1: "b"}), ("step", {})])
 def test_what_workers_kept_for_themselves_does_not_become_that_of_all(sync, expected):
     state, run = saved_run(dual(2), [1, 1]), run_of(Config(workers=2, sync=sync))
-    restart = plan_restart(state, {0: "a", 1: "b"}, run, asdict(Config(workers=2)), 60)
+    saved = Saved(state, asdict(Config(workers=2)), 60, run)
+    restart = plan_restart(saved, {0: "a", 1: "b"}, run)
     assert restart.optimizers == expected  # joint steps must be alike in all processes
