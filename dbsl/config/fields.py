@@ -12,14 +12,14 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from dbsl.base.errors import SettingError
 from dbsl.base.words import as_given
@@ -59,34 +59,37 @@ class Within:
 
     def check(self, name: str, value: Any) -> None:
         """Raise ``SettingError`` naming setting, bound and value unless a value lies within."""
-        for number in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(number, (int, float)):
-                self._check(name, number)
-        if not isinstance(value, tuple):
-            return
-        if self.lengths and len(value) not in self.lengths:
+        is_list = isinstance(value, (tuple, list))
+        for number in value if is_list else (value,):
+            if isinstance(number, (int, float)) and (bound := self._missed(number)):
+                raise SettingError(f"{name} must be {bound}, got {_shown(number)}")
+        if is_list and self.lengths and len(value) not in self.lengths:
             several = in_words(self.lengths)
             raise SettingError(f"{name} must have {several} values, got {len(value) or 'none'}")
-        if self.order and not all(map(self.order, value, value[1:])):
+        if is_list and self.order and not all(map(self.order, value, value[1:])):
             raise SettingError(f"{name} must ascend, got {as_given(value)}")
-        if self != Within() and not value:
+        if value == () and self != Within():
             raise SettingError(f"{name} must have a value, got none")
 
-    def _check(self, name: str, value: float) -> None:
+    def _missed(self, value: float) -> str:
+        """Return the bound that a number does not keep, in words; empty: it keeps all."""
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         if above and below:  # NaN is neither
-            return
+            return ""
         if value in (math.inf, -math.inf) or (value != value and self == Within()):
-            bound = "finite"
-        elif self.high != LARGEST:
+            return "finite"
+        if self.high != LARGEST:
             ends = "(" if self.open_low else "[", ")" if self.open_high else "]"
-            bound = f"in {ends[0]}{_shown(self.low)}, {_shown(self.high)}{ends[1]}"
-        elif value > LARGEST:
-            bound = f"at most {LARGEST:g}"
-        else:
-            bound = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        raise SettingError(f"{name} must be {bound}, got {_shown(value)}")
+            return f"in {ends[0]}{_shown(self.low)}, {_shown(self.high)}{ends[1]}"
+        if value > LARGEST:
+            return f"at most {LARGEST:g}"
+        return f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+
+
+Count, Number = Annotated[int, Within(1)], Annotated[int, Within(0)]
+Positive, Amount = Annotated[float, Within(0, open_low=True)], Annotated[float, Within(0)]
+Share, BelowOne = Annotated[float, Within(0, 1)], Annotated[float, Within(0, 1, open_high=True)]
 
 
 def _shown(value: float) -> str:
@@ -171,10 +174,8 @@ class Excludes(Needs):
 
     words = "with"
 
-    def __init__(
-        self, *given: str, but: tuple[str, ...] = (), why: str = "", **values: Any
-    ) -> None:
-        super().__init__(*given, why=why, **values)
+    def __init__(self, *given: str, but: tuple[str, ...] = (), **others: Any) -> None:
+        super().__init__(*given, **others)
         self._but = but
 
     def left(self, name: str, config: Any) -> tuple[Any, ...]:
@@ -208,8 +209,15 @@ class Found:
 def markers(cls: type, kind: type[M]) -> list[tuple[str, M]]:
     """Return what of a kind the fields of a dataclass have in their types, each with its field."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    several = [(f.name, getattr(hints[f.name], "__metadata__", ())) for f in fields(cls)]
-    return [(name, one) for name, own in several for one in own if isinstance(one, kind)]
+    names = [f.name for f in fields(cls)] if is_dataclass(cls) else hints
+    several = ((name, one) for name in names for one in _metadata(hints[name]))
+    return [(name, one) for name, one in several if isinstance(one, kind)]
+
+
+def _metadata(hint: Any) -> Iterator[Any]:
+    yield from getattr(hint, "__metadata__", ())
+    for arm in typing.get_args(hint):
+        yield from _metadata(arm)
 
 
 def with_role(cls: type, role: Role) -> tuple[str, ...]:
@@ -220,14 +228,11 @@ def with_role(cls: type, role: Role) -> tuple[str, ...]:
 @lru_cache
 def sources(cls: type) -> dict[str, tuple[str, ...]]:
     """Return every setting that a run may find out, and what it is found from."""
-    return {
-        name: tuple(
-            source
-            for one in found.sources
-            for source in (with_role(cls, one) if isinstance(one, Role) else (one,))
-        )
-        for name, found in markers(cls, Found)
-    }
+    several = [(name, one) for name, found in markers(cls, Found) for one in found.sources]
+    names: dict[str, tuple[str, ...]] = {name: () for name, _ in markers(cls, Found)}
+    for name, one in several:
+        names[name] += with_role(cls, one) if isinstance(one, Role) else (one,)
+    return names
 
 
 def check_fields(config: Any) -> None:
@@ -236,8 +241,8 @@ def check_fields(config: Any) -> None:
     A number without bounds has those of `Within()`.
     """
     bounds = dict(markers(type(config), Within))
-    for name in (field.name for field in fields(config)):
-        bounds.get(name, Within()).check(name, getattr(config, name))
+    for field in fields(config):
+        bounds.get(field.name, Within()).check(field.name, getattr(config, field.name))
     check_needs(config, new=False)
 
 
@@ -323,22 +328,17 @@ def read_kwargs(
 
     Their types and bounds are those of settings; the fields in `but` are settings themselves.
     """
-    hints: dict[str, Any] = {}
-    for taker in takers:
-        hints |= typing.get_type_hints(taker, include_extras=True)
+    hints = {name: hint for taker in takers for name, hint in typing.get_type_hints(taker).items()}
+    bounds = {name: one for taker in takers for name, one in markers(taker, Within)}
     found: dict[str, Any] = _texts(setting, pairs, dict(zip(but, but, strict=True)))
     check_names(setting, found, hints)
     for name, text in found.items():
-        hint, own = hints[name], getattr(hints[name], "__metadata__", ())
-        hint = typing.get_args(hint)[0] if own else hint
         try:
-            found[name] = read_text(hint, text)
+            found[name] = read_text(hints[name], text)
         except (KeyError, ValueError):
-            raise SettingError(
-                f"{setting} must have {described(hint)[0]} as {name}, got {text!r}"
-            ) from None
-        bound = next((one for one in own if isinstance(one, Within)), Within())
-        bound.check(f"{setting} {name}", found[name])
+            kind = described(hints[name])[0]
+            raise SettingError(f"{setting} must have {kind} as {name}, got {text!r}") from None
+        bounds.get(name, Within()).check(f"{setting} {name}", found[name])
     return found
 
 
@@ -366,5 +366,5 @@ def check_names(setting: str, given: Collection[str], known: Collection[str]) ->
 
 def arguments(*functions: Callable[..., Any]) -> set[str]:
     """Return the names of the further arguments that functions or classes take."""
-    several = (list(inspect.signature(function).parameters.values())[1:] for function in functions)
+    several = [list(inspect.signature(function).parameters.values())[1:] for function in functions]
     return {one.name for own in several for one in own if one.kind is not one.VAR_KEYWORD}

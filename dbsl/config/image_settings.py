@@ -11,7 +11,17 @@ from typing import Annotated, Any, Literal, TypedDict
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import lazy_import
 from dbsl.base.words import as_given
-from dbsl.config.fields import PAIRS, Excludes, Role, Within, read_kwargs
+from dbsl.config.fields import (
+    PAIRS,
+    Amount,
+    Count,
+    Excludes,
+    Number,
+    Role,
+    Share,
+    Within,
+    read_kwargs,
+)
 
 timm = lazy_import("timm")
 
@@ -39,13 +49,13 @@ class AugmentKwargs:
     aa: str | None = None
     scale: Annotated[tuple[float, ...] | None, _ENDS] = None
     ratio: Annotated[tuple[float, ...] | None, _ENDS] = None
-    hflip: Annotated[float | None, Within(0, 1)] = None
-    vflip: Annotated[float | None, Within(0, 1)] = None
+    hflip: Share | None = None
+    vflip: Share | None = None
     # of all, or of brightness, contrast, saturation and, if it is to change, hue
     color_jitter: Annotated[tuple[float, ...] | None, Within(0, lengths=(1, 3, 4))] = None
-    color_jitter_prob: Annotated[float | None, Within(0, 1)] = None
-    grayscale_prob: Annotated[float | None, Within(0, 1)] = None
-    gaussian_blur_prob: Annotated[float | None, Within(0, 1)] = None
+    color_jitter_prob: Share | None = None
+    grayscale_prob: Share | None = None
+    gaussian_blur_prob: Share | None = None
     train_crop_mode: CropMode | None = None
     train_interpolation: TrainInterpolation | None = None
 
@@ -62,7 +72,7 @@ class EraseKwargs:
     recount: Annotated[int, Within(1, 100)] = 1
 
 
-_RAND_TRANSFORMS = ("weights", "3a", "3aw")  # names that timm's RandAugment knows
+_RAND_TRANSFORMS = ("tweights", "t3a", "t3aw")  # sections that timm's RandAugment knows
 
 
 class MixupKwargs(TypedDict, total=False):
@@ -71,10 +81,10 @@ class MixupKwargs(TypedDict, total=False):
     cutmix_minmax: Annotated[
         tuple[float, ...] | None, Within(0, 1, open_low=True, lengths=(2,), order=lt)
     ]
-    prob: Annotated[float, Within(0, 1)]
-    switch_prob: Annotated[float, Within(0, 1)]
+    prob: Share
+    switch_prob: Share
     mode: Literal["batch", "pair", "elem"]
-    off_epoch: Annotated[int, Within(0)]
+    off_epoch: Number
 
 
 @dataclass(frozen=True)
@@ -89,18 +99,18 @@ class ImageConfig:
     # column of the classes; unset: label, or the class column with most classes
     label_column: Annotated[str | None, Role.ROUND] = None
     # images to train on, a stratified and seeded subset; unset: all
-    train_samples: Annotated[int | None, Within(1), Role.ROUND] = None
+    train_samples: Annotated[Count | None, Role.ROUND] = None
     # images to evaluate on, a stratified and seeded subset; unset: all
-    eval_samples: Annotated[int | None, Within(1), Role.FREE] = None
+    eval_samples: Annotated[Count | None, Role.FREE] = None
     # share of the training images to evaluate on instead of the test split, in (0, 1)
     holdout: Annotated[float | None, Within(0, 1, open_low=True, open_high=True), Role.ROUND] = None
     # crop: random crop and flip; paper: flip, rotation and zoom; timm: timm's pipeline, with the
     # settings below; none: nothing; unset: timm with one of those settings, else crop
     augment: Augment | None = None
     # processes that decode large images; unset: by the cores; 0: none
-    loader_workers: Annotated[int | None, Within(0), Role.FREE | Role.NODE] = None
+    loader_workers: Annotated[Number | None, Role.FREE | Role.NODE] = None
     # images of each split that may be left out because they cannot be decoded
-    max_bad_images: Annotated[int, Within(0), Role.FREE] = 16
+    max_bad_images: Annotated[Number, Role.FREE] = 16
     # --- timm's augmentation
     # policy of timm: rand-m9-mstd0.5-inc1 (RandAugment), augmix-m5-w4 (AugMix), original or v0
     # (AutoAugment), 3a (DeiT III's); unset: none
@@ -112,7 +122,7 @@ class ImageConfig:
     augment_kwargs: tuple[str, ...] = field(default=(), metadata=PAIRS)
     # --- random erasing and evaluation
     # probability that a rectangle of a training image is erased; with --augment crop, paper or timm
-    reprob: Annotated[float, Within(0, 1), Excludes(augment="none")] = 0.0
+    reprob: Annotated[Share, Excludes(augment="none")] = 0.0
     # side of the centre crop of evaluation images over their shorter side, in (0, 1]; unset: 0.875,
     # and 1 where images stay on the device: squares of one size up to 64 px, at most 2 GiB
     crop_pct: Annotated[float | None, Within(0, 1, open_low=True)] = None
@@ -192,8 +202,8 @@ def _check_policy(policy: str) -> None:
     try:
         for section in sections:
             if name == "rand" and section.startswith("t"):
-                if section[1:] not in _RAND_TRANSFORMS:
-                    known = ", ".join(f"t{own}" for own in _RAND_TRANSFORMS)
+                if section not in _RAND_TRANSFORMS:
+                    known = ", ".join(_RAND_TRANSFORMS)
                     raise ValueError(f"transforms must be one of {known}, got section {section!r}")
             elif not any(character.isdecimal() for character in section):
                 raise ValueError(f"a section must be a name and a number, got section {section!r}")
@@ -213,12 +223,12 @@ class DataConfig(ImageConfig):
     # how often an epoch has each of its images, in a row and with another augmentation each time;
     # the number of samples stays, so that an epoch has fewer images
     aug_repeats: Annotated[
-        int, Within(1), Role.ORDER, Excludes(augment="none", why=": copies are equal")
+        Count, Role.ORDER, Excludes(augment="none", why=": copies are equal")
     ] = 1
     # --- mixing
-    mixup: Annotated[float, Within(0)] = 0.0  # alpha of mixup, say 0.2; 0: off
+    mixup: Amount = 0.0  # alpha of mixup, say 0.2; 0: off
     # alpha of CutMix, say 1.0; 0: off; with --mixup, each batch gets one of the two
-    cutmix: Annotated[float, Within(0)] = 0.0
+    cutmix: Amount = 0.0
     # more arguments of timm's Mixup as name=value: prob=1 switch_prob=0.5 (of CutMix where both are
     # on) mode=batch (pair, elem: what one mixing is drawn for) cutmix_minmax=0.2,0.8 (sides of
     # CutMix's area over the image's; it replaces --cutmix); off_epoch=90: none from there on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import yaml
 
 from dbsl.base.errors import SettingError
 from dbsl.base.machine import launched_precision, recall
+from dbsl.base.words import as_given
 from dbsl.config.complete import RESOLVED, still_true
 from dbsl.config.fields import PAIRS, PROCESSES, UNSET, described, read_text, sources
 from dbsl.config.hooks import file_of, found_extras
@@ -196,8 +198,9 @@ def _read_flags(cls: type, flags: Sequence[str], prog: str = "") -> dict[str, An
             found.setdefault(name, []).append(on if switch else [value] * bool(equals))
             taker = positional if switch else name
         # Values may stand behind no flag: one value, or all up to the next flag, are the flag's.
-        if positional and taker and found[taker][-1] and _takes_one(known[taker], hints[taker]):
-            taker = positional
+        if positional and taker != positional and found[taker][-1]:
+            one = known[taker].metadata == REPEATED or not _is_list(hints[taker])
+            taker = positional if one else taker
     return {name: _value(name, known[name], hints[name], given) for name, given in found.items()}
 
 
@@ -218,10 +221,6 @@ def _value(name: str, field: dataclasses.Field, hint: Any, given: list[Any]) -> 
     except (KeyError, ValueError):
         shown = repr(text) if last else "nothing"
         raise SettingError(f"{_flag(name)} must be {described(hint)[0]}, got {shown}") from None
-
-
-def _takes_one(field: dataclasses.Field, hint: Any) -> bool:
-    return field.metadata == REPEATED or not _is_list(hint)
 
 
 def _is_list(hint: Any) -> bool:
@@ -261,41 +260,26 @@ def _help(cls: type, prog: str) -> str:
     blocks = [f"usage: {prog} [--flag VALUE ...]", textwrap.fill(text, width)]
     for title, names in groups.items():
         rows = []
-        for name in names:
-            if field := known.pop(name, None):
-                rows += _help_rows(
-                    _shown(field, name, hints[name]), _words(field, words[name]), width
-                )
-        if len(blocks) == 2:
-            rows += _help_rows("-h, --help", "show this and exit", width)
-        blocks += ["\n".join([f"{title}:", *rows])] * bool(rows)
+        for name, field in ((name, known.pop(name)) for name in names if name in known):
+            default, how = field.default, f"{_flag(name)} {described(hints[name])[1]}"
+            if default is not False and default not in (None, (), "", dataclasses.MISSING):
+                words[name] += f" (default: {'on' if default is True else as_given(default)})"
+            if hints[name] is bool:
+                how = f"{_flag(name)}, {_flag(f'no_{name}')}"
+            rows.append((name if field.metadata == POSITIONAL else how, words[name]))
+        rows += [("-h, --help", "show this and exit")] * (len(blocks) == 2)
+        several = [_help_rows(flag, text, width) for flag, text in rows]
+        blocks += ["\n".join([f"{title}:", *itertools.chain(*several)])] * bool(rows)
     return "\n\n".join(blocks)
 
 
-def _help_rows(flag: str, words: str, width: int) -> list[str]:
-    rows = textwrap.wrap(words, width - _HELP_FROM, break_on_hyphens=False) or [""]
+def _help_rows(flag: str, text: str, width: int) -> list[str]:
+    """Return a flag and its help, beside it where the flag is short."""
+    rows = textwrap.wrap(text, width - _HELP_FROM, break_on_hyphens=False) or [""]
     head, *more = [f"{' ' * _HELP_FROM}{row}" for row in rows]
     if len(flag) + 4 > _HELP_FROM:
         return [f"  {flag}", head, *more]
     return [f"  {flag}{head[len(flag) + 2 :]}", *more]
-
-
-def _shown(field: dataclasses.Field, name: str, hint: Any) -> str:
-    """Return how a flag is given."""
-    if field.metadata == POSITIONAL:
-        return name
-    if hint is bool:
-        return f"{_flag(name)}, {_flag('no_' + name)}"
-    return f"{_flag(name)} {described(hint)[1]}"
-
-
-def _words(field: dataclasses.Field, words: str) -> str:
-    """Return a field's help, with its default."""
-    default = field.default
-    if default is False or default in (None, (), "", dataclasses.MISSING):
-        return words
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    return f"{words} (default: {'on' if default is True else shown})"
 
 
 def read_source(cls: type) -> tuple[dict[str, list[str]], dict[str, str]]:

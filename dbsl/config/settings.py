@@ -11,18 +11,23 @@ from operator import lt
 from typing import Annotated, Any, Literal, TypedDict
 
 from dbsl.base.errors import SettingError
-from dbsl.base.words import as_given
 from dbsl.config.fields import (
     JOINT,
     NODES,
     PAIRS,
     PROCESSES,
     UNLIKE,
+    Amount,
+    BelowOne,
+    Count,
     Excludes,
     Found,
     Needs,
+    Number,
     PerWorker,
+    Positive,
     Role,
+    Share,
     Within,
     check_fields,
     check_needs,
@@ -69,8 +74,8 @@ class OptimizerConfig:
     # name in timm.optim; sgd has Nesterov momentum, momentum is plain SGD
     optimizer: Annotated[str, Role.STEP] = "sgd"
     # momentum of SGD and optimizers that have one, in [0, 1)
-    momentum: Annotated[float, Within(0, 1, open_high=True)] = 0.9
-    weight_decay: Annotated[float, Within(0)] = 5e-4  # weight decay; biases and norms have none
+    momentum: BelowOne = 0.9
+    weight_decay: Amount = 5e-4  # weight decay; biases and norms have none
     # more arguments of timm's optimizer as name=value: eps=1e-8 betas=0.9,0.95 amsgrad=True;
     # layer_decay=0.75, a factor on the learning rate from each layer to the one below it, down to
     # layer_decay_min_scale=0.1
@@ -78,10 +83,7 @@ class OptimizerConfig:
     # bound of gradient clipping, right before each optimizer step; unset: none. gradient_norm in
     # metrics.jsonl is the norm before it
     clip_grad: Annotated[
-        float | None,
-        Within(0, open_low=True),
-        Role.STEP,
-        Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS),
+        Positive | None, Role.STEP, Excludes(push="gradients", sync=("ssp", "asp"), why=_IN_PARTS)
     ] = None
     # what --clip-grad bounds: the norm of all gradients (norm), each number (value), or each unit's
     # norm in proportion to that of its weights, the classifier left out (agc)
@@ -103,7 +105,7 @@ def without_rates(opt_kwargs: Sequence[str]) -> dict[str, Any]:
 
 
 _Times = Annotated[tuple[float, ...] | None, Role.PLAN | Role.TIMES, PerWorker()]
-_Sizes = Annotated[tuple[int, ...] | Literal["auto"] | None, Within(1), PerWorker()]
+_Sizes = Annotated[tuple[Count, ...] | Literal["auto"] | None, PerWorker()]
 # What the largest batch that fits is found from.
 _FITS = (JOINT, Role.ROUND | Role.STEP, "global_batch_size", "local_batch_sizes", "memory_limit")
 _JOINTLY = Needs(sync="step") | Needs(push="gradients")
@@ -119,17 +121,15 @@ class BatchConfig:
     # workers simulated in one process; unset: 1, or 4 with --small-ratio, --small-workers or
     # --local-batch-sizes; with several processes, their number
     workers: Annotated[
-        int | None,
-        Within(1),
+        Count | None,
         Role.WORKERS | Role.SPLIT | Role.ROUND | Role.TIMED,
         Found(PROCESSES, "dedicated_server", UNLIKE),
     ] = None
     # share of workers on the small batch, in [0, 1]
-    small_ratio: Annotated[float, Within(0, 1), _NO_JOINTLY] = 0.0
+    small_ratio: Annotated[Share, _NO_JOINTLY] = 0.0
     # number of workers on the small batch; wins over --small-ratio
     small_workers: Annotated[
-        int | None,
-        Within(0),
+        Number | None,
         Role.WORKERS | Role.PLAN | Role.SOLVED,
         Found("small_ratio", "workers"),
         _NO_JOINTLY,
@@ -137,14 +137,13 @@ class BatchConfig:
     # how much longer an epoch may take with small batches than with large ones alone: a ratio k > 1
     time_ratio: Annotated[float, Within(1, open_low=True), Role.PLAN | Role.SOLVED] = 1.05
     # share of samples trained in small batches, in (0, 1); replaces --time-ratio
-    small_share: Annotated[float | None, Within(0, open_low=True), Role.PLAN | Role.SOLVED] = None
+    small_share: Annotated[Positive | None, Role.PLAN | Role.SOLVED] = None
     # samples per step of a large worker; one value, one per resolution, or one per resolution and
     # worker; auto: the largest that fits; unset: up to 128
     large_batch_size: Annotated[_Sizes, Role.PLAN | Role.SOLVED | Role.TIMED, Found(*_FITS)] = None
     # samples per step set by hand; one value per worker, or per resolution and worker
     local_batch_sizes: Annotated[
-        tuple[int, ...] | None,
-        Within(1),
+        tuple[Count, ...] | None,
         PerWorker(),
         Role.PLAN | Role.SPLIT | Role.TIMED,
         Found("workers", "resolutions"),
@@ -153,8 +152,7 @@ class BatchConfig:
     ] = None
     # samples per joint step over all workers; unset: the sum of their batches
     global_batch_size: Annotated[
-        int | None,
-        Within(1),
+        Count | None,
         Role.WORKERS | Role.PLAN | Role.SPLIT | Role.TIMED,
         Found(JOINT, Role.ROUND, "local_batch_sizes"),
         _JOINTLY,
@@ -162,8 +160,7 @@ class BatchConfig:
     ] = None
     # samples per step of a small worker; one value, or one per resolution; 0 or unset: solved
     small_batch_size: Annotated[
-        tuple[int, ...] | None,
-        Within(0),
+        tuple[Number, ...] | None,
         Role.PLAN,
         PerWorker(),
         Found(JOINT, Role.ROUND | Role.SOLVED | Role.TIMES),
@@ -176,10 +173,10 @@ class BatchConfig:
         None
     )
     # smallest batch that a solved or balanced plan may give a worker
-    min_batch_size: Annotated[int, Within(1), Role.PLAN | Role.SOLVED] = 2
+    min_batch_size: Annotated[Count, Role.PLAN | Role.SOLVED] = 2
     # GiB that a step may use with --large-batch-size or --micro-batch-size auto; unset: what is
     # free
-    memory_limit: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    memory_limit: Annotated[Positive | None, Role.FREE] = None
     # seconds per sample; one value, one per resolution, or one per resolution and worker; unset:
     # measured
     slope: Annotated[
@@ -197,7 +194,7 @@ class BatchConfig:
     profile: Annotated[str | None, Role.FREE | Role.TIMED, Excludes("slope")] = None
     # seconds to measure step times for, all resolutions together; unset: 30, or 3 for one worker
     # alone, whose batch does not depend on them
-    profile_seconds: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    profile_seconds: Annotated[Positive | None, Role.FREE] = None
     # measure step times even if the cache has them
     profile_refresh: Annotated[bool, Role.FREE | Role.COMMAND | Role.TIMED] = False
     # merge weight of small workers: d_S/d_L (data), its square root (sqrt) or 1 (none)
@@ -208,17 +205,17 @@ class BatchConfig:
     # published rule (dbs)
     balance: Annotated[Balance, Role.PLAN | Role.SPLIT] = "none"
     # rounds between two changes of the plan; unset: an epoch
-    balance_every: Annotated[int | None, Within(1), Needs("balance", new=True)] = None
+    balance_every: Annotated[Count | None, Needs("balance", new=True)] = None
 
 
 class LrKwargs(TypedDict, total=False):
     """More arguments of `dbsl.plan.stages.learning_rate_at`, by timm's names."""
 
-    warmup_lr: Annotated[float | None, Within(0)]
+    warmup_lr: Amount | None
     warmup_prefix: bool
-    cooldown_epochs: Annotated[float, Within(0)]
-    k_decay: Annotated[float, Within(0, open_low=True)]
-    power: Annotated[float, Within(0, open_low=True)]
+    cooldown_epochs: Amount
+    k_decay: Positive
+    power: Positive
 
 
 @dataclass(frozen=True)
@@ -239,12 +236,12 @@ class StageConfig:
     # stays as it is (fixed)
     schedule: Schedule = "cyclic"
     # dropout before the classifier, in [0, 1); one value, or one per resolution
-    dropout: Annotated[tuple[float, ...], Within(0, 1, open_high=True), Role.MODEL] = (0.0,)
+    dropout: Annotated[tuple[BelowOne, ...], Role.MODEL] = (0.0,)
     # learning rate of the first stage; unset: 0.1 for SGD, else the optimizer's own (adamw 0.001)
-    lr: Annotated[float | None, Within(0, open_low=True), Found("optimizer")] = None
+    lr: Annotated[Positive | None, Found("optimizer")] = None
     # samples per step that --lr was chosen for, for example a recipe's. A run with other batches
     # keeps --lr and prints what timm's rule would make it; unset: nothing is printed
-    lr_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
+    lr_batch_size: Annotated[Count | None, Role.FREE] = None
     # how the learning rate falls: at milestones (step), along a cosine (cosine), or as a power of
     # what is left of the run (poly)
     lr_schedule: LrSchedule = "step"
@@ -254,11 +251,11 @@ class StageConfig:
     # unset: 4/7 and 6/7 of the run
     lr_milestones: Annotated[tuple[int, ...] | None, Found("epochs")] = None
     # factor on the learning rate at each milestone, with --lr-schedule step
-    lr_gamma: Annotated[float, Within(0, open_low=True), Needs(lr_schedule="step", new=True)] = 0.2
+    lr_gamma: Annotated[Positive, Needs(lr_schedule="step", new=True)] = 0.2
     # epochs of linear rise from lr/100; unset: a tenth of the run, at most 2
-    warmup_epochs: Annotated[float | None, Within(0), Found("epochs")] = None
+    warmup_epochs: Annotated[Amount | None, Found("epochs")] = None
     # learning rate that cosine and poly end at
-    min_lr: Annotated[float, Within(0), Needs(lr_schedule=("cosine", "poly"))] = 0.0
+    min_lr: Annotated[Amount, Needs(lr_schedule=("cosine", "poly"))] = 0.0
     # more arguments of timm's schedulers as name=value: warmup_lr, where the warm-up starts (unset:
     # lr/100); warmup_prefix=False: cosine and poly begin with the warm-up, not after it;
     # cooldown_epochs, the last ones, at --min-lr; k_decay, above 1 for a later fall; power of poly
@@ -306,7 +303,7 @@ class SyncConfig:
         Push, Role.MEETING, Excludes(sync="step", why=", which averages gradients itself")
     ] = "weights"
     # steps whose gradients are summed in one push, with --push gradients
-    push_every: Annotated[int, Within(1), Role.MEETING, Needs(push="gradients")] = 1
+    push_every: Annotated[Count, Role.MEETING, Needs(push="gradients")] = 1
     wire: Wire = "float32"  # number format of pushes between processes; bf16 halves their size
     # give each joint step the whole global batch, and leave out the samples of an epoch that are
     # too few for another; else an epoch's steps have equal sizes, at most the global batch
@@ -319,7 +316,7 @@ class SyncConfig:
         Excludes("micro_batch_size", why=", where processes differ in how many they take"),
     ] = False
     # rounds that a worker may be ahead of the slowest when it begins another, with --sync ssp
-    staleness: Annotated[int, Within(0), Needs(sync="ssp", new=True)] = 1
+    staleness: Annotated[Number, Needs(sync="ssp", new=True)] = 1
     # merge rule: mean or delta with bsp, ratio or half with ssp and asp; unset: mean or ratio
     merge: Annotated[
         Merge | None,
@@ -328,17 +325,12 @@ class SyncConfig:
         Excludes(push="gradients", but=("mean", "ratio", "half")),
     ] = None
     # learning rate of the server's step, with --merge delta
-    outer_lr: Annotated[float, Within(0, open_low=True), Needs(merge="delta", new=True)] = 0.7
+    outer_lr: Annotated[Positive, Needs(merge="delta", new=True)] = 0.7
     # Nesterov momentum of the server's step, with --merge delta; in [0, 1)
-    outer_momentum: Annotated[
-        float, Within(0, 1, open_high=True), Needs(merge="delta", new=True)
-    ] = 0.9
+    outer_momentum: Annotated[BelowOne, Needs(merge="delta", new=True)] = 0.9
     # pushes per worker and epoch
     rounds_per_epoch: Annotated[
-        int,
-        Within(1),
-        Role.MEETING | Role.ROUND,
-        Excludes(push="gradients", why=" (see push_every)"),
+        Count, Role.MEETING | Role.ROUND, Excludes(push="gradients", why=" (see push_every)")
     ] = 1
     # rank 0 serves and evaluates but does not train
     dedicated_server: Annotated[
@@ -346,7 +338,7 @@ class SyncConfig:
     ] = False
     # seconds of silence after which a process counts as lost, and longest wait at a barrier; with
     # asp and ssp a process that computes is not silent
-    worker_timeout: Annotated[float, Within(0, 1e9, open_low=True), Role.FREE] = 1800.0
+    worker_timeout: Annotated[float, Within(0, 1000000000.0, open_low=True), Role.FREE] = 1800.0
 
 
 def meets_at_server(sync: Sync) -> bool:
@@ -406,9 +398,9 @@ class MachineConfig:
         Excludes(push="gradients", but=("no", "bf16"), why=_OWN_SCALES),
     ] = "auto"
     # samples per step of evaluation; unset: 256, on CUDA four times the largest batch, up to 2,000
-    eval_batch_size: Annotated[int | None, Within(1), Role.FREE] = None
+    eval_batch_size: Annotated[Count | None, Role.FREE] = None
     # minutes after which the run saves and stops with status 75, as after SIGTERM
-    max_minutes: Annotated[float | None, Within(0, open_low=True), Role.FREE] = None
+    max_minutes: Annotated[Positive | None, Role.FREE] = None
 
 
 @dataclass(frozen=True)
@@ -425,11 +417,11 @@ class RunConfig(
 
     # --- run
     # steps of a worker between its lines of loss, speed and gradient norm in metrics.jsonl; 0: none
-    log_every: Annotated[int, Within(0), Role.FREE] = 50
+    log_every: Annotated[Number, Role.FREE] = 50
     # epochs (2) or minutes (10m) between checkpoints; 0: only at the end, or when stopped
     checkpoint_every: Annotated[int | str, Role.FREE] = "10m"
     # number of newest checkpoints to keep; 0: one while the run lasts, none after it
-    keep_checkpoints: Annotated[int, Within(0), Role.FREE] = 2
+    keep_checkpoints: Annotated[Number, Role.FREE] = 2
     # run folder or checkpoint to go on from, or the URL of a mirror, which is pulled into a new run
     # folder; auto: --output-dir, if it has a run, else --mirror, if that has one
     resume: Annotated[str | None, Role.FREE | Role.COMMAND] = None
@@ -440,7 +432,7 @@ class RunConfig(
     # evaluate the weights of --model or --resume, print one line, and write nothing
     eval_only: Annotated[bool, Role.COMMAND] = False
     # rounds that may be refused because loss or weights are not finite
-    max_bad_rounds: Annotated[int, Within(0), Role.FREE] = 10
+    max_bad_rounds: Annotated[Number, Role.FREE] = 10
     # use torch.compile; graphs for all batch sizes are made before training
     compile: Annotated[
         bool,
@@ -495,21 +487,17 @@ def check_effects(config: RunConfig, processes: int = 1) -> None:
     check_needs(config, new=True)
     workers = config.workers if processes == 1 else processes - config.dedicated_server
     name = "small_ratio" if config.small_workers is None else "small_workers"
-    if workers == 1 and getattr(config, name):
-        raise SettingError(
-            f"{name} must be 0 with one worker, beside which none is large (see "
-            f"large_batch_size), got {getattr(config, name):g}"
-        )
-    if config.lr_schedule == "step":
-        return
+    small = getattr(config, name)
+    text = f"{name} must be 0 with one worker, since no other is large (see large_batch_size)"
+    alone = (workers == 1 and small, text, small)
     climbs = config.schedule == "cyclic" and len(config.resolutions or (0, 0)) > 1
+    stages = config.lr_schedule == "step" or climbs or config.reset_momentum == "stage"
     given = config.lr_milestones and "lr_milestones" not in config.resolved
-    if given and not climbs and config.reset_momentum != "stage":
-        raise SettingError(
-            f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless "
-            "resolutions climb between them (schedule cyclic) or reset_momentum is stage, "
-            f"got {as_given(config.lr_milestones)}"
-        )
+    text = (
+        f"lr_milestones must be left out with lr_schedule {config.lr_schedule}, unless resolutions "
+        "climb between them (schedule cyclic) or reset_momentum is stage"
+    )
+    refuse([alone, (given and not stages, text, config.lr_milestones)])
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,9 @@ from dbsl.tools.compare.statistics import ArmRun, equal_time_epochs, read_run
 from dbsl.tools.jobs import Launch, check_flags, is_finished, launch_all
 
 # Settings that move no result: where figures and weights are kept, and how many.
-_FREE = {"report_to", "keep_checkpoints", "save_best", "checkpoint_every"}
+# There are many runs: each leaves its figures and last weights, no checkpoints.
+_DEFAULTS = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
+_FREE = {*_DEFAULTS, "checkpoint_every"}
 _OWN = ("seed", "output_dir", "resume", "config")  # settings that a comparison gives by itself
 
 
@@ -155,11 +157,9 @@ class Arm:
     def flags(self, seed: int, folder: Path, jobs: int) -> tuple[str, ...]:
         """Return the flags of train.py for one run of several at a time."""
         extra = {**self.extra, "seed": seed}
-        # There are many runs: each leaves its figures and last weights, no checkpoints.
-        defaults = {"report_to": "none", "keep_checkpoints": 0, "save_best": False}
         extra |= {
             name: value
-            for name, value in defaults.items()
+            for name, value in _DEFAULTS.items()
             if name not in self.settings and not file_of(name)  # an extra's file may be deleted
         }
         begun = (folder / "config.yaml").exists()  # then with the threads that it began with
