@@ -304,7 +304,8 @@ def fit_axis(axes: Axes, words: Callable[[float], str] = short_loss) -> None:
     """
     points = [(y, x, line.get_color()) for line in axes.lines for x, y in line.get_xydata()]
     drawn = sorted(y for y, _, _ in points if 0 < y < math.inf)
-    most = _FAR * drawn[(len(drawn) - 1) * 3 // 4] if drawn else math.inf  # three quarters are lower
+    quartile = drawn[(len(drawn) - 1) * 3 // 4] if drawn else math.inf  # the third
+    most = _FAR * quartile
     far = [point for point in points if point[0] > most]
     if not far:
         return
