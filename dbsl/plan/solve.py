@@ -356,8 +356,7 @@ class _DualBatch:
         lowest = rounds * self.rules.least
         slow = np.flatnonzero(shares < lowest)
         if len(slow) and lowest * len(shares) <= samples:
-            bounds = np.full_like(shares, lowest), np.full_like(shares, samples)
-            shares = bounded_split(samples, machines.speeds(sizes), *bounds)
+            shares = bounded_split(samples, machines.speeds(sizes), lowest, samples)
             sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
             self.notes.append(
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
@@ -524,8 +523,8 @@ def with_proportions(
         lowest = np.minimum(rules.lowest(plan.global_batch_size, workers), limits)
         sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
         return plan_steps(samples, sizes, time_models, drop_last=rules.drop_last, least=rules.least)
-    lowest = np.full(workers, min(rules.rounds * rules.least, plan.samples // workers))
-    shares = bounded_split(plan.samples, proportions, lowest, np.full(workers, plan.samples))
+    lowest = min(rules.rounds * rules.least, plan.samples // workers)
+    shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
     sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rules.rounds)
     steps = steps_in_shares(shares, sizes, rules.rounds)
     model = Machines.of(workers, sizes, time_models).model
