@@ -129,7 +129,7 @@ class Planner:
             return
         if self.balance == "dbs":
             # The log keeps the lines: a checkpoint need not have them, too.
-            self._since[report.worker].append(replace(report, logged=0, lines=()))
+            self._since[report.worker].append(replace(report, lines=()))
         self._speeds[report.worker].observe(
             self._models[report.resolution][report.worker],
             report.samples / report.steps,

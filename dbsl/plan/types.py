@@ -204,8 +204,7 @@ class RoundReport:
     micro_square: float = 0.0
     gradient_batch: int = 0
     gradient_square: float = 0.0
-    logged: int = 0  # step lines that follow the report on its way to the main process
-    lines: tuple[StepLine, ...] = ()  # these
+    lines: tuple[StepLine, ...] = ()  # that the main process lacks
     figures: Mapping[str, float] = field(default_factory=dict)  # the loss function's own
 
 
