@@ -166,8 +166,8 @@ def join_optimizers(
     """Return one optimizer of what a function has built: one, or several."""
     if isinstance(built, torch.optim.Optimizer):
         return built
-    several = isinstance(built, Sequence) and bool(built)
-    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in built):
+    several = built if isinstance(built, Sequence) else ()
+    if not several or not all(isinstance(one, torch.optim.Optimizer) for one in several):
         raise SettingError(
             "optimizer must build an optimizer of torch or a sequence of them, got "
             f"{type(built).__name__}"

@@ -22,17 +22,12 @@ class BarrierCluster(Cluster):
     """Bulk synchronous rounds: a weighted sum over all ranks, which is how `mean` is taken here.
 
     The server's optimizer, where gradients are pushed, is on one rank: weights then come back in a
-    broadcast, as they do before the first round and where a whole round was refused.
+    broadcast, as they do before the first round and where a whole round was refused. With
+    `at_server` they always do: the server's rule makes other weights of the mean. With `gathers`
+    the server gets every worker's weights, for a fork's own merge rule.
 
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: As for `Cluster`.
-        outgoing: Weighted gradients, which are summed; None for weights, which are averaged.
-        wire: What pushes travel as. Where that is less than the weights' dtype, gradients are
-            rounded to it, and of weights their change since the pull.
-        at_server: Whether the server's rule makes other weights of the mean, which come back in a
-            broadcast, too.
-        gathers: Whether the server gets every worker's weights, for a fork's own merge rule.
+    Pushes travel as `wire`. Where that is less than the weights' dtype, gradients are rounded to
+    it, and of weights their change since the pull. All else is as for `Cluster`.
     """
 
     def __init__(
@@ -81,9 +76,9 @@ class BarrierCluster(Cluster):
 
         True: they were refused.
         """
-        (report,) = reports
-        report = self._timed(report)
-        self._meet(report.epoch, report.round, report)
+        report = self._timed(*reports)
+        with self._waiting():
+            self._meet(report.epoch, report.round, report)
         return report.refused
 
     def agree(self, action: Action, *, round_over: bool) -> Action:
@@ -113,8 +108,7 @@ class BarrierCluster(Cluster):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         self._clock, self._refused = state["clock"], state["refused"]
-        self._has_global = state["has_global"]
-        self._waited_s = state["waited_s"]
+        self._has_global, self._waited_s = state["has_global"], state["waited_s"]
         if self._pulled is not None:
             if state["pulled"] is None:
                 raise SettingError("wire must be as it was when the checkpoint was made, got bf16")
@@ -125,10 +119,13 @@ class BarrierCluster(Cluster):
     @torch.no_grad()
     def _meet(self, epoch: int, round_: int, report: RoundReport | None) -> None:
         """Merge what all workers push; `report` is None on a dedicated server."""
-        began = time.perf_counter()
         total = sum(w.merge_weight for w in self._plans.at(epoch, round_).plan.workers)
         if self._gathers:
-            pushed = self._gathered()
+            count = 0 if self.server is None else dist.get_world_size()
+            pushed = [torch.empty_like(self.outgoing) for _ in range(count)]
+            self.control.enter()
+            dist.gather(self.outgoing, pushed or None, dst=SERVER_RANK)
+            self._has_global = False
         else:
             self._weigh(report, total)
             self.control.enter()
@@ -145,16 +142,6 @@ class BarrierCluster(Cluster):
                 self.server.push(weights, each)
         if self.server is not None:
             self.server.finished.clear()  # turns() says when an epoch ends, on every rank alike
-        self._waited_s += time.perf_counter() - began
-
-    def _gathered(self) -> list[Tensor] | None:
-        """Return every rank's weights on the server's."""
-        ranks = range(dist.get_world_size())
-        pushed = None if self.server is None else [torch.empty_like(self.outgoing) for _ in ranks]
-        self.control.enter()
-        dist.gather(self.outgoing, pushed, dst=SERVER_RANK)
-        self._has_global = False
-        return pushed
 
     def _weigh(self, report: RoundReport | None, total: float) -> None:
         """Write this rank's share of the weighted sum."""
@@ -187,12 +174,11 @@ class BarrierCluster(Cluster):
     def _receive(self) -> None:
         if self._has_global:
             return
-        began = time.perf_counter()
-        if self.server is not None:
-            self.weights.load(self.server.snapshot())
-        self.control.enter()
-        dist.broadcast(self.weights.vector, src=SERVER_RANK)
-        if self._pulled is not None:
-            self._pulled.copy_(self.weights.vector)
-        self._has_global = True
-        self._waited_s += time.perf_counter() - began
+        with self._waiting():
+            if self.server is not None:
+                self.weights.load(self.server.snapshot())
+            self.control.enter()
+            dist.broadcast(self.weights.vector, src=SERVER_RANK)
+            if self._pulled is not None:
+                self._pulled.copy_(self.weights.vector)
+            self._has_global = True

@@ -30,13 +30,9 @@ class JointCluster(Cluster):
     """Turns of all workers together, in one process in simulated time or in several in real time.
 
     The gradients are exchanged inside a turn, by the stepper; here are the turns, the plans and the
-    reports.
-
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        times: Simulated seconds that a worker's round takes to compute and to exchange gradients,
-            from (worker, epoch, round); None where there are several processes.
-        finish_round: Called at a round's end, before the reports are exchanged.
+    reports. In one process `times` gives the simulated seconds that a worker's round takes to
+    compute and to exchange gradients, from (worker, epoch, round). `finish_round` is called before
+    the reports are exchanged.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,7 +51,7 @@ class Cluster(ABC):
         figures: Names of the figures in reports.
 
     Attributes:
-        time_s: The virtual clock of simulated workers; None where times are real.
+        time_s: Seconds of simulated workers; None where times are real.
         holds_weights: Whether the model has weights that count between two turns.
         on_stop: Called where the run is to stop while this process waits.
         finished_early: Whether the run has ended before its last epoch, by `finish`.
@@ -268,11 +268,3 @@ class SharedPlans:
                 self._current = decode_segment(rows, like.plan)
             self._place = epoch, round_
         return self._current
-
-
-class Change(NamedTuple):
-    """A simulated worker that is lost, or that joins."""
-
-    time_s: float  # virtual
-    worker: int
-    joins: bool

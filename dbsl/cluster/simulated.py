@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from dbsl.base.errors import SettingError, SyncError
-from dbsl.cluster.protocol import Change, Cluster
+from dbsl.cluster.protocol import Cluster
 from dbsl.cluster.server import Server
 from dbsl.cluster.weights import FlatWeights
 from dbsl.plan.types import EpochEnd, Restart, RoundReport, Turn
@@ -25,19 +24,14 @@ from dbsl.plan.types import EpochEnd, Restart, RoundReport, Turn
 class SimulatedCluster(Cluster):
     """Workers that take turns on one model; `Server` decides as it does for real processes.
 
-    A turn's worker has the weights to itself until it pushes.
-
-    Args:
-        weights: As for `Cluster`, like all that is not named here.
-        server: Its weights are on the model's device.
-        times: Simulated seconds that a worker's round takes to compute, and those of its push and
-            pull, from (worker, epoch, round).
-
-    Attributes:
-        changes: Workers that are lost and that join at simulated times, which are still to come.
+    A turn's worker has the weights to itself until it pushes. `times` gives the simulated seconds
+    that a worker's round takes to compute, and those of its push and pull, from (worker, epoch,
+    round).
     """
 
     holds_weights = False  # the next turn pulls others
+    # Is called before a round ends, with that time; True: workers have come or gone before.
+    changes_before: Callable[[float], bool] = staticmethod(lambda time_s: False)
 
     def __init__(
         self,
@@ -56,7 +50,6 @@ class SimulatedCluster(Cluster):
         self._ended = [0.0] * len(server.clocks)  # each worker's last round
         self._queue: list[tuple[float, int]] = []  # ends of rounds
         self._turn: int | None = None  # the worker whose turn it is
-        self.changes: list[Change] = []
 
     def turns(self) -> Iterator[Turn | EpochEnd]:
         """Yield rounds in the order in which they end, and each epoch's end when it comes."""
@@ -67,7 +60,7 @@ class SimulatedCluster(Cluster):
                 self._start_rounds()
                 if not self._queue:
                     return
-                if self._change_before(self._queue[0][0]):
+                if self.changes_before(self._queue[0][0]):
                     continue  # others may start, or wait
                 self.time_s, self._turn = heapq.heappop(self._queue)
             yield Turn((self._turn,), *self._place(self._turn))
@@ -98,20 +91,6 @@ class SimulatedCluster(Cluster):
             return
         if self._take_in(worker, worker) < self._rounds:
             self._ended[worker] = self.time_s
-
-    def _change_before(self, time_s: float) -> bool:
-        """Make the next change, if it comes before this time; say whether it did."""
-        if not self.changes or min(self.changes).time_s >= time_s:
-            return False
-        change = min(self.changes)
-        self.changes.remove(change)
-        self.time_s = max(self.time_s, change.time_s)
-        if not change.joins:
-            self.lose(change.worker)
-        else:
-            with suppress(ValueError):  # no plan with it: it stays away
-                self.join(change.worker)
-        return True
 
     def pull(self, turn: Turn) -> None:
         """Load the weights that the worker's round started from into the model."""

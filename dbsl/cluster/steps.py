@@ -44,7 +44,6 @@ class ComputeTimer:
         self._machine = machine
         self._spans: defaultdict[int, list[tuple]] = defaultdict(list)
         self._more_s: defaultdict[int, float] = defaultdict(float)  # slept, or before a resumption
-        self._mark = None
 
     @contextmanager
     def running(self, workers: tuple[int, ...]) -> Iterator[None]:
@@ -52,21 +51,24 @@ class ComputeTimer:
 
         If `mark` was called inside, what came after its last call does not count.
         """
-        start, self._mark = self._now(), None
-        self._start, self._workers = start, workers
+        self._workers, self._start, self._end = workers, self._now(), None
         yield
-        end = self._mark or self._now()
-        if not self._mark:
-            self._sleep(start, end)
+        if self._end is None:
+            self.mark(last=True)
         for worker in workers:
-            self._spans[worker].append((start, end))
-        self._mark = None
+            self._spans[worker].append((self._start, self._end))
 
     def mark(self, *, last: bool) -> None:
         """Note that the computation may end here; `last`: it does, only waiting follows."""
-        self._mark = self._now()
-        if last:
-            self._sleep(self._start, self._mark)
+        self._end = self._now()
+        for worker in self._workers if last and self._machine else ():
+            extra = self._machine.factor(worker, self.epoch) - 1.0
+            if extra > 0:
+                if self._cuda:
+                    torch.cuda.synchronize(self._device)
+                duration = extra * self._between(self._start, self._end)
+                time.sleep(duration)
+                self._more_s[worker] += duration
 
     def take_seconds(self, worker: int) -> float:
         """Return the worker's compute time so far and start again at 0; waits for the device."""
@@ -88,16 +90,6 @@ class ComputeTimer:
         if self._cuda and spans:
             torch.cuda.synchronize(self._device)
         return sum(self._between(*span) for span in spans) + self._more_s.get(worker, 0.0)
-
-    def _sleep(self, start, end) -> None:
-        for worker in self._workers if self._machine else ():
-            extra = self._machine.factor(worker, self.epoch) - 1.0
-            if extra > 0:
-                if self._cuda:
-                    torch.cuda.synchronize(self._device)
-                duration = extra * self._between(start, end)
-                time.sleep(duration)
-                self._more_s[worker] += duration
 
     def _now(self):
         if not self._cuda:
@@ -179,7 +171,7 @@ def take_fraction(optimizer: torch.optim.Optimizer, learning_rate: float, fracti
 
     For equal gradients without weight decay this holds to rounding, with any momentum. Each decays
     the weights that it meets, so that decay differs by the square of one step's. Adam's second
-    moment comes from each one's own gradients. The optimizer is one that `takes_fractions`, with
+    moment comes from the gradients of each. The optimizer is one that `takes_fractions`, with
     mean gradients at its parameters; the learning rate is that of the whole step.
     """
     if isinstance(optimizer, torch.optim.SGD):
@@ -241,6 +233,7 @@ class Stepper:
     """
 
     joint = False
+    _sums = False  # whether gradients have one place for the whole run
     clip: Clip = staticmethod(keep_whole)
     on_gradients: Callable[[float], object] = staticmethod(lambda weight: None)
 
@@ -255,12 +248,16 @@ class Stepper:
         self._weights = weights
         self._buffers = torch.empty(0) if weights is None else weights.buffers
         self._statistics = RunningStatistics(self._buffers)
+        if self._sums:
+            self.vector = torch.zeros_like(weights.vector)
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Note which epoch it is, for emulated slowness; not `anew`: inside a resumed round."""
         self.timer.epoch = turn.epoch
         for optimizer in self.optimizers.values():
             begin_thawed(optimizer)
+        if self._sums:
+            self._weights.attach_gradients(self.vector)  # of what is trained now
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
@@ -280,10 +277,10 @@ class Stepper:
         with self.timer.running(workers):  # in real processes each of them takes a joint step
             self.clip(optimizer)
             take_step(optimizer, learning_rate)
-            self._clear(optimizer)
-
-    def _clear(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
+            if self._sums:
+                self.vector.zero_()
+            else:
+                optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizers' state, and what else lasts from step to step inside a round."""
@@ -309,16 +306,7 @@ class JointSteps(Stepper):
     overwritten by its next call, so that sums must not lie there. Worker 0 has the optimizer.
     """
 
-    joint = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._gradients = torch.zeros_like(self._weights.vector)
-
-    def begin(self, turn: Turn, *, anew: bool = True) -> None:
-        """See `Stepper.begin`; what is trained in this round has a place for gradients."""
-        super().begin(turn, anew=anew)
-        self._weights.attach_gradients(self._gradients)
+    joint = _sums = True
 
     @contextmanager
     def micro_batch(self, step: Step, part: Part) -> Iterator[float]:
@@ -330,9 +318,6 @@ class JointSteps(Stepper):
         """Take the optimizer step on the sum of all gradients."""
         self._statistics.end()
         super().step(step, learning_rate)
-
-    def _clear(self, optimizer: torch.optim.Optimizer) -> None:
-        self._gradients.zero_()
 
 
 # Older and newer versions of torch name it differently.
@@ -472,16 +457,16 @@ class PushedGradients(Stepper):
     weighted alike.
     """
 
+    _sums = True
+
     def __init__(self, model: nn.Module, weights: FlatWeights, timer: ComputeTimer) -> None:
         super().__init__(model, weights, timer, {})
-        self.vector = torch.zeros_like(weights.vector)
         self._changes = self.vector[len(self.vector) - len(self._buffers) :]
         self._weight = 0.0  # sum over the losses so far
 
     def begin(self, turn: Turn, *, anew: bool = True) -> None:
         """Start a push from zero, or, not anew, go on with the one that a stopped run was in."""
         super().begin(turn, anew=anew)
-        self._weights.attach_gradients(self.vector)  # of what is trained now
         if anew:
             self.vector.zero_()
             self._weight = 0.0

@@ -233,18 +233,19 @@ def split_batch(samples: int, sizes: Sequence[int] | np.ndarray, least: int = 1)
 
 
 def bounded_split(
-    total: int, weights: np.ndarray, lowest: np.ndarray, highest: np.ndarray
+    total: int, weights: np.ndarray, lowest: np.ndarray | int, highest: np.ndarray | int
 ) -> np.ndarray:
     """Split `total` in proportion to `weights`, each part within its bounds, int64 [n].
 
-    Parts that meet a bound stay there and the others share the rest. If even the lowest bounds
-    are more than the total, the first part alone takes it.
+    Bounds are one for all parts or one for each. Parts that meet a bound stay there and the others
+    share the rest. If even the lowest bounds are more than the total, the first part alone takes
+    it.
     """
+    lowest, highest = (np.broadcast_to(bound, len(weights)) for bound in (lowest, highest))
+    parts, free, left = np.zeros(len(weights), dtype=np.int64), np.ones(len(weights), bool), total
     if lowest.sum() > total:
-        parts = np.zeros(len(weights), dtype=np.int64)
         parts[0] = total
         return parts
-    parts, free, left = np.zeros(len(weights), dtype=np.int64), np.ones(len(weights), bool), total
     while free.any():
         quotas = weights[free] / weights[free].sum() * left
         low, high = lowest[free], highest[free]

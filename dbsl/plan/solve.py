@@ -356,8 +356,7 @@ class _DualBatch:
         lowest = rounds * self.rules.least
         slow = np.flatnonzero(shares < lowest)
         if len(slow) and lowest * len(shares) <= samples:
-            bounds = np.full_like(shares, lowest), np.full_like(shares, samples)
-            shares = bounded_split(samples, machines.speeds(sizes), *bounds)
+            shares = bounded_split(samples, machines.speeds(sizes), lowest, samples)
             sizes = np.where(lowered, np.clip(shares // rounds, 1, machines.limits), sizes)
             self.notes.append(
                 f"{len(slow)} of {len(shares)} workers are so slow that they finish late with the "
@@ -445,17 +444,12 @@ def plan_steps(
     drop_last: bool = False,
     least: int = 1,
 ) -> Plan:
-    """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each.
+    """Plan an epoch of joint steps in which worker i takes `sizes[i]` samples of each, b_i >= 1.
 
-    All workers take the same number of steps, the fewest that an epoch needs. Sizes of steps differ
-    by at most one and are split in the same proportions (see `StepSampler`).
-
-    Args:
-        samples: Training samples per epoch, d.
-        sizes: Samples per step of each worker, b_i, at least 1; their sum is the global batch B.
-        time_models: Step time of each worker.
-        drop_last: Whether only whole global batches are trained on.
-        least: Least samples of a part, unless it is empty.
+    Their sum is the global batch B. All workers take the same number of steps, the fewest that an
+    epoch needs. Sizes of steps differ by at most one and are split in the same proportions (see
+    `StepSampler`), in parts of at least `least` samples or none. With `drop_last` only whole global
+    batches are trained on.
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     if len(sizes) != len(time_models):
@@ -524,8 +518,8 @@ def with_proportions(
         lowest = np.minimum(rules.lowest(plan.global_batch_size, workers), limits)
         sizes = bounded_split(plan.global_batch_size, proportions, lowest, limits)
         return plan_steps(samples, sizes, time_models, drop_last=rules.drop_last, least=rules.least)
-    lowest = np.full(workers, min(rules.rounds * rules.least, plan.samples // workers))
-    shares = bounded_split(plan.samples, proportions, lowest, np.full(workers, plan.samples))
+    lowest = min(rules.rounds * rules.least, plan.samples // workers)
+    shares = bounded_split(plan.samples, proportions, lowest, plan.samples)
     sizes = np.minimum([w.local_batch_size for w in plan.workers], shares // rules.rounds)
     steps = steps_in_shares(shares, sizes, rules.rounds)
     model = Machines.of(workers, sizes, time_models).model

@@ -99,8 +99,7 @@ def connect(
         begins = admission.clock // run.rounds + 1
         print(f"rank {rank} has joined, its share begins in epoch {begins}", flush=True)
     elif server is not None:
-        trained_by = asdict(config) | {SUMS: dict(sums)}
-        common["door"] = Door(trained_by, dist.get_world_size(), timeout_s)
+        common["door"] = Door(asdict(config) | {SUMS: dict(sums)}, dist.get_world_size(), timeout_s)
     return through_server(weights, server, **common), stepper
 
 
@@ -188,12 +187,12 @@ def make_ready(
 
 def _check_merge(config: RunConfig) -> None:
     """Refuse settings with which a merge rule of the script's own would not be asked."""
-    for name, value in (("sync", "step"), ("push", "gradients")):
-        if getattr(config, name) == value:
-            raise SettingError(
-                f"{name} must not be {value} with a merge rule of your own: no weights are merged"
-            )
-    for name, must in (("merge", None), ("wire", "float32")):
-        if (value := getattr(config, name)) != must:
-            must = must or "unset"
-            raise SettingError(f"{name} must be {must} with a merge rule of your own, got {value}")
+    for name, fits, must in (
+        ("sync", config.sync != "step", "not be step"),
+        ("push", config.push != "gradients", "not be gradients"),
+        ("merge", config.merge is None, "be unset"),
+        ("wire", config.wire == "float32", "be float32"),
+    ):
+        if not fits:
+            got = getattr(config, name)
+            raise SettingError(f"{name} must {must} with a merge rule of your own, got {got}")

@@ -62,6 +62,11 @@ def patched(name, folder):
     return script
 
 
+def short(modes, *first):
+    """Return these modes, those that are not among the first for the slow tests."""
+    return [mode if mode in first else pytest.param(mode, marks=helpers.slow) for mode in modes]
+
+
 @pytest.fixture
 def fork(tmp_path, monkeypatch):
     """Return ``fork(name)``: the module that train.py becomes by a diff."""
@@ -133,7 +138,7 @@ def test_every_fork_applies_is_short_and_says_what_it_does(tmp_path):
 # --- data and a model of one's own
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", short(MODES, "bsp", "step", "gradients"))
 def test_a_table_trains_by_every_sync_and_goes_on_to_the_same_bits(fork, tmp_path, mode, capsys):
     tabular = fork("tabular")
     settings = {**COMMON, "lr": 0.05, **MODES[mode]}
@@ -172,13 +177,13 @@ def test_step_times_of_a_table_are_measured_with_its_own_inputs(fork, tmp_path, 
     assert re.search(r"^a step with x samples takes", printed, re.MULTILINE)
 
 
-@pytest.mark.slow
+@helpers.slow
 def test_tokens_are_learnt_from_an_embedding(fork, tmp_path):
     settings = {**COMMON, "epochs": 6, "lr_milestones": (), "lr": 0.1, "small_workers": 1}
     assert run(fork("tokens"), tmp_path / "run", settings)["final_accuracy"] > 0.8
 
 
-@pytest.mark.slow
+@helpers.slow
 @pytest.mark.parametrize(("name", "mode"), [("tabular", "step"), ("tokens", "bsp")])
 def test_two_processes_train_on_what_is_no_image(tmp_path, name, mode):
     script = patched(name, tmp_path / name)
@@ -275,11 +280,7 @@ def test_data_that_cannot_be_trained_on_are_refused_in_one_line(tmp_path, case):
         (linear, {"cache_gib": 1.0}, "cache_gib must be left out with your own data, got 1.0"),
         (linear, {"resolutions": (8,)}, "resolutions must be left out with your own d"),
         (linear, {"dropout": (0.1,)}, "dropout must be left out with your own model"),
-        (
-            linear,
-            {"opt_kwargs": ("layer_decay=0.5",)},
-            "opt_kwargs must leave out layer_decay with",
-        ),
+        (linear, {"opt_kwargs": ("layer_decay=0.5",)}, "opt_kwargs must leave out layer_decay"),
         (linear, {"dataset": "cifar"}, "dataset must be left out or mine with your .* got cifar"),
         (linear, {"model": "resnet50"}, "model must be left out or linear with .* got resnet50"),
     ],
@@ -324,34 +325,12 @@ def test_focal_loss_is_cross_entropy_with_exponent_zero(fork):
     torch.testing.assert_close(found, losses.mean())
 
 
-@pytest.mark.slow
-def test_focal_loss_trains(fork, tmp_path):
-    run(fork("focal_loss"), tmp_path / "focal", TINY)
-    run(train, tmp_path / "usual", TINY)
-    focal, usual = (rows(tmp_path / name, "round")[0]["loss"] for name in ("focal", "usual"))
-    assert focal < usual
-
-
 def test_one_cycle_rises_and_falls(fork):
     rate = fork("one_cycle").learning_rate
     session = SimpleNamespace(config=SimpleNamespace(epochs=10, lr=0.2))
     assert [rate(session, moment) for moment in (0, 1.5, 3, 6.5, 10)] == pytest.approx(
         [0.0, 0.1, 0.2, 0.1, 0.0]
     )
-
-
-@pytest.mark.slow
-def test_one_cycle_trains(fork, tmp_path):
-    run(
-        fork("one_cycle"),
-        tmp_path / "run",
-        {**TINY, "large_batch_size": (5,), "epochs": 4, "rounds_per_epoch": 2},
-    )
-    rates = [row["learning_rate"] for row in rows(tmp_path / "run", "round") if not row["worker"]]
-    peak = rates.index(max(rates))
-    assert 0 < peak < len(rates) - 1
-    assert rates[:peak] == sorted(rates[:peak])
-    assert rates[peak:] == sorted(rates[peak:], reverse=True)
 
 
 def test_a_metric_of_ones_own_is_in_the_metrics_the_epochs_line_and_the_summary(
@@ -435,7 +414,7 @@ def test_class_weights_in_joint_steps_train_as_on_the_joined_batch(fork, tmp_pat
     torch.testing.assert_close(cut, joined, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@helpers.slow
 def test_class_weights_in_two_processes_are_those_of_the_joined_batch(fork, tmp_path):
     module = fork("class_weights")
     joined = cut_or_joined(tmp_path / "joined", module, (20,))
@@ -488,7 +467,7 @@ def test_a_second_head_is_learnt_and_evaluation_is_of_the_first(fork, tmp_path, 
     assert [part.shape for part in net.train()(images)] == [(4, 10), (4, 2)]
 
 
-@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["bsp", pytest.param("step", marks=helpers.slow)])
 def test_a_step_has_figures_of_the_loss_function_and_of_the_loop(fork, tmp_path, mode):
     settings = {**TINY, "sync": mode, "log_every": 1}
     run(fork("step_metric"), tmp_path / "run", settings)
@@ -591,7 +570,7 @@ def muon(model, config):
     return [torch.optim.Muon(weights, lr=config.lr), torch.optim.AdamW(biases, lr=config.lr / 10)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", short(MODES, "asp", "step"))
 def test_muon_with_adamw_trains_and_goes_on_to_the_same_bits(tmp_path, mode):
     torch.manual_seed(0)
     data, settings = TensorData(table(120), table(), 3), {**MODES[mode], "lr": 0.05}
@@ -630,7 +609,7 @@ def thawed_late(session):
 FREEZING = {**OWN_MODES, "bsp": {**OWN_MODES["bsp"], "ema_decay": 0.5}}
 
 
-@pytest.mark.parametrize("mode", FREEZING)
+@pytest.mark.parametrize("mode", short(FREEZING, "bsp", "step", "parts"))
 @pytest.mark.parametrize(
     ("build", "optimizer", "still"),
     [
@@ -652,7 +631,7 @@ def test_what_an_optimizer_freezes_or_gives_a_rate_of_0_stays_where_it_is(
             assert stays == still(name), (path.name, name)
 
 
-@pytest.mark.parametrize("mode", FREEZING)
+@pytest.mark.parametrize("mode", short(FREEZING, "bsp", "step", "parts"))
 def test_layers_that_are_thawed_later_move_from_then_on(tmp_path, mode):
     torch.manual_seed(0)
     data, begun = TensorData(table(120), table(), 3), Normed()
@@ -680,11 +659,7 @@ def dampened(model, config):
     ("optimizer", "settings", "message"),
     [
         (muon, {}, "lr must be the rate that muon builds its main parameters with"),
-        (
-            muon,
-            {"lr": 0.1, "opt_kwargs": ("eps=1",)},
-            "opt_kwargs must be left out with your",
-        ),
+        (muon, {"lr": 0.1, "opt_kwargs": ("eps=1",)}, "opt_kwargs must be left out with your"),
         (muon, {"lr": 0.1, "optimizer": "adam"}, "optimizer must be left out or muon"),
         (muon, {"lr": 0.1, **OWN_MODES["parts"]}, "push is part of a step, got Muon, AdamW of"),
         (dampened, {"lr": 0.1, **OWN_MODES["parts"]}, "without dampening and maximize, Adam or"),
@@ -771,12 +746,9 @@ def ends_by(how, epochs=2, calls=lambda: True):
     return loop
 
 
-@pytest.mark.parametrize(
-    ("mode", "how"), [*((mode, "finish") for mode in OWN_MODES), ("bsp", "return")]
-)
-def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bits(
-    tmp_path, mode, how
-):
+@pytest.mark.parametrize("mode", short([*OWN_MODES, "return"], "bsp", "step", "parts", "return"))
+def test_a_run_that_ends_early_tells_what_it_trained_and_goes_on_to_the_same_bits(tmp_path, mode):
+    mode, how = ("bsp", "return") if mode == "return" else (mode, "finish")
     torch.manual_seed(0)
     data = TensorData(table(120), table(), 3)
     settings = {**LONG, **OWN_MODES[mode], "checkpoint_every": 2}
@@ -824,9 +796,9 @@ def test_a_return_that_leaves_no_result_is_refused_and_leaves_no_record(tmp_path
     "settings",
     [
         {"sync": "asp"},
-        pytest.param({"sync": "step"}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"sync": "ssp", "dedicated_server": True}, marks=pytest.mark.slow),
+        pytest.param({"sync": "step"}, marks=helpers.slow),
+        pytest.param({}, marks=helpers.slow),
+        pytest.param({"sync": "ssp", "dedicated_server": True}, marks=helpers.slow),
     ],
 )
 def test_one_process_ends_the_run_early_and_all_leave_in_good_order(
@@ -880,7 +852,8 @@ def test_the_median_is_the_median(fork, n):
 
 
 @pytest.mark.parametrize(
-    ("settings", "count"), [({}, 4), ({"sync": "asp"}, 1), ({"sync": "ssp"}, 1)]
+    ("settings", "count"),
+    [({}, 4), ({"sync": "asp"}, 1), pytest.param({"sync": "ssp"}, 1, marks=helpers.slow)],
 )
 def test_a_rule_gets_all_at_a_barrier_and_else_each_push_alone(
     fork, tmp_path, monkeypatch, settings, count
@@ -917,9 +890,7 @@ def test_where_a_rule_is_not_asked_it_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("merge", "got"),
     [
-        pytest.param(
-            lambda global_, pushed, factors: pushed, r"\[4, \d+\]", marks=pytest.mark.slow
-        ),
+        pytest.param(lambda global_, pushed, factors: pushed, r"\[4, \d+\]", marks=helpers.slow),
         (lambda global_, pushed, factors: None, "NoneType"),
     ],
 )
@@ -936,9 +907,7 @@ def test_a_rule_that_returns_no_weights_is_refused_and_the_run_goes_on_with_a_ri
     assert run(module, tmp_path / "run", {**TINY, "resume": "auto"})["epochs"] == 2
 
 
-@pytest.mark.parametrize(
-    "step", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8, 11))]
-)
+@pytest.mark.parametrize("step", [9, *(pytest.param(n, marks=helpers.slow) for n in (3, 8, 11))])
 def test_a_run_with_a_rule_that_stops_inside_a_barrier_goes_on_to_the_same_bits(
     fork, tmp_path, step
 ):
@@ -948,7 +917,7 @@ def test_a_run_with_a_rule_that_stops_inside_a_barrier_goes_on_to_the_same_bits(
     goes_on_to_the_bits(tmp_path, step, partial(run_with, module), settings)
 
 
-@pytest.mark.slow
+@helpers.slow
 @pytest.mark.timeout(400)
 def test_a_rule_gives_the_same_weights_in_processes_and_with_a_server_of_their_own(fork, tmp_path):
     module = fork("median_merge")
@@ -973,7 +942,7 @@ def test_a_rule_gives_the_same_weights_in_processes_and_with_a_server_of_their_o
     assert (weights["mean"] - weights["simulated"]).abs().max() > 1e-3
 
 
-@pytest.mark.slow
+@helpers.slow
 def test_processes_refuse_a_rule_whose_pushes_are_rounded(tmp_path):
     script = patched("median_merge", tmp_path / "fork")
     done = launch(script, 2, tmp_path / "run", {**TINY, "wire": "bf16"})

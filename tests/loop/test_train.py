@@ -61,10 +61,14 @@ def flags(folder, **settings):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
-    folder = tmp_path / "run"
-    config = run(folder, checkpoint_every=2)
-    printed = capsys.readouterr().out
+def test_one_process_leaves_a_whole_run_folder(tmp_path, monkeypatch, capsys):
+    folder, began = tmp_path / "run", time.perf_counter()
+    # What a run waits for before its first batch is start-up, and no training.
+    monkeypatch.setattr(PixelStore, "start", lambda _: time.sleep(0.4), raising=False)
+    run(folder, checkpoint_every=2)
+    spent, printed = time.perf_counter() - began, capsys.readouterr().out
+    assert printed.index("\nstart-up ") < printed.index("\nepoch 1/3 ")
+    assert " and start-up " in printed
     assert "4 workers simulated in one process, 1 on small batches" in printed
     assert "16 px, epoch 1, lr 0.02; time ratio 1.050" in printed
     assert {p.name for p in folder.iterdir()} == {
@@ -88,6 +92,8 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         *("device", "precision", "torch", "timm", "classes"),
     }
     assert (summary["samples_seen"], summary["workers"], summary["small_workers"]) == (180, 4, 1)
+    assert summary["start_up_time_s"] > 0.8  # training and evaluation images
+    assert summary["start_up_time_s"] + summary["train_time_s"] < summary["total_time_s"] < spent
 
     events = metrics_of(folder)
     assert [e["resolution"] for e in events if e["event"] == "plan"] == [16, 32, 32]
@@ -101,29 +107,12 @@ def test_one_process_leaves_a_whole_run_folder(tmp_path, capsys):
         (epoch, 32, 40) for epoch in range(3)
     ]
     assert evals[-1]["accuracy"] == summary["final_accuracy"]
-    assert config.small_workers == 1
-
     data = load_data(ImageConfig("digits", train_samples=60, eval_samples=40))
     transform, correct = Transform(32, "none", data.mirror, data.mean, data.std, 0), 0
     with torch.no_grad():
         for images, labels in data.evaluation.batches(evaluation_batches(40, 16), transform):
             correct += (load_model(folder)(images).argmax(1) == labels).sum().item()
     assert correct / 40 == pytest.approx(summary["final_accuracy"])
-
-
-def test_what_a_run_waits_for_before_its_first_batch_is_start_up_and_no_training(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(PixelStore, "start", lambda _: time.sleep(0.4), raising=False)
-    began = time.perf_counter()
-    run(tmp_path / "run", epochs=1, lr_milestones=())
-    spent = time.perf_counter() - began
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["start_up_time_s"] > 0.8  # training and evaluation images
-    assert summary["start_up_time_s"] + summary["train_time_s"] < summary["total_time_s"] < spent
-    printed = capsys.readouterr().out
-    assert printed.index("\nstart-up ") < printed.index("\nepoch 1/1 ")
-    assert " and start-up " in printed
 
 
 @pytest.mark.parametrize(
@@ -173,7 +162,7 @@ def test_the_plan_tells_the_rates_of_a_cosine_not_those_of_milestones(tmp_path, 
 
 
 def test_plan_only_prints_plan_and_timeline_and_leaves_nothing(tmp_path, capsys):
-    run(tmp_path / "run", plan_only=True)
+    run(tmp_path / "run", plan_only=True)  # two resolutions
     printed = capsys.readouterr().out
     assert "plan only: nothing is trained or written" in printed
     assert "|SSSS" in printed
@@ -221,7 +210,7 @@ def test_two_processes_at_a_barrier_repeat_to_the_bit_however_they_are_launched(
     assert sum(e["samples"] for e in rounds) == 120
 
 
-@pytest.mark.parametrize("sync", ["ssp", "asp"])
+@pytest.mark.parametrize("sync", ["asp", pytest.param("ssp", marks=slow)])
 def test_two_processes_through_the_server_finish_with_everything_counted(tmp_path, sync):
     run_in_ranks(tmp_path / "run", sync=sync)
     events = metrics_of(tmp_path / "run")
@@ -445,50 +434,32 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
     ("arguments", "message"),
     [
         (["--small-ratio", "1.5"], "small_ratio must be in [0, 1], got 1.5"),
-        (["--small-workers", "5"], "small_workers must be at most the workers (4), got 5"),
-        (["--large-batch-size", "50"], "large_batch_size must be at most 16, the samples of such"),
-        (["--staleness", "-1"], "staleness must be at least 0, got -1"),
         (
             ["--sync", "asp", "--merge", "delta"],
             "merge must be ratio or half with sync ssp, asp or step, got de",
         ),
         (["--outer-momentum", "1"], "outer_momentum must be in [0, 1), got 1"),
-        (["--ema-decay", "1"], "ema_decay must be in [0, 1), got 1"),
         (["--mixup", "-1"], "mixup must be at least 0, got -1"),
         ([*STEP, "--lr-scaling", "sqrt"], "lr_scaling must be none with sync step"),
         (["--resolutions", "32,16"], "resolutions must ascend, got 32,16"),
         (["--resolutions"], "resolutions must have a value, got none"),
-        (["--time-ratio", "0.9"], "time_ratio must be above 1, got 0.9"),
         (["--time-ratio", "nan"], "time_ratio must be above 1, got nan"),
         (["--dataset", "./no-such-folder"], "dataset must be"),
         (["--dataset", "no-such-name-on/the-hub"], "dataset must be"),
-        (["--label-column", "species"], "label_column must be"),
         (["--train-samples", "5000"], "train_samples must be in [1, 1437], got 5000"),
         (["--model", "resnet1"], "model must be a name that timm.list_models() knows"),
         (["--optimizer", "sdg"], "optimizer must be a name that timm.optim.list_optimizers()"),
-        (["--merge", "ratio"], "merge must be mean or delta with sync bsp, got ratio"),
         (["--sync", "asp", "--merge", "mean"], "merge must be ratio or half with sync ssp, asp or"),
-        (
-            ["--epochs", "2", "--lr-milestones", "3"],
-            "lr_milestones must ascend inside (0, epochs=2)",
-        ),
-        (["--intercept", "-0.1"], "intercept must be above 0"),
         (["--slope", "0.1", "0.2", "0.3"], "slope must have 1 value, one per resolution (2) or"),
         (["--profile", "no-such.json"], "profile must be unset with slope"),
         (["--small-share", "0.9"], "small_share must be in (0, 0.25)"),
-        (["--slope", "0"], "slope must be above 0"),
-        (["--floor", "-1"], "floor must be at least 0 seconds per step, got -1.0"),
         ([*STEP, "--local-batch-sizes", "2,2,2"], "local_batch_sizes must have one value per wor"),
-        ([*STEP, "--local-batch-sizes", "2,0,2,2"], "local_batch_sizes must be at least 1, got 0"),
-        ([*STEP, "--local-batch-sizes", "20,-4,2,2"], "local_batch_sizes must be at least 1, got"),
         ([*STEP, "--local-batch-sizes", "20,20,20,2"], "local_batch_sizes must sum to at most"),
         ([*STEP, "--global-batch-size", "61"], "global_batch_size must be in [8, 40], 2 a worker"),
-        ([*STEP, "--global-batch-size", "3"], "global_batch_size must be in [8, 12], 2 a worker"),
         ([*STEP, "--rounds-per-epoch", "9"], "rounds_per_epoch must be at most the 2 joint steps"),
         ([*STEP, "--push", "gradients"], "push must be weights with sync step"),
         ([*PUSH, "--clip-grad", "1"], "clip_grad must be unset with push gradients and sync ssp"),
         (["--micro-batch-size", "1"], "micro_batch_size must be at least 2, since batch norm"),
-        (["--micro-batch-size", "0"], "micro_batch_size must be at least 1, got 0"),
         (["--micro-batch-size", "2,2,2"], "micro_batch_size must have 1 value, one per resolution"),
         (
             ["--large-batch-size", "auto", "--micro-batch-size", "4"],
@@ -503,7 +474,6 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
             "lr_milestones must be left out with lr_schedule cosine, unless resolutions climb",
         ),
         (["--lr-schedule", "poly", "--lr-gamma", "0.1"], "lr_gamma must be 0.2 except with lr_sch"),
-        (["--clip-grad", "0"], "clip_grad must be above 0, got 0"),
         (["--clip-mode", "agc"], "clip_mode must be norm except with clip_grad, got agc"),
         ([*PUSH, "--optimizer", "lion"], "optimizer must be one of sgd, nesterov, momentum, adam"),
         ([*STEP, "--sync-batch-norm", "--compile"], "compile must be false with sync_batch_norm"),
@@ -514,11 +484,7 @@ PUSH = ("--push", "gradients", "--sync", "asp", "--small-workers", "0")
         (["--slowdown", "0:0.5"], "slowdown of worker 0 must be at least 1, got 0.5"),
         (["--slowdown", "7:2"], "slowdown must name a worker in [0, 3], got 7"),
         (["--disturb", "2:4-20"], "disturb must have a probability in [0, 1]"),
-        (["--balance-every", "0"], "balance_every must be at least 1, got 0"),
-        (["--dropout", "1.0"], "dropout must be in [0, 1), got 1"),
         (["--report-to", ABSENT], f"report_to must name an installed tracker, got {ABSENT!r}"),
-        (["--output-dir", "/proc/no/such"], "output_dir must be a folder that can be written"),
-        (["--config", "no-such.yaml"], "config must be a readable YAML file, got no-such.yaml"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, arguments, message):
@@ -624,7 +590,6 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
     ("arguments", "message"),
     [
         (["--lr", "abc"], "--lr must be a number, got 'abc'"),
-        (["--lr=abc"], "--lr must be a number, got 'abc'"),
         (["--lr", "0.1", "0.2"], "--lr must be a number, got '0.1 0.2'"),
         (["--lr"], "--lr must be a number, got nothing"),
         (["--epochs", "1.5"], "--epochs must be a whole number, got '1.5'"),
@@ -632,7 +597,6 @@ def test_milestones_of_a_cosine_are_taken_where_something_changes_at_them():
         (["--sync", "bps"], "--sync must be bsp, ssp, asp or step, got 'bps'"),
         (["--resolutions", "24,x"], "--resolutions must be whole numbers, got '24,x'"),
         (["--large-batch-size", "big"], "--large-batch-size must be whole numbers or auto, got 'b"),
-        (["--large-batch-size", "auto", "8"], "--large-batch-size must be whole numbers or auto"),
         (["--compile", "yes"], "values must come behind a flag that takes them, got 'yes'"),
         (
             ["--batch-size=3"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +72,7 @@ class _Player:
                 self._leave_out(case.absent)
         except ValueError as error:
             raise NoSuchRunError(str(error)) from error
-        self._cluster.changes = list(case.changes)
+        self._changes = list(case.changes)  # still to come
         epochs = self._run.config.epochs
         self._counts = np.zeros((epochs, case.samples), dtype=np.int64)
         self._untouched = 0  # epoch that nobody had begun when the last worker was lost
@@ -98,6 +99,21 @@ class _Player:
     def _connect(self, run: Run) -> None:
         self._run = run
         self._cluster, self._stepper = connect(run, _ACCELERATOR)
+        self._cluster.changes_before = self._changes_before
+
+    def _changes_before(self, time_s: float) -> bool:
+        """Make the next change, if it comes before this simulated time; say whether it did."""
+        cluster, change = self._cluster, min(self._changes, default=None)
+        if change is None or change.time_s >= time_s:
+            return False
+        self._changes.remove(change)
+        cluster.time_s = max(cluster.time_s, change.time_s)
+        if not change.joins:
+            cluster.lose(change.worker)
+        else:
+            with suppress(ValueError):  # no plan with it: it stays away
+                cluster.join(change.worker)
+        return True
 
     def _goes_on(self) -> bool:
         """Play until the run is stopped, and resume it; False: it is over."""
@@ -181,7 +197,7 @@ class _Player:
             self._resume(state)
         else:
             self._restart(*resized)
-        self._cluster.changes = [c for c in cluster.changes if c.worker < self._workers]
+        self._changes = [c for c in self._changes if c.worker < self._workers]
 
     @property
     def _workers(self) -> int:

@@ -29,31 +29,20 @@ def time(monkeypatch):
     return passing
 
 
-def test_only_what_is_computed_counts_and_reading_starts_anew(time):
+def test_what_is_computed_counts_up_to_the_last_mark_and_reading_starts_at_0(time):
     timer = ComputeTimer(CPU)
-    for _ in range(2):
-        with timer.running((0,)):
+    for marked in (False, True):
+        with timer.running((0, 1)):  # workers share what one process does for all
+            timer.mark(last=False)
             time.sleep(2.0)
+            if marked:
+                timer.mark(last=True)
+                time.sleep(20.0)  # the exchange of gradients
+            else:
+                timer.mark(last=False)
         time.sleep(5.0)  # waiting for others
-    assert timer.take_seconds(0) == 4.0
+    assert timer.take_seconds(0) == timer.take_seconds(1) == 4.0
     assert timer.take_seconds(0) == 0.0
-
-
-def test_what_follows_the_mark_is_waiting(time):
-    timer = ComputeTimer(CPU)
-    with timer.running((0,)):
-        timer.mark(last=False)
-        time.sleep(2.0)
-        timer.mark(last=True)
-        time.sleep(20.0)  # the exchange of gradients
-    assert timer.take_seconds(0) == 2.0
-
-
-def test_several_workers_share_what_one_process_does_for_all(time):
-    timer = ComputeTimer(CPU)
-    with timer.running((0, 1)):
-        time.sleep(1.0)
-    assert timer.take_seconds(0) == timer.take_seconds(1) == 1.0
 
 
 @pytest.mark.parametrize("marked", [False, True])
