@@ -24,7 +24,7 @@ from dbsl.plan.types import BAD_WEIGHTS, Plan, RoundReport, Segment, StepLine, W
 SERVER_RANK = 0
 CPU = torch.device("cpu")
 
-_KINDS = {"int": int, "float": float, "bool": bool}
+_KINDS = {"int": int, "float": float, "bool": bool, "tuple[StepLine, ...]": int}
 _MOST = 2**53  # up to which float64 has all whole numbers
 
 # --- messages
@@ -101,9 +101,9 @@ def _whole(what: str, *values: float) -> int:
 
 # --- reports
 
-_APART = ("lines", "figures")
-_NUMBERS = [field for field in fields(RoundReport) if field.name not in _APART]
-LOGGED = [field.name for field in _NUMBERS].index("logged")
+# Of the lines it is their number.
+_NUMBERS = [field for field in fields(RoundReport) if field.name != "figures"]
+LOGGED = [field.name for field in _NUMBERS].index("lines")
 _LINE = len(StepLine._fields) - 1  # numbers of a step line without figures
 _WHOLE = 4  # of these, from the first on, are whole
 _MOST_ROWS = 1 << 20
@@ -123,6 +123,7 @@ def report_rows(report: RoundReport) -> Tensor:
     """
     rows = report_room(1 + len(report.lines), tuple(report.figures))
     numbers = [getattr(report, field.name) for field in _NUMBERS]
+    numbers[LOGGED] = len(report.lines)
     rows[0] = torch.tensor([*numbers, *report.figures.values()], dtype=torch.float64)
     for row, line in zip(rows[1:], report.lines, strict=True):
         values = [*line[:_LINE], *line.figures.values()]
@@ -136,16 +137,17 @@ def read_report(rows: Tensor, figures: Sequence[str] = ()) -> RoundReport:
     values, means = first[: len(_NUMBERS)], first[len(_NUMBERS) :]
     _whole("report", *(v for f, v in zip(_NUMBERS, values, strict=True) if f.type != "float"))
     found = {f.name: _KINDS[f.type](value) for f, value in zip(_NUMBERS, values, strict=True)}
+    count = found.pop("lines")
     report = RoundReport(**found, figures=dict(zip(names, means, strict=True)))
-    if not 0 <= report.logged <= min(report.steps, len(rows) - 1):
+    if not 0 <= count <= min(report.steps, len(rows) - 1):
         raise SettingError(
-            f"report must have at most a line for each of {report.steps} steps, got {report.logged}"
+            f"report must have at most a line for each of {report.steps} steps, got {count}"
         )
-    lines = [_read_line(row, names) for row in rows[1 : 1 + report.logged].tolist()]
+    lines = [_read_line(row, names) for row in rows[1 : 1 + count].tolist()]
     for line in lines:
         if line.worker != report.worker:
             raise SettingError(f"step line must be of worker {report.worker}, got {line.worker}")
-    return replace(report, logged=0, lines=tuple(lines))
+    return replace(report, lines=tuple(lines))
 
 
 def _read_line(row: Sequence[float], figures: Sequence[str]) -> StepLine:

@@ -128,7 +128,6 @@ def make_reports(
                 predicted_time_s=mine.predicted_time_s * count / max(mine.samples, 1),
                 refused=bool(faults),
                 fault=faults.get(worker, NO_FAULT),
-                logged=len(lines),
                 lines=lines,
                 figures=dict(zip(figures, means, strict=True)),
                 **(progress.measured if worker == turn.workers[0] else {}),

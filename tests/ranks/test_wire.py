@@ -1,16 +1,20 @@
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dbsl.cluster.wire
 from dbsl.cluster.alive import ControlGroup
 from dbsl.cluster.protocol import SharedPlans
 from dbsl.cluster.wire import (
     Ending,
     Kind,
+    Transfer,
     check_report,
     decode_segment,
     encode_segment,
@@ -41,17 +45,17 @@ def test_a_report_comes_back_as_it_was_sent():
 def test_figures_of_the_loss_are_more_columns_of_a_report_and_of_its_step_lines():
     names, figures = ("kd", "penalty"), {"kd": 1 / 3, "penalty": math.inf}
     line = LINE._replace(figures={"kd": -1.5, "penalty": 0.25})
-    sent = replace(REPORT, figures=figures, logged=1, lines=(line,))
+    sent = replace(REPORT, figures=figures, lines=(line,))
     assert report_rows(sent).shape == report_room(2, names).shape == (2, ROW + 2)
-    assert read_report(report_rows(sent), names) == replace(sent, logged=0)
+    assert read_report(report_rows(sent), names) == sent
 
 
 def test_step_lines_follow_their_report_and_none_is_taken_that_is_not_its_workers():
     lines = (LINE, LINE._replace(step=LINE.step + 1))
-    sent = replace(REPORT, logged=2, lines=lines)
-    assert read_report(report_rows(sent)) == replace(sent, logged=0)
+    sent = replace(REPORT, lines=lines)
+    assert read_report(report_rows(sent)) == sent
     for bad, message_ in (
-        (replace(sent, logged=3), "at most a line for each of 12 steps, got 3"),
+        (replace(sent, lines=lines * 7), "at most a line for each of 12 steps, got 14"),
         (replace(sent, steps=1), "at most a line for each of 1 steps, got 2"),
         (replace(sent, lines=(LINE._replace(worker=2),) * 2), "must be of worker 3, got 2"),
         (replace(sent, lines=(LINE._replace(step=0.5),) * 2), "step line must have whole numbers"),
@@ -94,11 +98,11 @@ def meeting_rank(rank):
 
 def report_of(rank):
     lines = (LINE._replace(worker=1),) * rank  # rank 0 has none
-    return replace(REPORT, worker=rank, logged=len(lines), lines=lines)
+    return replace(REPORT, worker=rank, lines=lines)
 
 
 def test_all_ranks_take_the_server_ranks_plan_and_see_each_report(run_ranks):
-    expected = [replace(report_of(rank), logged=0) for rank in range(2)]
+    expected = [report_of(rank) for rank in range(2)]
     for seen, reports, of_one in run_ranks(meeting_rank):
         assert seen == [[30, 10]] * 6 + [((5, 20), (60, 100))]
         assert reports == expected
@@ -119,22 +123,12 @@ def test_numbers_of_any_kind_are_a_report_or_refused(numbers):
     assert 0 < report.merge_weight <= 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"worker": 2},
-        {"round": 0},
-        {"merge_weight": 0.0},
-        {"merge_weight": float("nan")},
-        {"time_s": -1.0},
-        {"learning_rate": float("inf")},
-        {"samples": -5},
-    ],
-)
-def test_a_report_of_another_round_or_with_odd_numbers_is_refused(change):
+def test_a_report_of_another_round_or_with_odd_numbers_is_refused():
     check_report(REPORT, 3, 7, 1)
-    with pytest.raises(ValueError, match="report must"):
-        check_report(replace(REPORT, **change), 3, 7, 1)
+    odd = {"worker": 2, "round": 0, "merge_weight": math.nan, "time_s": -1.0, "samples": -5}
+    for name, value in (*odd.items(), ("merge_weight", 0.0), ("learning_rate", math.inf)):
+        with pytest.raises(ValueError, match="report must"):
+            check_report(replace(REPORT, **{name: value}), 3, 7, 1)
 
 
 def test_unknown_messages_and_odd_numbers_of_rows_are_refused():
@@ -148,3 +142,44 @@ def test_unknown_messages_and_odd_numbers_of_rows_are_refused():
     for rows in (0, -1, 2**30):
         with pytest.raises(ValueError, match="1048576 rows, got"):
             report_room(rows)
+
+
+# --- vectors
+
+
+ERRORS = {None: 0.0, torch.bfloat16: 2**-8}  # of numbers up to 1, by what travels
+
+
+def exchange(rank):
+    """Send vectors of rank 1 to rank 0 and back; return what came, and whether it was finite."""
+    dbsl.cluster.wire.CHUNK = 1000  # several, of which the last is shorter
+    pair, found = dist.new_group([0, 1], backend="gloo"), []
+    for dtype, length in itertools.product(ERRORS, (7, 3500)):
+        vector = torch.linspace(-1, 1, length) * rank
+        transfer, finite = Transfer(vector, pair, dtype), True
+        if rank == 0:
+            finite = transfer.receive(vector, check=True)
+        transfer.send(vector)
+        transfer.wait()
+        if rank == 1:
+            transfer.receive(vector)
+        found.append((vector.tolist(), finite))
+    vector[length // 2] = math.nan
+    if rank == 1:
+        transfer.send(vector)
+        transfer.wait()
+        return found, False
+    return found, transfer.receive(vector, check=True)
+
+
+def test_vectors_come_as_they_are_or_rounded_to_what_travels_and_are_checked(run_ranks):
+    (there, poisoned), (back, _) = run_ranks(exchange)
+    assert there == back
+    for (dtype, length), (found, finite) in zip(
+        itertools.product(ERRORS, (7, 3500)), there, strict=True
+    ):
+        difference = (torch.tensor(found) - torch.linspace(-1, 1, length)).abs().max()
+        assert finite
+        assert difference <= ERRORS[dtype]
+        assert dtype is None or difference > 0
+    assert not poisoned

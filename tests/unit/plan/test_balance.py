@@ -291,7 +291,7 @@ def test_step_lines_of_a_long_spell_are_not_kept_in_checkpoints():
     planner = joint_planner("dbs", every=100)
     lines = (StepLine(0, 0, 0, 1, 0.5, 2.0, 0.1, 1.0, 10.0, 0.1),)
     report = RoundReport(0, 0, 0, 8, 64, 640, 10, 1.0, 0.5, 1.0, compute_time_s=1.0)
-    planner.observe(replace(report, logged=1, lines=lines))
+    planner.observe(replace(report, lines=lines))
     kept = unpack(*pack(planner.state_dict()))
     assert [r["lines"] for r in kept["since"][0]] == [()]
     again = joint_planner("dbs", every=100)
