@@ -60,7 +60,6 @@ def test_every_process_ends_with_the_line_that_names_what_is_not_the_same(run_ra
     ("own", "other", "said"),
     [
         ({"lr": 0.2}, {"lr": 0.3}, "lr must be the same in all processes, got 0.2 on"),
-        pytest.param({"epochs": 2}, {"epochs": 4}, "epochs must be the same", marks=slow),
         pytest.param({"sync": "step"}, {"sync": "asp"}, "sync must be the same", marks=slow),
         pytest.param({"sync": "ssp"}, {"sync": "asp"}, "", marks=slow),
         pytest.param({}, {"plan_only": True}, "plan_only must be the same", marks=slow),

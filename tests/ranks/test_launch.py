@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -77,25 +77,23 @@ def test_a_cpu_that_only_converts_does_not_compute_bf16(monkeypatch, capabilitie
     assert computes_bf16(torch.device("cpu")) is native
 
 
-@pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "no")])
-def test_auto_follows_the_device_and_anything_else_is_taken(monkeypatch, native, precision):
+@pytest.mark.parametrize(
+    ("native", "launched", "chosen", "precision"),
+    [
+        (True, None, "auto", "bf16"),
+        (False, None, "auto", "no"),
+        (False, None, "bf16", "bf16"),
+        (False, "bf16", "auto", "bf16"),  # what the launcher was asked for
+        (False, "bf16", "no", "no"),  # a flag wins
+        (True, "no", "auto", "bf16"),  # the launcher's own default, too
+    ],
+)
+def test_auto_follows_the_launcher_then_the_device_and_anything_else_is_taken(
+    monkeypatch, environ, native, launched, chosen, precision
+):
     monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: native)
-    assert start_accelerator("auto", 20.0).mixed_precision == precision
-    for chosen in ("no", "bf16"):
-        AcceleratorState._reset_state(True)
-        assert start_accelerator(chosen, 20.0).mixed_precision == chosen
-
-
-def test_the_precision_that_the_launcher_was_asked_for_wins_over_auto(monkeypatch):
-    monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: False)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert start_accelerator("auto", 20.0).mixed_precision == "bf16"
-    AcceleratorState._reset_state(True)
-    assert start_accelerator("no", 20.0).mixed_precision == "no"  # a flag wins
-    AcceleratorState._reset_state(True)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's own default, too
-    monkeypatch.setattr(dbsl.run.accelerator, "computes_bf16", lambda device: True)
-    assert start_accelerator("auto", 20.0).mixed_precision == "bf16"
+    environ(ACCELERATE_MIXED_PRECISION=launched)
+    assert start_accelerator(chosen, 20.0).mixed_precision == precision
 
 
 @pytest.mark.parametrize(
